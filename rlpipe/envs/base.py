@@ -1,0 +1,71 @@
+"""The environment Protocol: a suite hands out instances, an episode plays one of them.
+
+Owns the contract between collector and environments. An `Episode` is one attempt at one instance;
+its methods may block (they run a sandbox), so the collector calls them in threads.
+Infrastructure failures raise `InfrastructureError`; they are never a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class InfrastructureError(RuntimeError):
+    """The environment, not the model, failed: the trajectory is retried, then masked."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepResult:
+    """Outcome of one action.
+
+    observation: text shown to the model next (empty when done).
+    done: the episode is over and `reward` is set.
+    info: facts to record in the trajectory.
+    """
+
+    observation: str = ""
+    done: bool = False
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Episode(Protocol):
+    """One attempt."""
+
+    def messages(self) -> list[dict[str, str]]:
+        """Opening chat messages, [{'role': ..., 'content': ...}, ...]."""
+        ...
+
+    def step(self, action: str) -> StepResult:
+        """Play the text the model wrote this turn (may block on a sandbox).
+
+        Raises InfrastructureError when the sandbox failed."""
+        ...
+
+    def finish(self) -> StepResult:
+        """End without a submission (out of turns or context); done=True with the reward."""
+        ...
+
+    def close(self) -> None:
+        """Free the sandbox and its files."""
+        ...
+
+
+class Suite(Protocol):
+    """A set of instances by split. Splits: 'train' and any number of held-out sets."""
+
+    max_turns: int
+
+    def splits(self) -> Sequence[str]:
+        """Names of the held-out sets, the first of them the primary one."""
+        ...
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Ids of a split, in a fixed order."""
+        ...
+
+    def episode(self, instance_id: str) -> Episode:
+        """A fresh attempt at an instance."""
+        ...

@@ -1,0 +1,68 @@
+"""The engine Protocol: what the collector and the controller ask of any decoding engine.
+
+Owns the contract only. `embedded` implements it in-process; an SGLang pool implements it over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlpipe.types import GenerateRequest, GenerateResult, SpecCounts
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Sums since start; rates are differences of two readings.
+
+    running, waiting: requests now. generated_tokens, prefill_tokens: totals.
+    busy_seconds: time spent in forward passes and sampling.
+    """
+
+    policy_version: int = 0
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    busy_seconds: float = 0.0
+    spec: SpecCounts = field(default_factory=SpecCounts)
+
+
+class Engine(Protocol):
+    """A decoding engine. `generate` may be called concurrently from one event loop."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one turn; returns partial output with finish_reason ABORT after `abort`."""
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Abort the named requests (all when None); their `generate` calls return what exists."""
+        ...
+
+    def end_session(self, session_id: str) -> None:
+        """Free what is cached for a conversation."""
+        ...
+
+    def pause(self) -> None:
+        """Stop decoding between two steps; returns once no step is running."""
+        ...
+
+    def resume(self) -> None:
+        """Continue decoding."""
+        ...
+
+    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Replace target and draft weights (HF names -> tensors) between two decode steps.
+
+        Tokens sampled after this call carry `version`.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine; pending requests end with ABORT."""
+        ...

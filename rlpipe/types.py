@@ -1,0 +1,194 @@
+"""The nouns every layer shares: trajectories, groups, requests, counts. Imports no torch.
+
+Owns the shape of what travels between rollout, pipeline and trainer; owns no behaviour beyond
+sums. Flow: a `Prompt` is admitted, its `group_size` attempts become `Trajectory`s of a `Group`,
+each sampled token carries its logprob, entropy and the policy version that sampled it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why generation of one turn ended."""
+
+    STOP = "stop"  # a stop token was sampled (it is the last output token)
+    LENGTH = "length"  # max_new_tokens or the context was exhausted
+    ABORT = "abort"  # the caller aborted; what existed is returned
+
+
+class TrajectoryStatus(StrEnum):
+    """Whether a trajectory may be trained on."""
+
+    COMPLETE = "complete"  # has a reward
+    MASKED = "masked"  # infrastructure failed: no reward, never trained on
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecCounts:
+    """Sums of speculative decoding, per depth; every ratio is derived from them.
+
+    drafted[k]: verify steps in which depth k (0-based) was reached, that is, all shallower drafts
+        were accepted; accepted[k]: of those, how many accepted depth k.
+    verify_steps: target forward passes that verified drafts.
+    proposed: drafted tokens in all, gamma per verify step.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    verify_steps: int = 0
+    proposed: int = 0
+
+    def add(self, other: SpecCounts) -> None:
+        """Add another count in place; depths the shorter one lacks count as zero."""
+        for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for k, n in enumerate(theirs):
+                mine[k] += n
+        self.verify_steps += other.verify_steps
+        self.proposed += other.proposed
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Sum accepted / sum proposed drafts; nan when nothing was drafted."""
+        return sum(self.accepted) / self.proposed if self.proposed else float("nan")
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + sum accepted / sum verify steps, in 1..gamma+1; nan without verify steps.
+
+        >>> SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8).acceptance_length
+        2.0
+        """
+        return 1 + sum(self.accepted) / self.verify_steps if self.verify_steps else float("nan")
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    temperature: divides target and draft logits alike; 0 means greedy.
+    max_new_tokens: upper bound on output tokens.
+    stop_token_ids: sampling one of them ends the turn; it is kept as the last output token.
+    seed: stream of this request; equal seeds and weights give equal outputs whatever else runs.
+    top_logprobs: number of most likely target tokens to return per position (0: none).
+    """
+
+    temperature: float = 1.0
+    max_new_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    top_logprobs: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateRequest:
+    """One turn to generate.
+
+    session_id: turns of one conversation share it; an engine may reuse the KV of the common prefix.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    session_id: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateResult:
+    """What an engine returns; the four lists are parallel to output_ids.
+
+    logprobs: target log-softmax(logits / temperature) at the sampled token, nats.
+    entropies: of the same target distribution, nats.
+    versions: policy version that sampled each token.
+    top_logprobs: per position [(token_id, logprob), ...] when asked for.
+    """
+
+    request_id: str
+    output_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    spec: SpecCounts
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """A task handed out by an environment suite.
+
+    instance_id: stable id of the instance. group_id: id of this admission (unique in a run).
+    seed: base seed of the group's sampling streams.
+    """
+
+    instance_id: str
+    group_id: str
+    seed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One attempt: all its tokens in order, sampled ones marked.
+
+    token_ids, loss_mask, rollout_logprobs, entropies, versions are parallel; where loss_mask is 0
+    (prompt, tool output) the last three hold 0.0, 0.0 and -1.
+    reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
+    """
+
+    trajectory_id: str
+    group_id: str
+    instance_id: str
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prompt_length: int = 0
+    num_turns: int = 0
+    truncated: bool = False
+    reward: float | None = None
+    status: TrajectoryStatus = TrajectoryStatus.COMPLETE
+    spec: SpecCounts = field(default_factory=SpecCounts)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def append_context(self, ids: list[int]) -> None:
+        """Append tokens the model did not sample."""
+        self.token_ids += ids
+        self.loss_mask += [0] * len(ids)
+        self.rollout_logprobs += [0.0] * len(ids)
+        self.entropies += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def append_sampled(self, result: GenerateResult) -> None:
+        """Append one generated turn with everything recorded of its tokens."""
+        self.token_ids += result.output_ids
+        self.loss_mask += [1] * len(result.output_ids)
+        self.rollout_logprobs += result.logprobs
+        self.entropies += result.entropies
+        self.versions += result.versions
+        self.spec.add(result.spec)
+        self.num_turns += 1
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest policy version among the sampled tokens; None when nothing was sampled."""
+        return min((v for v in self.versions if v >= 0), default=None)
+
+    @property
+    def response_length(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.loss_mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The siblings of one prompt, all finished; seconds are wall-clock."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    gen_seconds: float = 0.0
+    env_seconds: float = 0.0
