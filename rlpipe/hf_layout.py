@@ -1,0 +1,113 @@
+"""The MiMo checkpoint layout: where target and draft weights live in a Hugging Face directory.
+
+Owns names, reading and writing of `config.json` + safetensors; builds no model. The backbone has
+the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*`:
+
+    token_layernorm, hidden_layernorm, input_proj [H, 2H] over cat(hidden, embedding),
+    one decoder layer (self_attn, mlp, input_layernorm, post_attention_layernorm), final_layernorm
+
+Depth k at anchor t reads token t+k and the previous hidden (backbone's final-norm output for k=1,
+the MTP layer's own final_layernorm output after), at RoPE position t+k-1; its logits come from the
+shared lm_head and predict token t+k+1. See `mtp/layer.py` for the reference module.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MTP_PREFIX = "model.mtp_layers.0."
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint directory.
+
+    Raises ValueError naming the path when it is not a Hugging Face checkpoint.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model.path={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
+            "Point model.path at a directory with config.json and *.safetensors."
+        )
+    return json.loads(file.read_text())
+
+
+def has_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint declares an MTP layer (`num_nextn_predict_layers` >= 1)."""
+    return int(config.get("num_nextn_predict_layers") or 0) >= 1
+
+
+def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
+    """Refuse speculation without a draft.
+
+    Raises ValueError with the remedy.
+    """
+    if not has_mtp(config):
+        raise ValueError(
+            f"spec.mode={mode} drafts with an MTP layer, but {str(path)!r} has none "
+            "(num_nextn_predict_layers is missing or 0). Use a checkpoint with "
+            f"{MTP_PREFIX}* weights, or set spec.mode=none."
+        )
+
+
+def is_mtp_weight(name: str) -> bool:
+    """Whether an HF parameter name belongs to the draft.
+
+    >>> is_mtp_weight("model.mtp_layers.0.input_proj.weight"), is_mtp_weight("model.norm.weight")
+    (True, False)
+    """
+    return name.startswith(MTP_PREFIX)
+
+
+def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by HF name, on the CPU; `lm_head.weight` is present even when tied.
+
+    Raises ValueError when there is no safetensors file.
+    """
+    from safetensors.torch import load_file
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model.path={str(path)!r} holds no *.safetensors file.")
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights.update(load_file(file))
+    if "lm_head.weight" not in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    return weights
+
+
+def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
+    """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
+
+    A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does.
+    """
+    from safetensors.torch import save_file
+
+    path, like = Path(path), Path(like)
+    path.mkdir(parents=True, exist_ok=True)
+    tied = bool(read_config(like).get("tie_word_embeddings"))
+    tensors = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in weights.items()
+        if not (tied and name == "lm_head.weight")
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if path.resolve() != like.resolve():
+        for name in ("config.json", *TOKENIZER_FILES):
+            if (like / name).is_file():
+                shutil.copy2(like / name, path / name)
