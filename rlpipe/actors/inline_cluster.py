@@ -1,0 +1,65 @@
+"""The whole graph in one process: the engine decodes in its thread, the trainer steps in another.
+
+For debuggers and for a bare machine without Ray; same workers, same controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlpipe.actors.rollout_worker import RolloutWorker
+from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.run import Config
+from rlpipe.metrics.values import Mean, Value
+from rlpipe.types import Group, Prompt, Trajectory
+
+
+class InlineCluster:
+    """One rollout worker, one trainer rank; all trainer calls run on one thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._trainer = TrainerWorker(config)
+        self._thread.submit(lambda: self._trainer.start(self._trainer.address())).result()
+        self._rollout = RolloutWorker(config)
+
+    async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        return await self._rollout.collect(prompt, group_size)
+
+    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+        return await self._rollout.evaluate(instance_ids, samples, temperature)
+
+    async def train_step(self, groups: list[Group]) -> dict[str, Value]:
+        return await self._train(self._trainer.step, groups)
+
+    async def publish_weights(self, version: int) -> dict[str, Value]:
+        started = time.monotonic()
+        payload = await self._train(self._trainer.export, version)
+        metrics = await self._rollout.update_weights(payload)
+        metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
+        return metrics
+
+    async def save(self, directory: Path) -> None:
+        await self._train(self._trainer.save, directory)
+
+    async def load(self, directory: Path) -> None:
+        await self._train(self._trainer.load, directory)
+
+    async def rollout_metrics(self) -> dict[str, Value]:
+        return await self._rollout.metrics()
+
+    async def close(self) -> None:
+        await self._rollout.close()
+        await self._train(self._trainer.close)
+        self._thread.shutdown()
+
+    def kill(self) -> None:
+        """Nothing outlives this process."""
+
+    async def _train(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -1,0 +1,134 @@
+"""The graph as Ray actors: N rollout workers, tp * dp trainer ranks.
+
+Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
+gets the newest weights before it serves, and what the dead one was playing is played again, so no
+prompt is lost. Weights pass from trainer to workers as an object-store reference. A dead trainer
+ends the run (its checkpoint resumes it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rlpipe.actors.rollout_worker import RolloutWorker
+from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.run import Config
+from rlpipe.metrics.values import Mean, Value, reduce
+from rlpipe.types import Group, Prompt, Trajectory
+
+
+class RayCluster:
+    """Started by `launch`, after `ray.init`. on_event: told of every fault (kind, fields)."""
+
+    def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
+        self._config = config
+        self._on_event = on_event
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 1000}
+        self._rollouts = [self._spawn_rollout() for _ in range(config.rollout.workers)]
+        self._load = [0] * len(self._rollouts)
+        self._restarts = 0
+        self._respawning = asyncio.Lock()
+        self._newest_weights: Any = None
+        ranks = config.trainer.tp * config.trainer.dp
+        trainer = ray.remote(TrainerWorker).options(num_cpus=1, num_gpus=gpus)
+        self._trainers = [trainer.remote(config, rank, ranks) for rank in range(ranks)]
+        master = ray.get(self._trainers[0].address.remote())
+        ray.get([t.start.remote(master) for t in self._trainers])
+        ray.get([w.metrics.remote() for w in self._rollouts])
+
+    async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        return await self._on_some_worker("collect", prompt, group_size)
+
+    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+        count = len(self._rollouts)
+        shares = [list(instance_ids[n::count]) for n in range(count)]
+        played = await asyncio.gather(
+            *(self._on_some_worker("evaluate", share, samples, temperature) for share in shares if share)
+        )
+        return [trajectory for part in played for trajectory in part]
+
+    async def train_step(self, groups: list[Group]) -> dict[str, Value]:
+        shared = ray.put(groups)
+        results = await asyncio.gather(*(t.step.remote(shared) for t in self._trainers))
+        return results[0]
+
+    async def publish_weights(self, version: int) -> dict[str, Value]:
+        started = time.monotonic()
+        exports = [t.export.remote(version) for t in self._trainers]
+        await asyncio.gather(*exports[1:])
+        self._newest_weights = exports[0]
+        metrics = reduce(await asyncio.gather(*(self._update(n) for n in range(len(self._rollouts)))))
+        metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
+        return metrics
+
+    async def save(self, directory: Path) -> None:
+        await asyncio.gather(*(t.save.remote(directory) for t in self._trainers))
+
+    async def load(self, directory: Path) -> None:
+        await asyncio.gather(*(t.load.remote(directory) for t in self._trainers))
+
+    async def rollout_metrics(self) -> dict[str, Value]:
+        return reduce(await asyncio.gather(*(self._call(n, "metrics") for n in range(len(self._rollouts)))))
+
+    async def close(self) -> None:
+        for actor in self._rollouts + self._trainers:
+            try:
+                await asyncio.wait_for(actor.close.remote(), timeout=10)
+            except (RayActorError, TimeoutError) as error:
+                self._on_event("close_failed", error=str(error).splitlines()[0])
+        self.kill()
+
+    def kill(self) -> None:
+        """End every actor at once."""
+        for actor in self._rollouts + self._trainers:
+            ray.kill(actor)
+
+    def _spawn_rollout(self) -> Any:
+        return ray.remote(RolloutWorker).options(**self._options).remote(self._config)
+
+    async def _on_some_worker(self, method: str, *args: Any) -> Any:
+        """Call the least loaded worker."""
+        n = min(range(len(self._rollouts)), key=self._load.__getitem__)
+        self._load[n] += 1
+        try:
+            return await self._call(n, method, *args)
+        finally:
+            self._load[n] -= 1
+
+    async def _call(self, n: int, method: str, *args: Any) -> Any:
+        """Call worker n; when it dies, replace it and call again."""
+        while True:
+            worker = self._rollouts[n]
+            try:
+                return await getattr(worker, method).remote(*args)
+            except RayActorError as error:
+                await self._replace(n, worker, error)
+
+    async def _update(self, n: int) -> dict[str, Value]:
+        return await self._call(n, "update_weights", self._newest_weights)
+
+    async def _replace(self, n: int, dead: Any, error: RayActorError) -> None:
+        """Put a new worker in the dead one's place, once, with the newest weights."""
+        async with self._respawning:
+            if self._rollouts[n] is not dead:
+                return
+            self._restarts += 1
+            reason = str(error).splitlines()[0]
+            self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
+            if self._restarts > self._config.cluster.max_restarts:
+                raise RuntimeError(
+                    f"rollout workers died {self._restarts} times (cluster.max_restarts="
+                    f"{self._config.cluster.max_restarts}); the last: {reason}"
+                ) from error
+            worker = self._spawn_rollout()
+            if self._newest_weights is not None:
+                await worker.update_weights.remote(self._newest_weights)
+            self._rollouts[n] = worker

@@ -1,0 +1,83 @@
+"""A trainer rank: groups in, one optimizer step, weights out.
+
+A plain class: Ray wraps one per rank, the inline cluster uses one as it is. Every rank gets all
+groups and packs them alike; the packing says which micro-batches are its own.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rlpipe.algo.advantage import group_advantages
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.metrics.values import Mean, Stats, Value
+from rlpipe.pipeline.batcher import pack
+from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.runtime import free_port
+from rlpipe.types import Group
+from rlpipe.weights.sync import WeightPayload, pack_weights
+
+
+class TrainerWorker:
+    """Rank `rank` of `world_size`; `start` joins the process group."""
+
+    def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
+        self._config = config
+        self._rank, self._world_size = rank, world_size
+
+    def address(self, host: str = "127.0.0.1") -> str:
+        """A free rendezvous address on this rank's node."""
+        return f"{host}:{free_port()}"
+
+    def start(self, master: str) -> None:
+        """Build the model and join the other ranks."""
+        self._trainer = MegatronTrainer(
+            self._config.trainer,
+            self._config.algo,
+            self._config.mtp,
+            str(resolve(self._config.model.path)),
+            rank=self._rank,
+            world_size=self._world_size,
+            master=master,
+            total_steps=self._config.run.steps,
+            temperature=self._config.rollout.temperature,
+        )
+
+    def step(self, groups: list[Group]) -> dict[str, Value]:
+        """Advantages, packing, one optimizer step."""
+        started = time.monotonic()
+        advantages = group_advantages(groups, self._config.algo)
+        trajectories = [t for group in groups for t in group.trajectories]
+        batch = pack(
+            trajectories,
+            advantages,
+            token_budget=self._config.trainer.micro_batch_tokens,
+            dp_size=self._config.trainer.dp,
+            skip_zero_advantage=self._config.algo.skips_zero_advantage,
+        )
+        packed = time.monotonic() - started
+        metrics: dict[str, Value] = {"timing_s/adv": Mean(packed, 1)}
+        metrics |= Stats.of(advantages).expand("critic/advantages")
+        metrics |= self._trainer.train_step(batch)
+        metrics["timing_s/update_actor"] = Mean(time.monotonic() - started - packed, 1)
+        return metrics
+
+    def export(self, version: int) -> WeightPayload | None:
+        """Full weights for the engines; None off rank 0 (which still takes part in the gathering)."""
+        weights = self._trainer.export_weights()
+        return None if weights is None else pack_weights(weights, version)
+
+    def save(self, directory: Path) -> None:
+        """Trainer state under `trainer/`, an HF checkpoint under `hf/`."""
+        self._trainer.save(directory / "trainer")
+        self._trainer.save_hf(directory / "hf")
+
+    def load(self, directory: Path) -> None:
+        """Trainer state of a checkpoint directory."""
+        self._trainer.load(directory / "trainer")
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._trainer.close()

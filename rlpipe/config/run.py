@@ -1,0 +1,181 @@
+"""The whole configuration: one dataclass per component, and the checks that cross components.
+
+Defaults live here and in the component dataclasses; YAML states only differences. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.metrics import MetricsConfig
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.config.trainer import TrainerConfig
+from rlpipe.config.warmstart import WarmstartConfig
+from rlpipe.hf_layout import read_config, require_mtp
+
+
+class Task(StrEnum):
+    """What a recipe runs."""
+
+    RL = "rl"  # the async loop
+    TINY_MODEL = "tiny_model"  # the supervised warm start that makes the shipped checkpoint
+
+
+class ClusterMode(StrEnum):
+    """How components are placed."""
+
+    RAY = "ray"  # one actor per rollout worker and per trainer rank
+    INLINE = "inline"  # all in this process, in threads
+
+
+class Resume(StrEnum):
+    """What to do with checkpoints that `run.dir` already holds."""
+
+    AUTO = "auto"  # continue from the newest one, if any
+    NEVER = "never"  # refuse a directory that holds a run
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSettings:
+    """Settings everyone uses.
+
+    dir: run directory. steps: optimizer steps of the trainer loop. seed: of data order and sampling.
+    save_every: steps between checkpoints (0: only the last). keep_checkpoints: how many stay on disk.
+    """
+
+    dir: str = "runs/default"
+    steps: int = 60
+    seed: int = 0
+    resume: Resume = Resume.AUTO
+    save_every: int = 20
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"run.steps must be at least 1, got {self.steps}.")
+        if self.save_every < 0 or self.keep_checkpoints < 1:
+            raise ValueError(
+                f"run.save_every={self.save_every} must be >= 0 and run.keep_checkpoints="
+                f"{self.keep_checkpoints} must be >= 1."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """path: a Hugging Face checkpoint directory, or `shipped:models/tiny`."""
+
+    path: str = "shipped:models/tiny"
+
+
+@dataclass(slots=True, kw_only=True)
+class ValConfig:
+    """Validation on held-out instances.
+
+    every: steps between validations (0: never); always also before the first and after the last step.
+    instances: of each held-out split (fixed, the first ones; 0: all). samples: attempts per instance.
+    """
+
+    every: int = 20
+    instances: int = 200
+    samples: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.instances < 0 or self.samples < 1 or self.temperature < 0:
+            raise ValueError(
+                f"val: every={self.every}, instances={self.instances} and temperature={self.temperature} "
+                f"must be >= 0, samples={self.samples} must be >= 1."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterConfig:
+    """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
+
+    max_restarts: how often a dead rollout worker is replaced before the run gives up.
+    """
+
+    mode: ClusterMode = ClusterMode.RAY
+    address: str = ""
+    max_restarts: int = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Config:
+    """A run. `recipe` is the name of the YAML that set it up; see the component dataclasses."""
+
+    recipe: str = ""
+    task: Task = Task.RL
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    val: ValConfig = field(default_factory=ValConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    warmstart: WarmstartConfig = field(default_factory=WarmstartConfig)
+
+
+def check(config: Config) -> None:
+    """Everything that can be known to be wrong before anything is started.
+
+    Raises ValueError with what, the value and the remedy.
+    """
+    check_run_dir(config.run)
+    if config.task is not Task.RL:
+        return
+    model_path = resolve(config.model.path)
+    hf_config = read_config(model_path)
+    if config.spec.mode is not SpecMode.NONE:
+        require_mtp(hf_config, config.model.path, config.spec.mode)
+    longest = int(hf_config.get("max_position_embeddings", 0))
+    if longest and config.rollout.max_context > longest:
+        raise ValueError(
+            f"rollout.max_context={config.rollout.max_context} exceeds the model's "
+            f"max_position_embeddings={longest}: lower rollout.max_context."
+        )
+    ranks = config.trainer.tp * config.trainer.dp
+    if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
+        raise ValueError(
+            f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
+            f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
+        )
+
+
+def check_run_dir(run: RunSettings) -> None:
+    """Make the run directory and its checkpoint folder, and refuse what cannot be written or reused."""
+    directory = resolve(run.dir)
+    checkpoints = directory / "checkpoints"
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        probe = checkpoints / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "
+            "set run.dir to a directory you can write to."
+        ) from error
+    if not os.access(checkpoints, os.W_OK):
+        raise ValueError(f"checkpoint directory {checkpoints} is not writable: set run.dir elsewhere.")
+    if run.resume is Resume.NEVER and _holds_run(directory):
+        raise ValueError(
+            f"run.dir={run.dir!r} already holds a run and run.resume=never: "
+            "choose another run.dir, or set run.resume=auto to continue it."
+        )
+
+
+def _holds_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or any((directory / "checkpoints").glob("step_*"))

@@ -1,0 +1,121 @@
+"""The Megatron trainer: parallel sizes, precision, optimizer, schedule. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Precision(StrEnum):
+    """Type of parameters and activations; the optimizer always keeps float32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class LrSchedule(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"
+    LINEAR = "linear"
+
+
+class Recompute(StrEnum):
+    """What the backward pass recomputes to save memory."""
+
+    NONE = "none"
+    FULL = "full"  # every layer
+
+
+class LayerSpec(StrEnum):
+    """Which implementation of the layers Megatron builds."""
+
+    AUTO = "auto"  # TransformerEngine on a GPU that has it, local otherwise
+    LOCAL = "local"
+    TE = "te"
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerConfig:
+    """One trainer of tp * dp ranks.
+
+    tp, dp, pp: tensor, data and pipeline parallel sizes (pp > 1 is refused).
+    precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
+    micro_batch_tokens: rows * padded length of one forward pass, per rank.
+    lr, min_lr, warmup_steps, lr_schedule: learning rate over optimizer steps.
+    weight_decay, beta1, beta2, eps: AdamW. clip_grad: bound on the gradient norm (0: none).
+    threads: CPU threads per rank (0: torch's default). seed: of everything random in the trainer.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    precision: Precision = Precision.FP32
+    layers: LayerSpec = LayerSpec.AUTO
+    recompute: Recompute = Recompute.NONE
+    distributed_optimizer: bool = False
+    micro_batch_tokens: int = 4096
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "pp", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.pp > 1:
+            raise ValueError(
+                f"trainer.pp={self.pp}: pipeline parallelism is not supported. Set trainer.pp=1 and use "
+                "trainer.tp and trainer.dp."
+            )
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"trainer: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}.")
+        for name in ("warmup_steps", "weight_decay", "clip_grad", "threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"trainer.{name} must be >= 0, got {getattr(self, name)}.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} must be in [0, 1), got {getattr(self, name)}.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer."""
+        return self.tp * self.pp * self.dp
+
+
+def check_parallel(config: TrainerConfig, hf_config: Mapping[str, Any], world_size: int | None = None) -> None:
+    """Refuse parallel sizes that cannot work for a model, before anything is started.
+
+    hf_config: the checkpoint's `config.json`. world_size: ranks that exist, when known.
+    Raises ValueError with what, the value and the remedy.
+    """
+    heads = int(hf_config["num_attention_heads"])
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(hf_config.get("num_key_value_heads") or heads),
+        "intermediate_size": int(hf_config["intermediate_size"]),
+        "hidden_size": int(hf_config["hidden_size"]),
+    }
+    for name, size in sizes.items():
+        if size % config.tp:
+            fitting = [n for n in range(1, config.tp) if all(s % n == 0 for s in sizes.values())]
+            raise ValueError(
+                f"trainer.tp={config.tp} does not divide the model's {name}={size}. "
+                f"Set trainer.tp to one of {fitting} and raise trainer.dp instead."
+            )
+    if world_size is not None and world_size != config.world_size:
+        raise ValueError(
+            f"trainer.tp * trainer.dp = {config.tp} * {config.dp} = {config.world_size}, but there are "
+            f"{world_size} ranks. Make them equal."
+        )

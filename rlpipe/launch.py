@@ -1,0 +1,183 @@
+"""The composition root: the only place that picks implementations.
+
+Owns start-up and shut-down order, the run directory, and what Ctrl-C means: once, the step in
+progress is finished and a checkpoint left; twice, everything stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.controller import Controller
+from rlpipe.envs import check_environment, make_suite
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.sinks import make_sinks
+from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.prompts import PromptStream
+
+
+def launch(config: Config, resolved: str) -> int:
+    """Run what the recipe asks for; returns the exit status.
+
+    resolved: the composed configuration as YAML, kept as `config.yaml` in the run directory.
+    """
+    run_dir = resolve(config.run.dir)
+    (run_dir / "config.yaml").write_text(resolved)
+    if config.task is Task.TINY_MODEL:
+        from rlpipe.warmstart import run_tiny_model
+
+        run_tiny_model(config.warmstart, run_dir)
+        return 0
+    return _launch_rl(config, run_dir)
+
+
+def _launch_rl(config: Config, run_dir: Path) -> int:
+    check_environment(config.env)
+    suite = make_suite(config.env, seed=config.run.seed)
+    held_out = {
+        split: list(suite.instance_ids(split))[: config.val.instances or None] for split in suite.splits()
+    }
+    prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.run.keep_checkpoints)
+    newest = checkpoints.newest()
+    _forget_after(run_dir, 0 if newest is None else int(newest[1]["step"]))
+    bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=config.cluster.mode)
+    cluster = None
+    finished = "failed"
+    try:
+        cluster = _make_cluster(config, bus)
+        controller = Controller(
+            config=config,
+            run_dir=run_dir,
+            cluster=cluster,
+            prompts=prompts,
+            held_out=held_out,
+            bus=bus,
+            ledger=ledger,
+            checkpoints=checkpoints,
+        )
+        asyncio.run(_run_until_done(controller, cluster))
+        finished = "done" if controller.version >= config.run.steps else "stopped"
+    except KeyboardInterrupt:
+        finished = "interrupted"
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+    finally:
+        bus.event("end", outcome=finished)
+        _stop_cluster(config, cluster)
+        ledger.close()
+        bus.close()
+        _write_report(config, run_dir)
+    return {"done": 0, "stopped": 0}.get(finished, 130)
+
+
+async def _run_until_done(controller: Controller, cluster: Any) -> None:
+    """Run the controller with Ctrl-C handled, then stop the components it used."""
+    loop = asyncio.get_running_loop()
+    presses = 0
+
+    def interrupt() -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            print("\nrlpipe: stopped at once; the last checkpoint stands.", file=sys.stderr, flush=True)
+            _exit_now(cluster)
+        print(
+            "\nrlpipe: finishing the step in progress, then a checkpoint (Ctrl-C again: stop at once).",
+            file=sys.stderr,
+            flush=True,
+        )
+        controller.request_stop()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, interrupt)
+    try:
+        await controller.run()
+        await cluster.close()
+    finally:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(name)
+
+
+def _make_cluster(config: Config, bus: MetricsBus) -> Any:
+    if config.cluster.mode is ClusterMode.INLINE:
+        from rlpipe.actors.inline_cluster import InlineCluster
+
+        return InlineCluster(config)
+    import ray
+
+    from rlpipe.actors.ray_cluster import RayCluster
+
+    package_root = str(Path(__file__).resolve().parent.parent)
+    actors = config.rollout.workers + config.trainer.tp * config.trainer.dp
+    local = {} if config.cluster.address else {"num_cpus": max(actors, os.cpu_count() or 1)}
+    ray.init(
+        address=config.cluster.address or "local",
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level="ERROR",
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}},
+        **local,
+    )
+    return RayCluster(config, bus.event)
+
+
+def _stop_cluster(config: Config, cluster: Any) -> None:
+    """Leave no process behind, whatever happened."""
+    if config.cluster.mode is ClusterMode.RAY:
+        import ray
+
+        if ray.is_initialized():
+            ray.shutdown()
+    elif cluster is not None:
+        cluster.kill()
+
+
+def _exit_now(cluster: Any) -> None:
+    """The second Ctrl-C: kill every actor and leave without waiting for anything."""
+    cluster.kill()
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+    os._exit(130)
+
+
+def _forget_after(run_dir: Path, step: int) -> None:
+    """Drop recorded steps that no checkpoint covers: a resumed run writes them again."""
+    for name, key in (("metrics.jsonl", "training/global_step"), ("trajectories.jsonl", "step")):
+        file = run_dir / name
+        if not file.exists():
+            continue
+        kept = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)[key] <= step]
+        file.write_text("".join(kept) if step else "")
+
+
+def _write_report(config: Config, run_dir: Path) -> None:
+    if not config.metrics.report:
+        return
+    from rlpipe.metrics.report import write_report
+
+    started = time.monotonic()
+    report = run_dir / "report.html"
+    write_report([run_dir], report)
+    print(f"report: {report} ({time.monotonic() - started:.1f} s)", flush=True)
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    """The first leaf of an exception group: what actually went wrong."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

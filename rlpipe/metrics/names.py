@@ -1,0 +1,437 @@
+"""Every metric declared once: name, kind, unit, definition, source and producer.
+
+Owns the names; computes and stores nothing. Flow: `MetricsBus.emit` asks `declared(name)` and refuses
+what is not here, the report shows the definitions, and `python -m rlpipe.metrics.names` prints
+docs/metrics.md. verl's name is used wherever verl has one (`*` in the page), so existing dashboards work.
+
+`{k}` in a name stands for a number, any other `{word}` for one path segment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value
+
+
+class Kind(StrEnum):
+    """How a metric is reduced over actors and micro-batches, and thereby which value types it takes."""
+
+    AVERAGE = "average"  # Mean or Ratio: Σ / Σ
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    ANY = "any"  # a family of names whose members differ
+
+    def accepts(self, value: Value) -> bool:
+        """Whether a value of this type may be emitted under a name of this kind."""
+        return isinstance(value, _TYPES[self])
+
+
+_TYPES: dict[Kind, tuple[type, ...]] = {
+    Kind.AVERAGE: (Mean, Ratio),
+    Kind.SUM: (Sum,),
+    Kind.MAX: (Max,),
+    Kind.MIN: (Min,),
+    Kind.LAST: (Last,),
+    Kind.ANY: (Mean, Ratio, Sum, Max, Min, Last),
+}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Metric:
+    """One declaration.
+
+    name: with `{placeholders}`. unit: "1" is a fraction or a pure number. definition: one sentence.
+    source: verl, an equation, or ours. produced_by: component that emits it.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    definition: str
+    source: str
+    produced_by: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Section:
+    """Declarations under one heading of the reference page."""
+
+    title: str
+    metrics: tuple[Metric, ...]
+
+
+def _section(title: str, produced_by: str, source: str, *rows: tuple[str, str, str, str]) -> Section:
+    """Rows are (name, kind, unit, definition); kind "stats" stands for the three mean, max and min."""
+    metrics = []
+    for name, kind, unit, definition in rows:
+        expanded = (
+            [(f"{name}/mean", Kind.AVERAGE), (f"{name}/max", Kind.MAX), (f"{name}/min", Kind.MIN)]
+            if kind == "stats"
+            else [(name, Kind(kind))]
+        )
+        metrics += [
+            Metric(name=n, kind=k, unit=unit, definition=definition, source=source, produced_by=produced_by)
+            for n, k in expanded
+        ]
+    return Section(title=title, metrics=tuple(metrics))
+
+
+SECTIONS: tuple[Section, ...] = (
+    _section(
+        "Reward and advantage",
+        "collect",
+        "verl",
+        ("critic/score", "stats", "1", "Reward given by the environment, per trained trajectory."),
+        ("critic/rewards", "stats", "1", "Reward that enters the advantage, per trained trajectory."),
+        ("critic/advantages", "stats", "1", "Advantage per trained token, after group normalisation."),
+        ("critic/returns", "stats", "1", "Return per trained token, where the estimator defines one."),
+    ),
+    _section(
+        "Policy update",
+        "trainer",
+        "verl",
+        ("actor/entropy", "average", "nat", "Entropy of the trainer's policy, per trained token."),
+        ("actor/pg_loss", "average", "1", "Policy-gradient loss, aggregated as algo.loss_agg_mode says."),
+        ("actor/pg_clipfrac", "average", "1", "Share of trained tokens whose ratio is clipped above."),
+        ("actor/pg_clipfrac_lower", "average", "1", "Share clipped by the dual clip (negative advantage)."),
+        (
+            "actor/ppo_kl",
+            "average",
+            "nat",
+            "Mean of old minus current logprob: how far one update moves (k1 estimate of the KL).",
+        ),
+        ("actor/kl_loss", "average", "nat", "KL to the reference policy, before its coefficient."),
+        ("actor/kl_coef", "last", "1", "Coefficient of the KL to the reference policy."),
+        ("actor/loss", "average", "1", "Total loss that is differentiated."),
+        ("actor/grad_norm", "average", "1", "L2 norm of the policy gradient before clipping, per update."),
+        ("actor/lr", "last", "1", "Learning rate of the policy."),
+        ("actor/weight_decay", "last", "1", "Weight decay of the policy."),
+        ("actor/skipped_steps", "sum", "update", "Updates skipped because the gradient was not finite."),
+        ("actor/{name}", "any", "1", "Any further quantity that the chosen verl policy loss returns."),
+    ),
+    _section(
+        "Draft update",
+        "trainer",
+        "ours",
+        ("mtp/loss", "average", "nat", "Loss of the MTP draft, per trained position, over all depths."),
+        ("mtp/loss/depth_{k}", "average", "nat", "Loss of the MTP draft at depth k."),
+        ("mtp/grad_norm", "average", "1", "L2 norm of the draft's gradient before clipping, per update."),
+        ("mtp/lr", "last", "1", "Learning rate of the draft."),
+    ),
+    _section(
+        "Speculative decoding",
+        "collect",
+        "ours",
+        (
+            "spec/acceptance_rate",
+            "average",
+            "1",
+            "Σ accepted / Σ drafted tokens, over the trained trajectories.",
+        ),
+        (
+            "spec/acceptance_rate/depth_{k}",
+            "average",
+            "1",
+            "Σ accepted / Σ reached at depth k: conditional on depth k-1 accepted; k = 1 is the first draft.",
+        ),
+        (
+            "spec/acceptance_length",
+            "average",
+            "token",
+            "Tokens per verify step, bonus included: 1 + Σ accepted / Σ verify steps, in 1..gamma+1.",
+        ),
+        ("spec/verify_steps", "sum", "step", "Verify steps spent on the trained trajectories."),
+        ("spec/gamma", "last", "token", "Drafted tokens per verify step now in force."),
+    ),
+    _section(
+        "Rollout against trainer",
+        "trainer",
+        "verl",
+        (
+            "training/rollout_probs_diff_mean",
+            "average",
+            "1",
+            "Mean |p_rollout - p_trainer| over trained tokens, for the version that sampled them.",
+        ),
+        (
+            "training/rollout_probs_diff_max",
+            "max",
+            "1",
+            "Largest |p_rollout - p_trainer| of a trained token.",
+        ),
+        ("training/rollout_probs_diff_std", "average", "1", "Standard deviation of |p_rollout - p_trainer|."),
+        (
+            "training/rollout_actor_probs_pearson_corr",
+            "average",
+            "1",
+            "Pearson correlation of p_rollout and p_trainer over trained tokens.",
+        ),
+        (
+            "rollout_corr/{name}",
+            "any",
+            "1",
+            "Rollout-correction metrics under verl's names (kl, k3_kl, ppl_ratio, chi2_token, "
+            "rollout_is_mean, rollout_is_eff_sample_size, ...).",
+        ),
+    ),
+    _section(
+        "Staleness",
+        "collect",
+        "verl",
+        (
+            "training/off_policy/trajectory_staleness",
+            "stats",
+            "version",
+            "Trainer version minus the oldest version in the trajectory, when it is trained on.",
+        ),
+        (
+            "training/off_policy/trajectory_spans",
+            "stats",
+            "version",
+            "Number of distinct policy versions that sampled one trajectory.",
+        ),
+        ("training/global_step", "last", "step", "Training steps done."),
+        ("training/epoch", "last", "1", "Passes over the training prompts begun, as a fraction."),
+    ),
+    _section(
+        "Trajectories",
+        "collect",
+        "verl",
+        ("prompt_length", "stats", "token", "Tokens of the opening prompt, per trained trajectory."),
+        ("response_length", "stats", "token", "Sampled tokens per trained trajectory, tool output excluded."),
+        (
+            "response_length/clip_ratio",
+            "average",
+            "1",
+            "Share of trained trajectories cut by a token or turn limit.",
+        ),
+        ("num_turns", "stats", "turn", "Generated turns per trained trajectory."),
+    ),
+    _section(
+        "Environment",
+        "collect",
+        "ours",
+        ("rollout/entropy", "average", "nat", "Entropy of the target while sampling, per trained token."),
+        ("env/submit_rate", "average", "1", "Share of trained trajectories that submitted."),
+        ("env/truncated", "average", "1", "Share of trained trajectories cut by a token or turn limit."),
+        (
+            "env/exit/{exit}",
+            "average",
+            "1",
+            "Share of trajectories, masked ones included, that ended for this reason.",
+        ),
+        ("env/masked", "sum", "trajectory", "Trajectories masked because the infrastructure failed."),
+        ("env/retries", "sum", "attempt", "Attempts repeated after an infrastructure failure."),
+        ("env/groups", "sum", "group", "Groups trained on."),
+        ("env/trajectories", "sum", "trajectory", "Trajectories trained on."),
+        ("env/solve_all", "average", "1", "Share of groups in which every trajectory has reward 1 or more."),
+        ("env/solve_none", "average", "1", "Share of groups in which no trajectory has reward above 0."),
+        ("env/no_signal", "average", "1", "Share of groups with equal rewards, which teach nothing."),
+        ("env/sandbox/seconds", "stats", "s", "Sandbox time per trajectory."),
+        ("env/sandbox/memo_hit_rate", "average", "1", "Share of sandbox commands answered from memory."),
+        ("env/sandbox/{name}", "any", "1", "Further counters of the sandbox (commands, timeouts, ...)."),
+    ),
+    _section(
+        "Validation",
+        "collect",
+        "ours",
+        ("val/reward", "average", "1", "Mean reward on the primary held-out set, T = 1."),
+        (
+            "val/reward_se",
+            "last",
+            "1",
+            "Standard error of val/reward, clustered by instance: "
+            "sqrt(G/(G-1) Σ_i (Σ_j r_ij - mean)^2) / N over G instances and N trajectories.",
+        ),
+        ("val/{split}/reward", "average", "1", "Mean reward on a held-out set, T = 1."),
+        ("val/{split}/reward_se", "last", "1", "Standard error of it, clustered by instance."),
+        ("val/{split}/solve_rate", "average", "1", "Share of trajectories with reward 1 or more."),
+        ("val/{split}/submit_rate", "average", "1", "Share of trajectories that submitted."),
+        ("val/{split}/response_length", "average", "token", "Sampled tokens per trajectory."),
+        ("val/{split}/num_turns", "average", "turn", "Generated turns per trajectory."),
+        ("val/{split}/acceptance_length", "average", "token", "As spec/acceptance_length, on this set."),
+        ("val/{split}/entropy", "average", "nat", "As rollout/entropy, on this set."),
+        ("val/{split}/instances", "sum", "instance", "Instances that entered the mean."),
+        ("val/{split}/trajectories", "sum", "trajectory", "Trajectories that entered the mean."),
+        ("val/{split}/masked", "sum", "trajectory", "Trajectories masked by an infrastructure failure."),
+    ),
+    _section(
+        "Time",
+        "controller",
+        "verl; wait_rollout, update_weights, validate and sandbox are ours",
+        (
+            "timing_s/step",
+            "sum",
+            "s",
+            "Wall-clock of the whole step; the trainer's phases below add up to it.",
+        ),
+        ("timing_s/wait_rollout", "sum", "s", "Trainer waiting for a full batch of groups."),
+        ("timing_s/old_log_prob", "sum", "s", "Trainer logprobs of the batch before the update."),
+        ("timing_s/ref_log_prob", "sum", "s", "Reference logprobs of the batch."),
+        ("timing_s/adv", "sum", "s", "Advantages and rollout correction."),
+        ("timing_s/update_actor", "sum", "s", "Forward, backward and optimizer steps."),
+        ("timing_s/update_weights", "sum", "s", "Publishing the new version to every engine."),
+        ("timing_s/save_checkpoint", "sum", "s", "Writing a checkpoint."),
+        ("timing_s/validate", "sum", "s", "Validation on the held-out sets."),
+        (
+            "timing_s/gen",
+            "sum",
+            "s",
+            "Wall-clock in which rollouts were generated; overlaps the trainer's phases when asynchronous.",
+        ),
+        ("timing_s/reward", "sum", "s", "Scoring, where it is not part of the episode."),
+        ("timing_s/sandbox", "sum", "s", "Sandbox time summed over the step's trajectories (concurrent)."),
+        ("timing_s/{phase}", "sum", "s", "Any further phase of the step."),
+    ),
+    _section(
+        "Performance",
+        "controller",
+        "verl; tokens_per_s/rollout and rollout_utilization are ours",
+        (
+            "perf/throughput",
+            "average",
+            "token/s",
+            "Trained tokens, prompts included, per second of the step.",
+        ),
+        ("perf/time_per_step", "last", "s", "Wall-clock of the step."),
+        ("perf/total_num_tokens", "sum", "token", "Tokens of the trained trajectories, prompts included."),
+        ("perf/train_tokens", "sum", "token", "Tokens with a gradient."),
+        ("perf/tokens_per_s/rollout", "average", "token/s", "Tokens generated by all engines per second."),
+        ("perf/tokens_per_s/train", "average", "token/s", "Tokens trained on per second of the update."),
+        (
+            "perf/rollout_utilization",
+            "average",
+            "1",
+            "Busy seconds of the engines / seconds they existed, over the step.",
+        ),
+        ("perf/{name}", "any", "1", "Further figures of throughput, memory and utilisation."),
+    ),
+    _section(
+        "Rollout and weights",
+        "controller",
+        "ours",
+        ("rollout/running", "last", "request", "Requests being decoded when the step ended."),
+        ("rollout/waiting", "last", "request", "Requests waiting when the step ended."),
+        ("rollout/generated_tokens", "sum", "token", "Tokens generated in the step, trained on or not."),
+        ("rollout/prefill_tokens", "sum", "token", "Tokens prefilled in the step."),
+        ("rollout/aborted", "sum", "request", "Requests aborted in the step."),
+        ("buffer/{name}", "any", "group", "Group buffer: ready, in flight, dropped, retried, ..."),
+        ("batch/{name}", "any", "1", "Batcher: micro-batches, padding share, tokens per micro-batch, ..."),
+        ("weights/bytes", "sum", "byte", "Bytes sent to engines."),
+        ("weights/version", "last", "version", "Policy version the trainer published last."),
+        ("weights/{name}", "any", "1", "Further figures of the weight sync and its canary."),
+    ),
+)
+
+
+class Level(StrEnum):
+    """How much an event matters to a reader."""
+
+    INFO = "info"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+# Kinds with an agreed meaning. An event is often raised on a failure path, so an unknown kind is recorded
+# (as info, unless a level is given), never refused.
+EVENTS: dict[str, tuple[Level, str]] = {
+    "run_start": (Level.INFO, "The run began: run, model, mode, steps."),
+    "run_end": (Level.INFO, "The run ended: status = finished, interrupted or failed; error."),
+    "resume": (Level.INFO, "Training continues from a checkpoint: step, path."),
+    "phase": (Level.INFO, "What the run is busy with now: message. Shown by the console."),
+    "sync": (Level.INFO, "Weights were published: version, seconds, bytes."),
+    "checkpoint": (Level.INFO, "A checkpoint was written: step, path, seconds."),
+    "drop": (Level.WARNING, "Groups were discarded: reason, groups."),
+    "masked": (Level.WARNING, "A trajectory was masked: instance_id, reason."),
+    "retry": (Level.WARNING, "Work was repeated after an infrastructure failure: what, reason."),
+    "nonfinite_metric": (Level.WARNING, "Metrics were NaN or infinite and are null in the record: names."),
+    "sink_slow": (Level.WARNING, "A sink fell behind; its records are dropped while its queue is full."),
+    "sink_disabled": (Level.WARNING, "A sink failed repeatedly and is off for the rest of the run."),
+    "canary_failed": (Level.FAULT, "An engine does not hold the weights that were published."),
+    "fault": (Level.FAULT, "A component failed: component, error."),
+}
+
+
+def metrics() -> Iterator[Metric]:
+    """All declarations, in page order."""
+    for section in SECTIONS:
+        yield from section.metrics
+
+
+@cache
+def declared(name: str) -> Metric:
+    """The declaration a name falls under; an exact one wins over a pattern, an earlier over a later.
+
+    Raises ValueError with the remedy when there is none.
+
+    >>> declared("spec/acceptance_rate/depth_2").kind
+    <Kind.AVERAGE: 'average'>
+    """
+    exact, patterns = _index()
+    if name in exact:
+        return exact[name]
+    for pattern, metric in patterns:
+        if pattern.fullmatch(name):
+            return metric
+    raise ValueError(
+        f"metric {name!r} is not declared. Declare it once, with unit and definition, in "
+        "rlpipe/metrics/names.py (SECTIONS), or correct its spelling."
+    )
+
+
+@cache
+def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    exact: dict[str, Metric] = {}
+    patterns: list[tuple[re.Pattern[str], Metric]] = []
+    for metric in metrics():
+        if "{" in metric.name:
+            literal = re.escape(metric.name).replace(r"\{", "{").replace(r"\}", "}")
+            regex = re.sub(r"\{(\w+)\}", lambda m: r"\d+" if m[1] == "k" else r"[\w.\-]+", literal)
+            patterns.append((re.compile(regex), metric))
+        else:
+            exact[metric.name] = metric
+    return exact, patterns
+
+
+def reference_page() -> str:
+    """docs/metrics.md, generated: every declaration in one table per section."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `rlpipe/metrics/names.py` by `python -m rlpipe.metrics.names > docs/metrics.md`; "
+        "edit there.",
+        "",
+        "`metrics.jsonl` has one object per line: `step`, `time` (seconds since 1970) and the metrics "
+        "below. A metric that was not observed in a step is absent; one that was NaN or infinite is `null`. "
+        "When a step has several lines (late validation, a resumed run) the later line wins, name by name.",
+        "",
+        "Kinds say how the parts from actors and micro-batches are reduced: *average* is Σ / Σ, never a "
+        "mean of means; *last* keeps the latest reading. Names marked `*` are verl's.",
+    ]
+    for section in SECTIONS:
+        lines += ["", f"## {section.title}", "", f"Produced by: {section.metrics[0].produced_by}. "]
+        lines[-1] += f"Source: {section.metrics[0].source}."
+        lines += ["", "| name | kind | unit | definition |", "|---|---|---|---|"]
+        for m in section.metrics:
+            star = "\\*" if m.source == "verl" else ""
+            lines.append(f"| `{m.name}`{star} | {m.kind} | {m.unit} | {m.definition} |")
+    lines += [
+        "",
+        "## Events",
+        "",
+        "`events.jsonl` has one object per line: `time`, `kind`, `level` and fields.",
+    ]
+    lines += ["", "| kind | level | meaning |", "|---|---|---|"]
+    lines += [f"| `{kind}` | {level} | {meaning} |" for kind, (level, meaning) in EVENTS.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

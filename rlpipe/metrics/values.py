@@ -1,0 +1,201 @@
+"""Typed metric values: each carries what its own reduction needs, so reducing never lies.
+
+Owns the values and their merge; knows no names, steps or sinks. A mean of means is wrong as soon as
+the parts differ in size (3 tokens at 1.0 and 1 token at 5.0 average to 2.0, not 3.0), so a `Mean`
+travels as total and count and is divided once, at the end. Flow: a component returns
+`dict[str, Value]`, `reduce` merges the dicts of all actors and micro-batches, `.value()` is read once.
+
+Every merge is associative and `Last` apart commutative: the order of the actors does not matter.
+NaN and infinity are kept, never dropped: a diverged loss must show. `None` means "not observed".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isnan, nan
+
+
+@dataclass(slots=True)
+class Mean:
+    """Weighted mean: total = Σ w·x, count = Σ w (w = 1 for plain observations)."""
+
+    total: float
+    count: float
+
+    def __post_init__(self) -> None:
+        self.total, self.count = float(self.total), float(self.count)
+
+    @classmethod
+    def of(cls, observations: Iterable[float | None]) -> Mean:
+        """Mean of plain observations; None entries were not observed and do not count.
+
+        >>> Mean.of([1.0, 1.0, 1.0, 5.0]).value(), Mean.of([]).value()
+        (2.0, None)
+        """
+        seen = [float(x) for x in observations if x is not None]
+        return cls(sum(seen), len(seen))
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class Ratio:
+    """Ratio of two sums, divided once: Σ numerator / Σ denominator."""
+
+    numerator: float
+    denominator: float
+
+    def __post_init__(self) -> None:
+        self.numerator, self.denominator = float(self.numerator), float(self.denominator)
+
+    def merge(self, other: Ratio) -> Ratio:
+        return Ratio(self.numerator + other.numerator, self.denominator + other.denominator)
+
+    def value(self) -> float | None:
+        return self.numerator / self.denominator if self.denominator else None
+
+
+@dataclass(slots=True)
+class Sum:
+    """A total over actors and micro-batches: tokens, seconds, events."""
+
+    total: float
+
+    def __post_init__(self) -> None:
+        self.total = float(self.total)
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float | None:
+        return self.total
+
+
+@dataclass(slots=True)
+class Max:
+    """The largest observation; None when there was none, NaN when one was NaN."""
+
+    largest: float | None
+
+    def __post_init__(self) -> None:
+        self.largest = None if self.largest is None else float(self.largest)
+
+    @classmethod
+    def of(cls, observations: Iterable[float | None]) -> Max:
+        return cls(_extreme(observations, max))
+
+    def merge(self, other: Max) -> Max:
+        return Max.of((self.largest, other.largest))
+
+    def value(self) -> float | None:
+        return self.largest
+
+
+@dataclass(slots=True)
+class Min:
+    """The smallest observation; None when there was none, NaN when one was NaN."""
+
+    smallest: float | None
+
+    def __post_init__(self) -> None:
+        self.smallest = None if self.smallest is None else float(self.smallest)
+
+    @classmethod
+    def of(cls, observations: Iterable[float | None]) -> Min:
+        return cls(_extreme(observations, min))
+
+    def merge(self, other: Min) -> Min:
+        return Min.of((self.smallest, other.smallest))
+
+    def value(self) -> float | None:
+        return self.smallest
+
+
+@dataclass(slots=True)
+class Last:
+    """The latest reading of a gauge (learning rate, version): the later emission wins."""
+
+    latest: float | None
+
+    def __post_init__(self) -> None:
+        self.latest = None if self.latest is None else float(self.latest)
+
+    def merge(self, other: Last) -> Last:
+        return Last(self.latest) if other.latest is None else Last(other.latest)
+
+    def value(self) -> float | None:
+        return self.latest
+
+
+Value = Mean | Ratio | Sum | Max | Min | Last
+
+
+@dataclass(slots=True)
+class Stats:
+    """Mean, maximum and minimum of one quantity, gathered together."""
+
+    count: float
+    total: float
+    min: float | None
+    max: float | None
+
+    @classmethod
+    def of(cls, observations: Iterable[float | None]) -> Stats:
+        """Statistics of plain observations; None entries do not count."""
+        seen = [float(x) for x in observations if x is not None]
+        return cls(len(seen), sum(seen), _extreme(seen, min), _extreme(seen, max))
+
+    def under(self, name: str) -> dict[str, Value]:
+        """The three metrics `name/mean`, `name/max`, `name/min`.
+
+        >>> {k: v.value() for k, v in Stats.of([1, 2, 6]).under("num_turns").items()}
+        {'num_turns/mean': 3.0, 'num_turns/max': 6.0, 'num_turns/min': 1.0}
+        """
+        return {
+            f"{name}/mean": Mean(self.total, self.count),
+            f"{name}/max": Max(self.max),
+            f"{name}/min": Min(self.min),
+        }
+
+
+def merge(a: Value, b: Value) -> Value:
+    """Merge two values of one metric; `b` is the later one (matters for `Last` alone).
+
+    Raises ValueError when their types differ: one of the two emitters is wrong.
+    """
+    if type(a) is not type(b):
+        raise ValueError(
+            f"cannot merge {type(a).__name__} with {type(b).__name__}: {a!r} and {b!r} were emitted under "
+            "one name. Emit every metric with one type, the kind declared in metrics/names.py."
+        )
+    return a.merge(b)
+
+
+def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """Merge the metrics of several actors, micro-batches or steps, name by name.
+
+    Raises ValueError naming the metric when its parts differ in type.
+
+    >>> reduce([{"a": Mean(3, 3)}, {"a": Mean(5, 1), "b": Sum(1)}])["a"].value()
+    2.0
+    """
+    merged: dict[str, Value] = {}
+    for part in parts:
+        for name, value in part.items():
+            try:
+                merged[name] = merge(merged[name], value) if name in merged else value
+            except ValueError as error:
+                raise ValueError(f"metric {name!r}: {error}") from None
+    return merged
+
+
+def _extreme(observations: Iterable[float | None], pick) -> float | None:
+    seen = [float(x) for x in observations if x is not None]
+    if any(isnan(x) for x in seen):  # max() and min() would depend on the order
+        return nan
+    return pick(seen, default=None)

@@ -1,0 +1,171 @@
+"""The one module that knows CPU + gloo from GPU + NCCL.
+
+Owns device, backend, process group, Megatron's parallel state, seeds and the configuration flags that
+differ. Knows no model. Flow: `start(...)` once per trainer process, `stop()` at its end.
+
+Megatron-core 0.16 assumes CUDA in a few places that have nothing to do with kernels (`device="cuda"`
+for a scalar, `Tensor.type()` compared with a string). `_assume_cpu()` answers those questions with the
+CPU. It is installed only where CUDA is absent, and only in a process that trains.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import random
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """Where this rank runs. dtype: of parameters and activations. te: layers are TransformerEngine's."""
+
+    device: torch.device
+    dtype: torch.dtype
+    te: bool
+    rank: int
+    world_size: int
+
+    @property
+    def model_flags(self) -> dict[str, Any]:
+        """Arguments of Megatron's TransformerConfig that depend on the hardware."""
+        gpu = self.device.type == "cuda"
+        return {
+            "params_dtype": self.dtype,
+            "pipeline_dtype": self.dtype,
+            "bf16": self.dtype is torch.bfloat16,
+            "use_cpu_initialization": not gpu,
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": self.te,
+            "bias_activation_fusion": gpu,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": self.te,
+            "cross_entropy_loss_fusion": False,
+        }
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A host array as a tensor of this rank."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def free_address() -> str:
+    """`127.0.0.1:port` with a port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> Runtime:
+    """Join the process group, build Megatron's groups, seed everything.
+
+    master: `host:port` of rank 0, the same on every rank.
+    Raises ValueError when this process already runs a trainer, or TransformerEngine is asked for
+    where it cannot run.
+    """
+    if dist.is_initialized():
+        raise ValueError("this process already runs a trainer: close() it before starting another.")
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        _assume_cpu()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        init_method=f"tcp://{master}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=30),
+    )
+    parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=gpu)
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=not gpu)
+    return Runtime(
+        device=torch.device("cuda", torch.cuda.current_device()) if gpu else _CPU,
+        dtype=torch.bfloat16 if config.precision is Precision.BF16 else torch.float32,
+        te=_use_transformer_engine(config.layers, gpu),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def stop() -> None:
+    """Leave the process group; afterwards `start` may be called again."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _use_transformer_engine(layers: LayerSpec, gpu: bool) -> bool:
+    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and not gpu):
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        if layers is LayerSpec.TE:
+            raise ValueError(
+                f"trainer.layers=te, but TransformerEngine does not import ({error}). "
+                "Install transformer-engine[pytorch], or set trainer.layers=local."
+            ) from error
+        return False
+    if not gpu:
+        raise ValueError("trainer.layers=te needs a GPU and there is none: set trainer.layers=local.")
+    return True
+
+
+@functools.cache
+def _assume_cpu() -> None:
+    """Let code that says "cuda" mean the CPU, in this process, for good (idempotent)."""
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    plain_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = plain_type(self, *args, **kwargs)
+        if args or kwargs:
+            return answer
+        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
+        # Megatron asserts on 'torch.cuda.FloatTensor'; everybody else hears the truth.
+        return answer.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core") else answer
+
+    torch.Tensor.type = type_
+    from megatron.core.tensor_parallel import random as tp_random
+
+    tp_random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    tp_random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return build

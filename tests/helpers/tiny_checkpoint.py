@@ -1,0 +1,115 @@
+"""Random Hugging Face checkpoints for tests: real layout, tiny sizes, nothing zero or one by chance.
+
+Owns writing them; every norm weight and bias is random too, so a forgotten one shows up. The
+"mimo" family is a Qwen2 backbone plus one MTP layer (see `rlpipe/hf_layout.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rlpipe.hf_layout import MTP_PREFIX
+
+ARCHITECTURES = {
+    "mimo": ("qwen2", "MiMoForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+}
+
+
+def write_random_checkpoint(
+    path: str | Path,
+    family: str = "mimo",
+    *,
+    vocab: int = 64,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    max_position: int = 512,
+    tie: bool = False,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.15,
+    head_scale: float | None = None,
+    rope_parameters: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write config.json and model.safetensors into `path` (made if missing) and return it.
+
+    scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
+    the next-token distribution sharper. bos is 0 and eos is 1. There is no tokenizer.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    head_dim = head_dim or hidden // heads
+    intermediate = intermediate or 2 * hidden
+    model_type, architecture = ARCHITECTURES[family]
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": tie,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if family == "mimo":
+        config["num_nextn_predict_layers"] = 1
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, std: float = scale) -> None:
+        weights[name] = torch.randn(rows, columns, generator=generator) * std
+
+    def vector(name: str, size: int, mean: float) -> None:
+        weights[name] = mean + 0.1 * torch.randn(size, generator=generator)
+
+    def decoder_layer(prefix: str) -> None:
+        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            matrix(f"{prefix}self_attn.{name}_proj.weight", size * head_dim, hidden)
+            if model_type == "qwen2":
+                vector(f"{prefix}self_attn.{name}_proj.bias", size * head_dim, 0.0)
+        if model_type == "qwen3":
+            vector(f"{prefix}self_attn.q_norm.weight", head_dim, 1.0)
+            vector(f"{prefix}self_attn.k_norm.weight", head_dim, 1.0)
+        matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
+        matrix(f"{prefix}mlp.gate_proj.weight", intermediate, hidden)
+        matrix(f"{prefix}mlp.up_proj.weight", intermediate, hidden)
+        matrix(f"{prefix}mlp.down_proj.weight", hidden, intermediate)
+        vector(f"{prefix}input_layernorm.weight", hidden, 1.0)
+        vector(f"{prefix}post_attention_layernorm.weight", hidden, 1.0)
+
+    matrix("model.embed_tokens.weight", vocab, hidden, 1.0)
+    for index in range(layers):
+        decoder_layer(f"model.layers.{index}.")
+    vector("model.norm.weight", hidden, 1.0)
+    if not tie:
+        matrix("lm_head.weight", vocab, hidden, head_scale or scale)
+    if family == "mimo":
+        decoder_layer(MTP_PREFIX)
+        matrix(f"{MTP_PREFIX}input_proj.weight", hidden, 2 * hidden)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            vector(f"{MTP_PREFIX}{name}.weight", hidden, 1.0)
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
