@@ -42,7 +42,9 @@ class Cluster(Protocol):
         """Play one prompt's group on some rollout worker."""
         ...
 
-    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
         """Play held-out instances with the weights now served."""
         ...
 
@@ -90,11 +92,11 @@ class Controller:
         """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step."""
         self._stop = self._stop or asyncio.Event()
         await self._resume()
-        algo = self.config.algo
+        sizes = self.config.pipeline
         self._gate = StalenessGate(
-            max_staleness=algo.max_staleness, groups_per_step=algo.prompts_per_step, version=self.version
+            max_staleness=sizes.max_staleness, groups_per_step=sizes.prompts_per_step, version=self.version
         )
-        self._buffer = GroupBuffer(first=self.version * algo.prompts_per_step)
+        self._buffer = GroupBuffer(first=self.version * sizes.prompts_per_step)
         async with asyncio.TaskGroup() as tasks:
             rolling = tasks.create_task(self._roll())
             await self._train()
@@ -111,8 +113,8 @@ class Controller:
 
     async def _roll(self) -> None:
         """Admit groups in order, as many as staleness allows; each runs as a task of its own."""
-        first = self.version * self.config.algo.prompts_per_step
-        last = self.config.run.steps * self.config.algo.prompts_per_step
+        first = self.version * self.config.pipeline.prompts_per_step
+        last = self.config.run.steps * self.config.pipeline.prompts_per_step
         async with asyncio.TaskGroup() as collecting:
             for index in range(first, last):
                 await self._gate.admit(index)
@@ -121,7 +123,7 @@ class Controller:
                 collecting.create_task(self._collect(index, prompt))
 
     async def _collect(self, index: int, prompt: Prompt) -> None:
-        group = await self.cluster.collect(prompt, self.config.algo.group_size)
+        group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
         self.ledger.completed(group)
         await self._buffer.put(index, group)
 
@@ -156,7 +158,7 @@ class Controller:
 
     async def _take_or_stop(self) -> list[Group] | None:
         """The next batch, or None once a stop was requested."""
-        take = asyncio.ensure_future(self._buffer.take(self.config.algo.prompts_per_step))
+        take = asyncio.ensure_future(self._buffer.take(self.config.pipeline.prompts_per_step))
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
         stopping = self._stop.is_set()
@@ -195,7 +197,7 @@ class Controller:
         path, state = found
         await self.cluster.load(path)
         self.version = int(state["step"])
-        self.ledger.rewind(self.version * self.config.algo.prompts_per_step)
+        self.ledger.rewind(self.version * self.config.pipeline.prompts_per_step)
         await self.cluster.publish_weights(self.version)
         self.bus.event("resumed", step=self.version, path=path.name)
 

@@ -105,8 +105,8 @@ async def _run_until_done(controller: Controller, cluster: Any) -> None:
         loop.add_signal_handler(name, interrupt)
     try:
         await controller.run()
-        await cluster.close()
     finally:
+        await cluster.close()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(name)
 
@@ -121,7 +121,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     from rlpipe.actors.ray_cluster import RayCluster
 
     package_root = str(Path(__file__).resolve().parent.parent)
-    actors = config.rollout.workers + config.trainer.tp * config.trainer.dp
+    actors = config.rollout.workers + config.trainer.world_size
     local = {} if config.cluster.address else {"num_cpus": max(actors, os.cpu_count() or 1)}
     ray.init(
         address=config.cluster.address or "local",

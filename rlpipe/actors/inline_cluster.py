@@ -31,7 +31,9 @@ class InlineCluster:
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         return await self._rollout.collect(prompt, group_size)
 
-    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
         return await self._rollout.evaluate(instance_ids, samples, temperature)
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:

@@ -37,7 +37,7 @@ class RayCluster:
         self._restarts = 0
         self._respawning = asyncio.Lock()
         self._newest_weights: Any = None
-        ranks = config.trainer.tp * config.trainer.dp
+        ranks = config.trainer.world_size
         trainer = ray.remote(TrainerWorker).options(num_cpus=1, num_gpus=gpus)
         self._trainers = [trainer.remote(config, rank, ranks) for rank in range(ranks)]
         master = ray.get(self._trainers[0].address.remote())
@@ -47,7 +47,9 @@ class RayCluster:
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         return await self._on_some_worker("collect", prompt, group_size)
 
-    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
         count = len(self._rollouts)
         shares = [list(instance_ids[n::count]) for n in range(count)]
         played = await asyncio.gather(

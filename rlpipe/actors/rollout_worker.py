@@ -43,7 +43,9 @@ class RolloutWorker:
         """Play one group."""
         return await self._collector.collect(prompt, group_size)
 
-    async def evaluate(self, instance_ids: Sequence[str], samples: int, temperature: float) -> list[Trajectory]:
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
         """Play held-out instances, `samples` times each."""
         return await self._collector.evaluate(instance_ids, samples, temperature)
 

@@ -7,10 +7,10 @@ are always written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class WandbMode(Enum):
+class WandbMode(StrEnum):
     """Where Weights & Biases records go."""
 
     AUTO = "auto"  # online when logged in, offline otherwise

@@ -15,9 +15,10 @@ from rlpipe.config.env import EnvConfig
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
+from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.config.trainer import TrainerConfig
+from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.config.warmstart import WarmstartConfig
 from rlpipe.hf_layout import read_config, require_mtp
 
@@ -120,6 +121,7 @@ class Config:
     spec: SpecConfig = field(default_factory=SpecConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     val: ValConfig = field(default_factory=ValConfig)
@@ -146,7 +148,8 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} exceeds the model's "
             f"max_position_embeddings={longest}: lower rollout.max_context."
         )
-    ranks = config.trainer.tp * config.trainer.dp
+    check_parallel(config.trainer, hf_config)
+    ranks = config.trainer.world_size
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "

@@ -90,8 +90,8 @@ SECTIONS: tuple[Section, ...] = (
         "verl",
         ("critic/score", "stats", "1", "Reward given by the environment, per trained trajectory."),
         ("critic/rewards", "stats", "1", "Reward that enters the advantage, per trained trajectory."),
-        ("critic/advantages", "stats", "1", "Advantage per trained token, after group normalisation."),
-        ("critic/returns", "stats", "1", "Return per trained token, where the estimator defines one."),
+        ("critic/advantages", "stats", "1", "Advantage per trained trajectory, after group normalisation."),
+        ("critic/returns", "stats", "1", "Return per trained trajectory, where the estimator defines one."),
     ),
     _section(
         "Policy update",
@@ -114,7 +114,7 @@ SECTIONS: tuple[Section, ...] = (
         ("actor/lr", "last", "1", "Learning rate of the policy."),
         ("actor/weight_decay", "last", "1", "Weight decay of the policy."),
         ("actor/skipped_steps", "sum", "update", "Updates skipped because the gradient was not finite."),
-        ("actor/{name}", "any", "1", "Any further quantity that the chosen verl policy loss returns."),
+        ("actor/entropy_loss", "average", "nat", "Entropy bonus of the loss, before its coefficient."),
     ),
     _section(
         "Draft update",
@@ -265,30 +265,25 @@ SECTIONS: tuple[Section, ...] = (
     _section(
         "Time",
         "controller",
-        "verl; wait_rollout, update_weights, validate and sandbox are ours",
-        (
-            "timing_s/step",
-            "sum",
-            "s",
-            "Wall-clock of the whole step; the trainer's phases below add up to it.",
-        ),
-        ("timing_s/wait_rollout", "sum", "s", "Trainer waiting for a full batch of groups."),
-        ("timing_s/old_log_prob", "sum", "s", "Trainer logprobs of the batch before the update."),
-        ("timing_s/ref_log_prob", "sum", "s", "Reference logprobs of the batch."),
-        ("timing_s/adv", "sum", "s", "Advantages and rollout correction."),
-        ("timing_s/update_actor", "sum", "s", "Forward, backward and optimizer steps."),
-        ("timing_s/update_weights", "sum", "s", "Publishing the new version to every engine."),
-        ("timing_s/save_checkpoint", "sum", "s", "Writing a checkpoint."),
-        ("timing_s/validate", "sum", "s", "Validation on the held-out sets."),
+        "verl; wait_rollout, update_weights, load_weights, validate and sandbox are ours",
+        ("timing_s/step", "average", "s", "Wall-clock of the step, up to the published weights."),
+        ("timing_s/wait_rollout", "average", "s", "Trainer waiting for a full batch of groups."),
+        ("timing_s/old_log_prob", "average", "s", "Trainer logprobs of the batch before the update."),
+        ("timing_s/ref_log_prob", "average", "s", "Reference logprobs of the batch."),
+        ("timing_s/adv", "average", "s", "Advantages and packing."),
+        ("timing_s/update_actor", "average", "s", "Forward, backward and optimizer step."),
+        ("timing_s/update_weights", "average", "s", "Publishing the new version to every engine."),
+        ("timing_s/load_weights", "average", "s", "Of that, an engine taking the weights over."),
+        ("timing_s/save_checkpoint", "average", "s", "Writing a checkpoint, when one was written."),
+        ("timing_s/validate", "average", "s", "Validation on the held-out sets, when it was done."),
         (
             "timing_s/gen",
-            "sum",
+            "average",
             "s",
-            "Wall-clock in which rollouts were generated; overlaps the trainer's phases when asynchronous.",
+            "Wall-clock a group took to generate; overlaps the trainer's phases when asynchronous.",
         ),
-        ("timing_s/reward", "sum", "s", "Scoring, where it is not part of the episode."),
-        ("timing_s/sandbox", "sum", "s", "Sandbox time summed over the step's trajectories (concurrent)."),
-        ("timing_s/{phase}", "sum", "s", "Any further phase of the step."),
+        ("timing_s/reward", "average", "s", "Scoring, where it is not part of the episode."),
+        ("timing_s/sandbox", "average", "s", "Wall-clock a group spent in its environment."),
     ),
     _section(
         "Performance",
@@ -298,12 +293,17 @@ SECTIONS: tuple[Section, ...] = (
             "perf/throughput",
             "average",
             "token/s",
-            "Trained tokens, prompts included, per second of the step.",
+            "Tokens of the step's trajectories, context included, per second of the step.",
         ),
-        ("perf/time_per_step", "last", "s", "Wall-clock of the step."),
-        ("perf/total_num_tokens", "sum", "token", "Tokens of the trained trajectories, prompts included."),
+        ("perf/time_per_step", "average", "s", "Wall-clock of the step."),
+        ("perf/total_num_tokens", "last", "token", "Tokens of the step's trajectories, context included."),
         ("perf/train_tokens", "sum", "token", "Tokens with a gradient."),
-        ("perf/tokens_per_s/rollout", "average", "token/s", "Tokens generated by all engines per second."),
+        (
+            "perf/tokens_per_s/rollout",
+            "average",
+            "token/s",
+            "Tokens an engine generates per second in which it was busy.",
+        ),
         ("perf/tokens_per_s/train", "average", "token/s", "Tokens trained on per second of the update."),
         (
             "perf/rollout_utilization",
@@ -311,7 +311,6 @@ SECTIONS: tuple[Section, ...] = (
             "1",
             "Busy seconds of the engines / seconds they existed, over the step.",
         ),
-        ("perf/{name}", "any", "1", "Further figures of throughput, memory and utilisation."),
     ),
     _section(
         "Rollout and weights",
@@ -324,11 +323,14 @@ SECTIONS: tuple[Section, ...] = (
         ("rollout/aborted", "sum", "request", "Requests aborted in the step."),
         ("buffer/{name}", "any", "group", "Group buffer: ready, in flight, dropped, retried, ..."),
         ("batch/{name}", "any", "1", "Batcher: micro-batches, padding share, tokens per micro-batch, ..."),
-        ("weights/bytes", "sum", "byte", "Bytes sent to engines."),
-        ("weights/version", "last", "version", "Policy version the trainer published last."),
+        ("weights/bytes", "last", "byte", "Bytes of one published version, as sent to an engine."),
+        ("weights/version", "last", "version", "Policy version the engines serve."),
         ("weights/{name}", "any", "1", "Further figures of the weight sync and its canary."),
     ),
 )
+
+
+_extensions: list[Metric] = []
 
 
 class Level(StrEnum):
@@ -342,27 +344,46 @@ class Level(StrEnum):
 # Kinds with an agreed meaning. An event is often raised on a failure path, so an unknown kind is recorded
 # (as info, unless a level is given), never refused.
 EVENTS: dict[str, tuple[Level, str]] = {
-    "run_start": (Level.INFO, "The run began: run, model, mode, steps."),
-    "run_end": (Level.INFO, "The run ended: status = finished, interrupted or failed; error."),
-    "resume": (Level.INFO, "Training continues from a checkpoint: step, path."),
+    "start": (Level.INFO, "The run began: recipe, cluster, pid."),
+    "end": (Level.INFO, "The run ended: outcome = done, stopped, interrupted or failed."),
+    "resumed": (Level.INFO, "Training continues from a checkpoint: step, path."),
     "phase": (Level.INFO, "What the run is busy with now: message. Shown by the console."),
-    "sync": (Level.INFO, "Weights were published: version, seconds, bytes."),
     "checkpoint": (Level.INFO, "A checkpoint was written: step, path, seconds."),
-    "drop": (Level.WARNING, "Groups were discarded: reason, groups."),
-    "masked": (Level.WARNING, "A trajectory was masked: instance_id, reason."),
-    "retry": (Level.WARNING, "Work was repeated after an infrastructure failure: what, reason."),
-    "nonfinite_metric": (Level.WARNING, "Metrics were NaN or infinite and are null in the record: names."),
-    "sink_slow": (Level.WARNING, "A sink fell behind; its records are dropped while its queue is full."),
-    "sink_disabled": (Level.WARNING, "A sink failed repeatedly and is off for the rest of the run."),
+    "prompts_dropped": (Level.WARNING, "Admitted prompts were given up: count, reason."),
+    "nonfinite_metric": (
+        Level.WARNING,
+        "Metrics were NaN or infinite and are null in the record: step, names.",
+    ),
+    "sink_slow": (Level.WARNING, "A sink fell behind; records are dropped while its queue is full: sink."),
+    "sink_disabled": (
+        Level.WARNING,
+        "A sink failed repeatedly and is off for the rest of the run: sink, error.",
+    ),
+    "close_failed": (Level.WARNING, "A component did not close cleanly: error."),
+    "rollout_worker_died": (Level.FAULT, "A rollout worker died and was replaced: worker, restarts, error."),
     "canary_failed": (Level.FAULT, "An engine does not hold the weights that were published."),
-    "fault": (Level.FAULT, "A component failed: component, error."),
 }
 
 
 def metrics() -> Iterator[Metric]:
-    """All declarations, in page order."""
+    """All declarations, in page order; those of extensions come last."""
     for section in SECTIONS:
         yield from section.metrics
+    yield from _extensions
+
+
+def declare(metric: Metric) -> None:
+    """Declare a metric of an extension (an own environment, reward or policy loss) before emitting it.
+
+    Raises ValueError when the name is taken by a different declaration.
+    """
+    taken = [known for known in metrics() if known.name == metric.name]
+    if taken and taken[0] != metric:
+        raise ValueError(f"metric {metric.name!r} is already declared as {taken[0]}. Choose another name.")
+    if not taken:
+        _extensions.append(metric)
+        declared.cache_clear()
+        _index.cache_clear()
 
 
 @cache
@@ -382,7 +403,7 @@ def declared(name: str) -> Metric:
             return metric
     raise ValueError(
         f"metric {name!r} is not declared. Declare it once, with unit and definition, in "
-        "rlpipe/metrics/names.py (SECTIONS), or correct its spelling."
+        "rlpipe/metrics/names.py (SECTIONS; `declare` in an extension), or correct its spelling."
     )
 
 
@@ -408,8 +429,8 @@ def reference_page() -> str:
         "Generated from `rlpipe/metrics/names.py` by `python -m rlpipe.metrics.names > docs/metrics.md`; "
         "edit there.",
         "",
-        "`metrics.jsonl` has one object per line: `step`, `time` (seconds since 1970) and the metrics "
-        "below. A metric that was not observed in a step is absent; one that was NaN or infinite is `null`. "
+        "`metrics.jsonl` has one object per line: `training/global_step`, `time` (seconds since 1970) and "
+        "the metrics below. A metric that was not observed in a step is absent; one that was NaN or infinite is `null`. "
         "When a step has several lines (late validation, a resumed run) the later line wins, name by name.",
         "",
         "Kinds say how the parts from actors and micro-batches are reduced: *average* is Σ / Σ, never a "

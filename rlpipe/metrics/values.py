@@ -150,10 +150,10 @@ class Stats:
         seen = [float(x) for x in observations if x is not None]
         return cls(len(seen), sum(seen), _extreme(seen, min), _extreme(seen, max))
 
-    def under(self, name: str) -> dict[str, Value]:
+    def expand(self, name: str) -> dict[str, Value]:
         """The three metrics `name/mean`, `name/max`, `name/min`.
 
-        >>> {k: v.value() for k, v in Stats.of([1, 2, 6]).under("num_turns").items()}
+        >>> {k: v.value() for k, v in Stats.of([1, 2, 6]).expand("num_turns").items()}
         {'num_turns/mean': 3.0, 'num_turns/max': 6.0, 'num_turns/min': 1.0}
         """
         return {

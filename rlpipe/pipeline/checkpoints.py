@@ -22,15 +22,15 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        return sorted(int(p.name.removeprefix("step_")) for p in self._directory.glob("step_*") if not p.suffix)
+        return sorted(
+            int(p.name.removeprefix("step_")) for p in self._directory.glob("step_*") if not p.suffix
+        )
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lives."""
         return self._directory / f"step_{step}"
 
-    async def save(
-        self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]
-    ) -> Path:
+    async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
         """Let `write` fill a new directory, add `state.json`, then give it its name and prune."""
         final, partial = self.path(step), self._directory / f"step_{step}.tmp"
         shutil.rmtree(partial, ignore_errors=True)

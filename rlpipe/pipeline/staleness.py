@@ -17,8 +17,6 @@ class StalenessGate:
     """Admission by version; max_staleness is in optimizer steps, 0 is synchronous."""
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
-        if max_staleness < 0:
-            raise ValueError(f"algo.max_staleness must be >= 0 (0 is synchronous), got {max_staleness}.")
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
         self.version = version

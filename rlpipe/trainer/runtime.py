@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange", "zeros_like", "ones_like", "empty_like")
+_FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> 
         world_size=world_size,
         timeout=datetime.timedelta(minutes=30),
     )
-    parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=gpu)
+    parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=False)
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)
@@ -134,30 +134,51 @@ def _use_transformer_engine(layers: LayerSpec, gpu: bool) -> bool:
     return True
 
 
+class _TorchOnCpu:
+    """What Megatron modules see as `torch`: factories asked for a "cuda" tensor make a CPU one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @functools.cache
 def _assume_cpu() -> None:
-    """Let code that says "cuda" mean the CPU, in this process, for good (idempotent)."""
+    """Let Megatron's "cuda" mean the CPU, in this process, for good (idempotent).
+
+    torch itself keeps working for everybody else: its factories are replaced in Megatron's modules only,
+    and a tensor's type() and cuda() answer Megatron alone.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random as tp_random
+
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    stand_in = _TorchOnCpu()
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    for module in (clip_grads, distrib_optimizer, optimizer, schedules, utils):
+        module.torch = stand_in
 
-    plain_type = torch.Tensor.type
+    plain_type, plain_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
-        if args or kwargs:
-            return answer
-        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
-        # Megatron asserts on 'torch.cuda.FloatTensor'; everybody else hears the truth.
-        return answer.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core") else answer
+        asked = not args and not kwargs and _called_by_megatron()
+        return answer.replace("torch.", "torch.cuda.", 1) if asked else answer  # it expects the latter
 
-    torch.Tensor.type = type_
-    from megatron.core.tensor_parallel import random as tp_random
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_by_megatron() else plain_cuda(self, *args, **kwargs)
 
+    torch.Tensor.type, torch.Tensor.cuda = type_, cuda
     tp_random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tp_random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _called_by_megatron() -> bool:
+    """Whether the caller of our caller is Megatron."""
+    return inspect.currentframe().f_back.f_back.f_globals.get("__name__", "").startswith("megatron.core")
 
 
 def _on_cpu(factory: Any) -> Any:

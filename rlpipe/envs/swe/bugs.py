@@ -87,6 +87,12 @@ def mutants(lines: list[str]) -> list[Mutant]:
     return list(found.values())
 
 
+def plantable(mutant: Mutant) -> bool:
+    """Whether the mutant surely ends: appending to the list that is looped over does not."""
+    receiver = re.search(r"(\w+)\.append\(", mutant.text)
+    return receiver is None or receiver[1] == "out"
+
+
 def _names_in_scope(lines: list[str]) -> list[str]:
     names = re.findall(r"\w+", lines[0].split("(", 1)[1])
     for line in lines[1:]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.progress import track
 
-from rlpipe.envs.swe.bugs import BugKind, Mutant, mutants
+from rlpipe.envs.swe.bugs import BugKind, Mutant, mutants, plantable
 from rlpipe.envs.swe.families import (
     FUNCTION_NAMES,
     HELD_OUT_FAMILIES,
@@ -38,12 +38,18 @@ from rlpipe.envs.swe.families import (
 
 VERSION = "1"
 MAX_FILE_LINES = 10
+KIND_WEIGHTS = {  # kinds that fit nearly every family would crowd out the others
+    BugKind.MISSING_RETURN: 0.15,
+    BugKind.VARIABLE: 0.4,
+    BugKind.INVERTED: 0.4,
+    BugKind.CONSTANT: 0.4,
+}
 STATEMENTS = (
-    "{name} is broken. It should return {spec}.",
+    "Function {name} is broken. It should return {spec}.",
     "Bug in {name}: the result is wrong. Expected: {spec}.",
     "Please fix {name}. It must return {spec}.",
     "The function {name} gives a wrong answer. We want {spec}.",
-    "{name} fails its test. It has to return {spec}.",
+    "The test of {name} fails. It has to return {spec}.",
     "Users say {name} is wrong. The right result is {spec}.",
 )
 Record = dict[str, Any]
@@ -79,16 +85,12 @@ def killing_cases(
     chosen = [0, 1]
     for mutant in candidates:
         outcomes = call(apply(function.lines, mutant), function.name, pool)
-        kills = [i for i in range(pool_size) if not _same(outcomes[i], truth[i])]
+        kills = [i for i in range(pool_size) if outcomes[i] != truth[i]]
         if not kills or not (set(kills) & set(chosen) or len(chosen) < limit):
             return None
         if not set(kills) & set(chosen):
             chosen.append(kills[0])
     return [pool[i] for i in chosen]
-
-
-def _same(a: tuple[str, object], b: tuple[str, object]) -> bool:
-    return a == b  # as unittest compares: True == 1
 
 
 def apply(lines: list[str], mutant: Mutant) -> list[str]:
@@ -97,9 +99,9 @@ def apply(lines: list[str], mutant: Mutant) -> list[str]:
 
 
 def _choose_bug(rng: random.Random, candidates: list[Mutant]) -> Mutant:
+    candidates = [m for m in candidates if plantable(m)]
     kinds = sorted({m.kind for m in candidates})
-    rare = (BugKind.MISSING_RETURN, BugKind.VARIABLE, BugKind.INVERTED)
-    kind = rng.choices(kinds, [0.5 if k in rare else 1.0 for k in kinds])[0]
+    kind = rng.choices(kinds, [KIND_WEIGHTS.get(k, 1.0) for k in kinds])[0]
     return rng.choice([m for m in candidates if m.kind == kind])
 
 
@@ -107,7 +109,7 @@ def _assemble(
     rng: random.Random, function: Function, bug: Mutant, cases: list[tuple[object, ...]], names: list[str]
 ) -> Record | None:
     modules = rng.sample(MODULE_NAMES, rng.choice([1, 1, 1, 2, 2, 3]))
-    neighbours = {m: [_neighbour(rng, names.pop())] for m in modules[1:]}
+    neighbours = {m: _neighbour(rng, names.pop()) for m in modules[1:]}
     here = [_neighbour(rng, names.pop())] if len(modules) == 1 or rng.random() < 0.6 else []
     position = rng.randint(0, len(here))
 
@@ -122,10 +124,10 @@ def _assemble(
     line = next(i for i, (a, b) in enumerate(zip(fixed.split("\n"), broken.split("\n"), strict=True)) if a != b)
     target = f"{modules[0]}.py"
     files = {target: broken}
-    files |= {f"{m}.py": "\n".join(n.lines) + "\n" for m, [n] in neighbours.items() for n in [n]}
+    files |= {f"{m}.py": "\n".join(n.lines) + "\n" for m, n in neighbours.items()}
     tested: dict[str, list[tuple[Function, list[tuple[object, ...]]]]] = {}
     tested[modules[0]] = [(function, cases)] + [(n, _some_cases(rng, n)) for n in here]
-    tested |= {m: [(n, _some_cases(rng, n)) for n in group] for m, group in neighbours.items()}
+    tested |= {m: [(n, _some_cases(rng, n))] for m, n in neighbours.items()}
     tests = {f"test_{m}.py": _test_text(m, group) for m, group in tested.items()}
     files |= tests
     ids = {f.name: f"test_{m}.Test.test_{f.name}" for m, group in tested.items() for f, _ in group}
@@ -195,7 +197,7 @@ def dedup_keys(record: Record) -> tuple[str, str]:
     return source.replace(f"def {name}(", "def f("), record["problem_statement"].replace(name, "f")
 
 
-def _batch(families: str, seed: int, size: int) -> list[Record]:
+def _batch(families: str, size: int, seed: int) -> list[Record]:
     rng = random.Random(f"{families}-{seed}")
     table = HELD_OUT_FAMILIES if families == "held_out" else TRAIN_FAMILIES
     return [make_instance(rng, table) for _ in range(size)]
@@ -215,16 +217,12 @@ def stream(
         while True:
             seeds = [(seed << 20) + start + i for i in range(4 * workers)]
             start += len(seeds)
-            for records in pool.imap(partial(_batch_of, families, batch), seeds):
+            for records in pool.imap(partial(_batch, families, batch), seeds):
                 for record in records:
                     if record["instance_id"] in seen or refused.intersection(dedup_keys(record)):
                         continue
                     seen.add(record["instance_id"])
                     yield record
-
-
-def _batch_of(families: str, size: int, seed: int) -> list[Record]:
-    return _batch(families, seed, size)
 
 
 def take(source: Iterator[Record], count: int, title: str, *, distinct: bool = False) -> list[Record]:
@@ -253,17 +251,19 @@ def generate(out: Path, *, train: int, held: int, seed: int, workers: int = 2) -
     """
     if train < 1 or held < 1:
         raise ValueError(f"--train and --held must be at least 1, got {train} and {held}.")
-    held_instances = take(
-        stream("train", 2 * seed + 1, workers=workers), held, "held-out instances", distinct=True
-    )
-    held_families = take(
-        stream("held_out", 2 * seed + 1, workers=workers), held, "held-out families", distinct=True
-    )
-    refuse = {key for record in [*held_instances, *held_families] for key in dedup_keys(record)}
-    train_set = take(stream("train", 2 * seed, refuse=refuse, workers=workers), train, "train")
-    write_jsonl(out / "held_instances.jsonl", held_instances)
-    write_jsonl(out / "held_families.jsonl", held_families)
-    write_jsonl(out / "train.jsonl", train_set)
+    held_sets = held_out_sets(held, seed, workers=workers)
+    refuse = {key for records in held_sets.values() for record in records for key in dedup_keys(record)}
+    for name, records in held_sets.items():
+        write_jsonl(out / f"{name}.jsonl", records)
+    write_jsonl(out / "train.jsonl", take(stream("train", 2 * seed, refuse=refuse, workers=workers), train, "train"))
+
+
+def held_out_sets(count: int, seed: int, workers: int = 2) -> dict[str, list[Record]]:
+    """The two held-out sets of a seed: `held_instances` of known families, `held_families` of new ones."""
+    return {
+        name: take(stream(families, 2 * seed + 1, workers=workers), count, name, distinct=True)
+        for name, families in (("held_instances", "train"), ("held_families", "held_out"))
+    }
 
 
 def main() -> None:

@@ -1,0 +1,132 @@
+"""The loss of one micro-batch: verl's policy loss, plus entropy bonus and KL penalty when asked for.
+
+Owns how the terms are combined and normalised; every term is verl's. The loss is divided by the totals
+of the global batch (all ranks, all micro-batches of one optimizer step), so it does not depend on how
+the batch was cut.
+
+Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer
+step per batch that policy is the current one: the old logprobs are the current ones, detached, no extra
+forward pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs,
+minibatches) a pass before the first step computes them. What separates trainer and rollout policy
+(staleness, precision) is handled by the importance weights of `correction`, not by this ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from rlpipe.algo import verl_door
+from rlpipe.algo.correction import rollout_correction
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.metrics.values import Max, Mean, Value
+
+if TYPE_CHECKING:
+    import torch
+
+_MOMENT = "_moment/"
+
+
+@dataclass(slots=True, kw_only=True)
+class LossTotals:
+    """Of the global batch of one optimizer step. dp_size cancels the mean over ranks."""
+
+    tokens: float
+    sequences: float
+    dp_size: int
+
+
+def micro_batch_loss(
+    *,
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    reference_logprobs: torch.Tensor | None,
+    totals: LossTotals,
+    config: AlgoConfig,
+) -> tuple[torch.Tensor, dict[str, Value]]:
+    """Loss (scalar, its gradient summed over micro-batches is the batch's) and metrics.
+
+    All tensors [B, S] float32, zero where mask is 0; logprobs and entropies carry the graph.
+    """
+    tokens = mask.sum().item()
+    if tokens == 0:  # an empty micro-batch, there to keep the ranks in step
+        return (logprobs * mask).sum(), {}
+    info = {
+        "dp_size": totals.dp_size,
+        "batch_num_tokens": totals.tokens,
+        "global_batch_size": totals.sequences,
+        "loss_scale_factor": config.loss_scale_factor,
+    }
+    weights, metrics = rollout_correction(old_logprobs, rollout_logprobs, mask, config)
+    loss, verl_metrics = verl_door.policy_loss(config.policy_loss)(
+        old_log_prob=old_logprobs,
+        log_prob=logprobs,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode=config.loss_agg.value,
+        config=verl_door.actor_config(config, info),
+        rollout_is_weights=weights,
+    )
+    mode = config.loss_agg.value
+    metrics |= {name: Mean(value * tokens, tokens) for name, value in verl_metrics.items()}
+    metrics["actor/pg_loss"] = _share(loss, totals)
+    metrics["actor/entropy"] = Mean((entropies.detach() * mask).sum().item(), tokens)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * verl_door.agg_loss(entropies, mask, mode, **info)
+    if reference_logprobs is not None:
+        kl = verl_door.kl_penalty(logprobs, reference_logprobs, config.kl_kind.value)
+        kl_loss = verl_door.agg_loss(kl, mask, mode, **info)
+        loss = loss + config.kl_coef * kl_loss
+        metrics["actor/kl_loss"] = _share(kl_loss, totals)
+    return loss, metrics | _probability_gap(old_logprobs, rollout_logprobs, mask)
+
+
+def optimizer_step_count(config: AlgoConfig) -> dict[str, Value]:
+    """Counts one optimizer step in the metrics whose micro-batches report shares (see `_share`)."""
+    names = ["actor/pg_loss"] + ["actor/kl_loss"] * bool(config.kl_coef)
+    return {name: Mean(0.0, 1.0) for name in names}
+
+
+def finish(metrics: dict[str, Value]) -> dict[str, Value]:
+    """Turn the raw moments gathered over all micro-batches and ranks into the metrics they stand for.
+
+    Pearson correlation of the probabilities that rollout and trainer give to the sampled tokens.
+    """
+    moments = {name: metrics.pop(_MOMENT + name, None) for name in ("x", "y", "xx", "yy", "xy")}
+    if moments["x"] is not None:
+        x, y, xx, yy, xy = (m.value() for m in moments.values())
+        spread = sqrt(max(xx - x * x, 0.0) * max(yy - y * y, 0.0))
+        correlation = (xy - x * y) / spread if spread else 1.0
+        metrics["training/rollout_actor_probs_pearson_corr"] = Mean(correlation, 1.0)
+    return metrics
+
+
+def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:
+    """A micro-batch's share of a loss that is summed over micro-batches and averaged over steps.
+
+    It counts nothing itself; `optimizer_step_count` does, once per step.
+    """
+    return Mean(loss.item() / totals.dp_size, 0.0)
+
+
+def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, Value]:
+    chosen = mask.bool()
+    x, y = rollout[chosen].double().exp(), trainer[chosen].double().exp()
+    n, gap = len(x), (x - y).abs()
+    sums = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
+    return {
+        "training/rollout_probs_diff_mean": Mean(gap.sum().item(), n),
+        "training/rollout_probs_diff_max": Max(gap.max().item()),
+        **{_MOMENT + name: Mean(value.item(), n) for name, value in sums.items()},
+    }
+
+
+def check_names(config: AlgoConfig) -> None:
+    """Refuse unknown names at launch. Raises ValueError listing the registered ones."""
+    verl_door.policy_loss(config.policy_loss)
+    verl_door.advantage_estimator(config.advantage)

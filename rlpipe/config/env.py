@@ -1,0 +1,140 @@
+"""Settings of environments and of the sandbox that runs what a model writes. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EnvName(StrEnum):
+    """Which environment suite to play."""
+
+    SWE = "swe"  # repair a repository over several turns, rewarded by its tests
+    REASONING = "reasoning"  # single-turn tasks from reasoning-gym
+
+
+class ActionMode(StrEnum):
+    """How a turn's text becomes a shell command."""
+
+    PLAIN = "plain"  # the whole text is the command
+    FENCED = "fenced"  # the one ```bash block in the text is the command
+
+
+class SandboxBackend(StrEnum):
+    """What contains a command."""
+
+    BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that bring their files
+    DOCKER = "docker"  # one container an episode; for instances that live in an image
+    SINGULARITY = "singularity"  # the same without a daemon
+
+
+@dataclass(slots=True, kw_only=True)
+class SandboxConfig:
+    """Limits of one command; one that exceeds a limit is ended, and the observation says so.
+
+    timeout_s: wall-clock seconds. cpu_s: CPU seconds of each process. memory_mb: of each process and of
+        all of them together. processes: alive at once. file_mb: largest file. tree_mb, tree_files: all
+        files of the work tree and /tmp. output_kb: of stdout and stderr together.
+    memo: reuse the outcome of the same command on the same file tree (bubblewrap only).
+    memo_mb: room for them; the least recently used ones leave first.
+    image: container image for all instances; empty takes the instance's own.
+    """
+
+    backend: SandboxBackend = SandboxBackend.BUBBLEWRAP
+    timeout_s: float = 10.0
+    cpu_s: int = 10
+    memory_mb: int = 512
+    processes: int = 64
+    file_mb: int = 16
+    tree_mb: int = 64
+    tree_files: int = 2000
+    output_kb: int = 256
+    memo: bool = True
+    memo_mb: int = 256
+    image: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb"),
+            *("tree_mb", "tree_files", "output_kb", "memo_mb"),
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(
+                    f"env.sandbox.{name} must be positive, got {getattr(self, name)}: "
+                    "model output never runs without this limit."
+                )
+
+
+@dataclass(slots=True, kw_only=True)
+class ReasoningConfig:
+    """Tasks of reasoning-gym.
+
+    tasks: dataset names. train_size, held_out_size: instances of each task.
+    """
+
+    tasks: list[str] = field(default_factory=lambda: ["chain_sum", "basic_arithmetic", "gcd"])
+    train_size: int = 2000
+    held_out_size: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("env.reasoning.tasks is empty: name at least one reasoning-gym data set.")
+        if self.train_size < 1 or self.held_out_size < 1:
+            raise ValueError(
+                f"env.reasoning.train_size={self.train_size} and held_out_size={self.held_out_size} "
+                "must be at least 1."
+            )
+
+
+def _shipped_held_out() -> dict[str, str]:
+    return {
+        "held_instances": "shipped:data/swe/held_instances.jsonl",
+        "held_families": "shipped:data/swe/held_families.jsonl",
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvConfig:
+    """The environment.
+
+    train_file, held_out_files: JSONL of SWE instances (held-out set name -> file, the first is primary).
+    max_turns: actions an episode may take. max_observation_chars: of one observation, before the marker.
+    system_prompt: replaces the action mode's own (plain mode has none).
+    test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
+    retries: attempts after a failure of the sandbox, then the trajectory is masked.
+    threads: commands that run at once in one rollout worker. eval_concurrency: trajectories played at
+        once in an evaluation.
+    """
+
+    name: EnvName = EnvName.SWE
+    train_file: str = "shipped:data/swe/train.jsonl"
+    held_out_files: dict[str, str] = field(default_factory=_shipped_held_out)
+    action_mode: ActionMode = ActionMode.PLAIN
+    max_turns: int = 8
+    max_observation_chars: int = 400
+    system_prompt: str = ""
+    test_command: str = "python -m pytest -rA {tests}"
+    test_timeout_s: float = 10.0
+    retries: int = 2
+    threads: int = 2
+    eval_concurrency: int = 64
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_observation_chars", "threads", "eval_concurrency", "test_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")
+        if self.retries < 0:
+            raise ValueError(f"env.retries must be 0 or more, got {self.retries}.")
+        if not self.held_out_files:
+            raise ValueError(
+                "env.held_out_files is empty: give at least one held-out set, name: file, "
+                "validation needs instances that training never sees."
+            )
+        if "train" in self.held_out_files:
+            raise ValueError("env.held_out_files must not name a set 'train': that is env.train_file.")
+        if "{tests}" not in self.test_command:
+            raise ValueError(
+                f"env.test_command={self.test_command!r} must contain {{tests}}, where the test ids go."
+            )

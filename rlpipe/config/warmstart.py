@@ -1,0 +1,102 @@
+"""Settings of the recipe that makes the tiny model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def _require(ok: bool, what: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{what}={value!r} {remedy}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TinyShape:
+    """Size of the backbone; the MTP layer is one more layer of the same size."""
+
+    hidden_size: int = 128
+    num_layers: int = 8
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 512
+    max_positions: int = 1024
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "warmstart.shape.num_kv_heads",
+            self.num_kv_heads,
+            f"must divide num_heads={self.num_heads}.",
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class StageConfig:
+    """One training stage.
+
+    steps: optimizer steps. batch_tokens: tokens of a batch, padding included. lr: peak learning rate;
+    linear warm-up over `warmup` steps, constant to the half, then linear to a tenth.
+    mix: weight of each demonstrator (see `envs.swe.demonstrators.Demonstrator`).
+    context_weight: loss weight of tokens the model does not write. mask_wrong: no loss on wrong edits
+    and on submissions that follow them. drill: share of the steps, from the start, of which every second
+    is a copy drill.
+    """
+
+    steps: int = 1000
+    batch_tokens: int = 1536
+    lr: float = 2e-3
+    warmup: int = 50
+    mix: dict[str, float] = field(default_factory=dict)
+    context_weight: float = 0.3
+    mask_wrong: bool = False
+    drill: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, "warmstart stage steps", self.steps, "must be at least 1.")
+        _require(self.lr > 0, "warmstart stage lr", self.lr, "must be positive.")
+        _require(0 <= self.drill <= 1, "warmstart stage drill", self.drill, "must lie in 0..1.")
+
+
+def _skill() -> StageConfig:
+    return StageConfig(steps=6500, mix={"careful": 0.85, "retry": 0.15}, mask_wrong=True, drill=0.15)
+
+
+def _imitation() -> StageConfig:
+    mix = {"careful": 0.44, "retry": 0.05, "at_once": 0.1, "located": 0.1, "viewed": 0.13, "untested": 0.18}
+    return StageConfig(steps=300, lr=6e-4, warmup=20, mix=mix)
+
+
+def _mtp() -> StageConfig:
+    return StageConfig(steps=1500, batch_tokens=2048, lr=2e-3)
+
+
+@dataclass(slots=True, kw_only=True)
+class WarmstartConfig:
+    """Everything `rlpipe.warmstart.run_tiny_model` reads.
+
+    seed: of weights, data order and demonstrators. data_seed, held_out: those of the shipped held-out
+    sets, whose instances are kept out of training. instances: training instances to generate.
+    gamma: depths the MTP layer is trained for. samples: conversations the model writes for that.
+    save_every: steps between checkpoints. threads: of torch. workers: processes that generate data.
+    """
+
+    seed: int = 0
+    data_seed: int = 0
+    held_out: int = 256
+    instances: int = 40_000
+    vocab_size: int = 1024
+    threads: int = 2
+    workers: int = 2
+    save_every: int = 250
+    gamma: int = 3
+    samples: int = 4000
+    shape: TinyShape = field(default_factory=TinyShape)
+    skill: StageConfig = field(default_factory=_skill)
+    imitation: StageConfig = field(default_factory=_imitation)
+    mtp: StageConfig = field(default_factory=_mtp)
+
+    def __post_init__(self) -> None:
+        _require(self.gamma >= 1, "warmstart.gamma", self.gamma, "must be at least 1.")
+        _require(self.instances >= 1, "warmstart.instances", self.instances, "must be at least 1.")
+        _require(self.save_every >= 1, "warmstart.save_every", self.save_every, "must be at least 1.")

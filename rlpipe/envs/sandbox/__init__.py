@@ -1,0 +1,106 @@
+"""Sandboxes: where commands written by a model run.
+
+Owns picking a backend and refusing to start without one. `local` contains commands on this machine with
+bubblewrap and treats a work tree as a value; `container` runs them in an image. Backends are imported
+on use, so that a configuration can be read without them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from rlpipe.config.env import SandboxBackend, SandboxConfig
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
+
+if TYPE_CHECKING:
+    from rlpipe.envs.sandbox.local import TreeRunner
+
+__all__ = [
+    "CommandResult",
+    "Limit",
+    "Sandbox",
+    "check_sandbox",
+    "make_container_sandbox",
+    "make_tree_runner",
+]
+
+_PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}
+_NAMESPACES = (
+    "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu 24.04 also "
+    "kernel.apparmor_restrict_unprivileged_userns=0; inside Docker: --security-opt seccomp=unconfined "
+    "--security-opt systempaths=unconfined)"
+)
+
+
+def check_sandbox(config: SandboxConfig) -> None:
+    """Prove that commands can be contained here, by running one.
+
+    Raises ValueError naming what is missing and the remedy.
+    """
+    if config.backend is not SandboxBackend.BUBBLEWRAP:
+        _check_container_tool(config)
+        return
+    if sys.platform != "linux":
+        raise ValueError(
+            f"env.sandbox.backend=bubblewrap needs Linux, this is {sys.platform}: "
+            "run in a Linux machine or container, or set env.sandbox.backend=docker."
+        )
+    tools = ["bwrap", "prlimit"] + (["setpriv"] if os.geteuid() == 0 else [])
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        packages = " ".join(sorted({_PACKAGES[tool] for tool in missing}))
+        raise ValueError(
+            f"the sandbox needs {', '.join(missing)}, not found on PATH: apt-get install {packages} "
+            "(the tool bwrap is the package bubblewrap), or set env.sandbox.backend=docker. "
+            "Commands written by a model never run without a sandbox."
+        )
+    try:
+        result, _ = make_tree_runner(config).run({}, "python3 -c 'print(6 * 7)' && grep -q . /proc/1/comm")
+    except InfrastructureError as error:
+        raise ValueError(f"the sandbox does not start here: {error}. {_NAMESPACES}.") from error
+    if result.output != "42\n" or result.exit_code:
+        raise ValueError(
+            f"the sandbox starts but python3 does not run in it: {result.output.strip()[-300:]!r}. "
+            "Only /usr is visible inside: apt-get install python3 gives it /usr/bin/python3."
+        )
+
+
+def _check_container_tool(config: SandboxConfig) -> None:
+    tool = config.backend.value
+    if shutil.which(tool) is None:
+        raise ValueError(
+            f"env.sandbox.backend={tool} needs the program {tool}, not found on PATH: install it, "
+            "or set env.sandbox.backend=bubblewrap."
+        )
+    probe = [tool, "version"] if config.backend is SandboxBackend.DOCKER else [tool, "--version"]
+    try:
+        answer = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"`{' '.join(probe)}` does not answer: restart the {tool} service.") from error
+    if answer.returncode:
+        raise ValueError(
+            f"`{' '.join(probe)}` fails: {answer.stderr.strip()[-300:]!r}. Start the {tool} service and "
+            "give this user access to it."
+        )
+
+
+def make_tree_runner(config: SandboxConfig) -> TreeRunner:
+    """Runs commands on trees of files with bubblewrap."""
+    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")  # mini-swe-agent prints a banner on import
+    from rlpipe.envs.sandbox.local import TreeRunner
+
+    return TreeRunner(config)
+
+
+def make_container_sandbox(config: SandboxConfig, image: str) -> Sandbox:
+    """A fresh container of an image. Raises InfrastructureError when it does not start."""
+    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+    from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
+
+    docker = config.backend is SandboxBackend.DOCKER
+    return DockerSandbox(config, image) if docker else SingularitySandbox(config, f"docker://{image}")

@@ -1,0 +1,253 @@
+"""mini-swe-agent's bubblewrap environment, made fit for commands that a model wrote.
+
+Owns what contains one command on this machine; a fresh directory and fresh namespaces every time:
+
+    host -> setpriv (only when we are root) -> bwrap -> prlimit -> sh (process 1) -> bash -c COMMAND
+
+| threat               | what contains it                                                          |
+| fork bomb            | RLIMIT_NPROC, counted per user namespace; it does not bind root: setpriv  |
+| survivors            | the pid namespace dies with process 1, and bwrap reaps it before it ends  |
+| memory, files        | RLIMIT_AS and RLIMIT_FSIZE for each process, a watch over their sums      |
+| output, wall time    | `process.run_bounded`                                                     |
+| host files, secrets  | only /usr is visible, read-only; bwrap itself starts with an empty env    |
+| network, signals     | namespaces of their own                                                   |
+| kernel surface       | no capabilities, no further user namespaces where bwrap can forbid them   |
+
+Not bounded tightly: memory that belongs to no process and to no file of the tree (pipes, memfds); its
+bound is processes x open files x file size, and the OOM killer is told to start here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment, BubblewrapEnvironmentConfig
+
+from rlpipe.config.env import SandboxConfig
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox.base import CommandResult, Limit
+from rlpipe.envs.sandbox.process import STATUS_FD, Ended, run_bounded
+from rlpipe.envs.sandbox.tree import (
+    Tree,
+    TreeLimits,
+    TreeTooLarge,
+    exceeds,
+    read_tree,
+    remove_tree,
+    write_tree,
+)
+
+WORK = "/work"
+_NOBODY = 65534
+_OPEN_FILES = 256
+_PATH = ("/usr/local/bin", "/usr/bin", "/bin")
+_PROCESS_1 = 'echo 1000 > /proc/self/oom_score_adj; bash -c "$1"; exit $?'
+
+
+class ContainedBubblewrap(BubblewrapEnvironment):
+    """A mini-swe-agent environment over a private work tree, with every resource bounded.
+
+    Raises OSError when its directory cannot be made or filled.
+    """
+
+    def __init__(self, limits: SandboxConfig, tree: Tree) -> None:
+        self.limits = limits
+        self.tree_limits = TreeLimits(max_bytes=limits.tree_mb << 20, max_entries=limits.tree_files)
+        self.working_dir = Path(tempfile.mkdtemp(prefix="rlpipe-sandbox-", dir=scratch()))
+        self.work, tmp = self.working_dir / "work", self.working_dir / "tmp"
+        owner = _NOBODY if os.geteuid() == 0 else None
+        for directory in (self.working_dir, self.work, tmp):
+            directory.mkdir(exist_ok=True)
+            if owner is not None:
+                os.chown(directory, owner, owner)
+        write_tree(tree, self.work, owner)
+        mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), WORK, "--chdir", WORK]
+        self.config = BubblewrapEnvironmentConfig(
+            cwd=WORK,
+            env={},
+            timeout=max(1, round(limits.timeout_s)),
+            executable=_tool("bwrap"),
+            wrapper_args=[*_system(), *mounts, "--remount-ro", "/"],
+        )
+
+    def run(self, command: str, *, timeout_s: float, stdin: bytes = b"") -> CommandResult:
+        """Run a shell command.
+
+        Raises InfrastructureError when bwrap failed before the command started.
+        """
+        ended = run_bounded(
+            self.command_line(command),
+            timeout_s=timeout_s,
+            max_output=self.limits.output_kb << 10,
+            stdin=stdin,
+            env={},
+            watch=self._watch,
+            end=_end,
+        )
+        return _result(ended)
+
+    def execute(self, action: dict, cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
+        """mini-swe-agent's contract: run action["command"]; `cwd` must be the work tree."""
+        if cwd not in ("", WORK):
+            raise ValueError(f"a contained command runs in {WORK}, not in {cwd!r}: put `cd` in the command.")
+        result = self.run(action.get("command", ""), timeout_s=timeout or self.limits.timeout_s)
+        return {
+            "output": result.output,
+            "returncode": result.exit_code,
+            "exception_info": result.exceeded or "",
+        }
+
+    def command_line(self, command: str) -> list[str]:
+        """The whole argument vector, host side first."""
+        limits = self.limits
+        drop = ["--reuid", str(_NOBODY), "--regid", str(_NOBODY), "--clear-groups"]
+        return [
+            *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
+            self.config.executable,
+            *self.config.wrapper_args,
+            *("--json-status-fd", STATUS_FD, "--", "prlimit"),
+            f"--nproc={limits.processes}",
+            f"--as={limits.memory_mb << 20}",
+            f"--fsize={limits.file_mb << 20}",
+            f"--cpu={limits.cpu_s}",
+            f"--nofile={_OPEN_FILES}",
+            "--core=0",
+            *("--", "sh", "-c", _PROCESS_1, "sh", command),
+        ]
+
+    def tree(self) -> dict[str, Any]:
+        """The work tree now. Raises TreeTooLarge."""
+        return read_tree(self.work, self.tree_limits)
+
+    def cleanup(self) -> None:
+        """Remove the directory."""
+        if self.working_dir.exists():
+            remove_tree(self.working_dir)
+
+    def _watch(self, pid: int) -> Limit | None:
+        used = 0
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+            for process in psutil.Process(pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used += process.memory_info().rss
+        if used > self.limits.memory_mb << 20:
+            return Limit.MEMORY
+        return Limit.FILES if exceeds(self.working_dir, self.tree_limits) else None
+
+
+def execute(
+    config: SandboxConfig, tree: Tree, command: str, *, timeout_s: float, stdin: bytes = b""
+) -> tuple[CommandResult, Tree]:
+    """Run a command on a tree: its result and the tree it leaves.
+
+    A tree over its limit is not kept: the command counts as ended for `Limit.FILES`, its changes undone.
+    Raises InfrastructureError when bwrap cannot start, or the disk fails.
+    """
+    try:
+        box = ContainedBubblewrap(config, tree)
+        try:
+            result = box.run(command, timeout_s=timeout_s, stdin=stdin)
+            try:
+                return result, box.tree()
+            except TreeTooLarge:
+                return _undone(result), tree
+        finally:
+            box.cleanup()
+    except OSError as error:
+        raise InfrastructureError(f"sandbox directory in {scratch()}: {error}") from error
+
+
+def _undone(result: CommandResult) -> CommandResult:
+    return CommandResult(
+        output=result.output, exit_code=137, exceeded=Limit.FILES, seconds=result.seconds
+    )
+
+
+def scratch() -> Path:
+    """Where work trees live while a command runs: memory when the machine offers it."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _end(process: subprocess.Popen[bytes], status: bytes) -> None:
+    """Kill process 1 of the sandbox, so that bwrap reaps it; bwrap itself when it has none yet."""
+    for document in _documents(status):
+        if "child-pid" in document:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(document["child-pid"], signal.SIGKILL)
+            return
+    process.kill()
+
+
+def _result(ended: Ended) -> CommandResult:
+    output = ended.output.decode(errors="replace")
+    codes = [d["exit-code"] for d in _documents(ended.status) if "exit-code" in d]
+    if ended.exceeded is None and not codes:
+        raise InfrastructureError(
+            f"bwrap ended with status {ended.returncode} and did not run the command: {output[-500:]!r}"
+        )
+    return CommandResult(
+        output=output,
+        exit_code=137 if ended.exceeded else codes[0],
+        exceeded=ended.exceeded,
+        seconds=ended.seconds,
+    )
+
+
+def _documents(status: bytes) -> list[dict[str, Any]]:
+    """The complete lines of bwrap's JSON status."""
+    return [json.loads(line) for line in status.split(b"\n")[:-1] if line.strip()]
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    """Absolute path of a host tool. Raises InfrastructureError; launch has checked it before."""
+    path = shutil.which(name)
+    if path is None:
+        raise InfrastructureError(f"{name} is not on PATH any more")
+    return path
+
+
+@functools.cache
+def _system() -> tuple[str, ...]:
+    """bwrap options that do not depend on the command: namespaces, mounts, environment."""
+    known = subprocess.run([_tool("bwrap"), "--help"], capture_output=True, text=True, check=False).stdout
+    options = ["--unshare-all", "--unshare-user", "--hostname", "sandbox"]
+    options += ["--disable-userns"] if "--disable-userns" in known else []
+    options += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+    options += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            options += ["--ro-bind", str(path), str(path)]
+    for path in ("/etc/alternatives", "/etc/ld.so.cache"):
+        options += ["--ro-bind-try", path, path]
+    search = list(_PATH)
+    if not any(Path(directory, "python3").exists() for directory in search):
+        options += ["--ro-bind", sys.base_prefix, sys.base_prefix]
+        search.insert(0, f"{sys.base_prefix}/bin")
+    options += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--clearenv"]
+    environment = {
+        "PATH": ":".join(search),
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+    for name, value in environment.items():
+        options += ["--setenv", name, value]
+    return tuple(options)

@@ -1,0 +1,158 @@
+"""Docker and Singularity sandboxes for instances that live in an image, as SWE-bench's do.
+
+Owns safe defaults for mini-swe-agent's container environments, which start and remove the container;
+commands run through `run_bounded`, since theirs keep all output. One container serves one episode. The
+arguments are unit-tested; no daemon runs in this project's own tests.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+
+from minisweagent.environments.docker import DockerEnvironment
+from minisweagent.environments.singularity import SingularityEnvironment
+
+from rlpipe.config.env import SandboxConfig
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox.base import CommandResult, Limit
+from rlpipe.envs.sandbox.process import Ended, run_bounded
+
+TESTBED = "/testbed"  # where SWE-bench images keep the repository
+_KILLED_BY_TIMEOUT = (124, 137)
+
+
+def docker_run_args(limits: SandboxConfig) -> list[str]:
+    """Options of `docker run`: no network, no capabilities, bounded memory, processes and files."""
+    return [
+        "--rm",
+        "--network=none",
+        "--cap-drop=ALL",
+        "--security-opt=no-new-privileges",
+        f"--memory={limits.memory_mb}m",
+        f"--memory-swap={limits.memory_mb}m",
+        f"--pids-limit={limits.processes}",
+        f"--ulimit=fsize={limits.file_mb << 20}",
+        f"--ulimit=cpu={limits.cpu_s}",
+        "--ulimit=core=0",
+        "--stop-timeout=1",
+    ]
+
+
+def singularity_exec_args(limits: SandboxConfig) -> list[str]:
+    """Options of `singularity exec`: own namespaces, no network, no host environment or home."""
+    return [
+        *("--contain", "--cleanenv", "--no-home", "--pid", "--ipc"),
+        *("--net", "--network=none", "--no-privs"),
+        f"--memory={limits.memory_mb}M",
+        f"--pids-limit={limits.processes}",
+    ]
+
+
+class DockerSandbox:
+    """One container. Raises InfrastructureError when the daemon or the image fails."""
+
+    def __init__(self, limits: SandboxConfig, image: str) -> None:
+        self._limits = limits
+        try:
+            self._environment = DockerEnvironment(
+                image=image, cwd=TESTBED, run_args=docker_run_args(limits), interpreter=["bash", "-c"]
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            raise InfrastructureError(f"docker run {image}: {_reason(error)}") from error
+
+    def exec_line(self, command: str, timeout_s: float) -> list[str]:
+        """`docker exec` of one command, ended inside the container when its time is up."""
+        settings = self._environment.config
+        return [
+            *(settings.executable, "exec", "-i", "-w", settings.cwd),
+            *("-e", "PYTHONDONTWRITEBYTECODE=1", "-e", "PAGER=cat"),
+            str(self._environment.container_id),
+            *_bounded_in_container(timeout_s),
+            *settings.interpreter,
+            command,
+        ]
+
+    def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
+        """Run a command in the container. Raises InfrastructureError when the container is gone."""
+        timeout_s = timeout_s or self._limits.timeout_s
+        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin)
+        if ended.returncode and not self._alive():
+            raise InfrastructureError(f"the container is gone: {ended.output[-500:]!r}")
+        return _result(ended, timeout_s)
+
+    def _alive(self) -> bool:
+        executable, container = self._environment.config.executable, str(self._environment.container_id)
+        inspect = [executable, "inspect", "-f", "{{.State.Running}}", container]
+        try:
+            answer = subprocess.run(inspect, capture_output=True, text=True, timeout=30, check=False)
+        except (subprocess.TimeoutExpired, OSError):
+            return False
+        return answer.stdout.strip() == "true"
+
+    def close(self) -> None:
+        """Stop and remove the container."""
+        self._environment.cleanup()
+
+
+class SingularitySandbox:
+    """One unpacked image. Raises InfrastructureError when it cannot be built."""
+
+    def __init__(self, limits: SandboxConfig, image: str) -> None:
+        self._limits = limits
+        try:
+            self._environment = SingularityEnvironment(
+                image=image, cwd=TESTBED, exec_args=singularity_exec_args(limits)
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            raise InfrastructureError(f"singularity build {image}: {_reason(error)}") from error
+
+    def exec_line(self, command: str, timeout_s: float) -> list[str]:
+        """`singularity exec` of one command on the writable sandbox directory."""
+        settings = self._environment.config
+        return [
+            *(settings.executable, *settings.global_args, "exec", *settings.exec_args),
+            *("--pwd", settings.cwd, "--env", "PYTHONDONTWRITEBYTECODE=1,PAGER=cat"),
+            *("--writable", str(self._environment.sandbox_dir)),
+            *_bounded_in_container(timeout_s),
+            *("bash", "-c", command),
+        ]
+
+    def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
+        """Run a command in the image. Raises InfrastructureError when singularity itself failed."""
+        timeout_s = timeout_s or self._limits.timeout_s
+        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin)
+        if ended.returncode == 255 and b"FATAL:" in ended.output:
+            raise InfrastructureError(f"singularity failed: {ended.output[-500:]!r}")
+        return _result(ended, timeout_s)
+
+    def close(self) -> None:
+        """Delete the unpacked image."""
+        self._environment.cleanup()
+
+
+def _bounded_in_container(timeout_s: float) -> list[str]:
+    """Killing the client leaves the command running inside, so its time is kept there as well."""
+    return ["timeout", "-s", "KILL", str(math.ceil(timeout_s))]
+
+
+def _run(limits: SandboxConfig, argv: list[str], timeout_s: float, stdin: bytes) -> Ended:
+    grace = 10.0  # for the client to report a command that was killed inside
+    return run_bounded(argv, timeout_s=timeout_s + grace, max_output=limits.output_kb << 10, stdin=stdin)
+
+
+def _result(ended: Ended, timeout_s: float) -> CommandResult:
+    exceeded = ended.exceeded
+    if exceeded is None and ended.seconds >= timeout_s and ended.returncode in _KILLED_BY_TIMEOUT:
+        exceeded = Limit.TIME
+    return CommandResult(
+        output=ended.output.decode(errors="replace"),
+        exit_code=137 if exceeded else ended.returncode,
+        exceeded=exceeded,
+        seconds=ended.seconds,
+    )
+
+
+def _reason(error: Exception) -> str:
+    detail = getattr(error, "stderr", None) or error
+    return str(detail.decode(errors="replace") if isinstance(detail, bytes) else detail).strip()[-500:]

@@ -1,0 +1,197 @@
+"""Runs one process with bounded output, wall time, and a watch over what it consumes.
+
+Owns reading, timing and ending a process; knows nothing of sandboxes. Flow: start -> select on
+output, input, status pipe and the process itself, and look at it every tick -> end it when a limit is
+exceeded -> reap it. What exceeds the output bound is never kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox.base import Limit
+
+STATUS_FD = "{status-fd}"  # this word in argv becomes the number of the status pipe
+_CHUNK = 65536
+_TICK_S = 0.1
+_DEATH_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Ended:
+    """How a process ended.
+
+    output: stdout and stderr in the order written, cut at the bound. returncode: -n for signal n.
+    status: what it wrote to its status pipe. exceeded: the limit for which it was ended, if one was.
+    """
+
+    output: bytes
+    returncode: int
+    status: bytes
+    exceeded: Limit | None
+    seconds: float
+
+
+def run_bounded(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    max_output: int,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[int], Limit | None] = lambda pid: None,
+    end: Callable[[subprocess.Popen[bytes], bytes], None] = lambda process, status: process.kill(),
+) -> Ended:
+    """Run `argv` until it ends or exceeds a limit.
+
+    watch: given the process id every 0.1 s; the Limit it names ends the process.
+    end: ends the process, given also what the status pipe said so far.
+    env: the whole environment; None inherits ours.
+    Raises InfrastructureError when the process cannot be started or does not die.
+    """
+    with contextlib.ExitStack() as resources:
+        run = _Run(argv, stdin, env, resources)
+        exceeded = run.supervise(timeout_s, max_output, watch, end)
+        returncode = run.process.wait()
+        run.drain(max_output)
+        if exceeded is None and len(run.output) > max_output:
+            exceeded = Limit.OUTPUT
+        return Ended(
+            output=bytes(run.output[:max_output]),
+            returncode=returncode,
+            status=bytes(run.status),
+            exceeded=exceeded,
+            seconds=time.monotonic() - run.started,
+        )
+
+
+class _Run:
+    """One process and the pipes to it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        stdin: bytes,
+        env: Mapping[str, str] | None,
+        resources: contextlib.ExitStack,
+    ) -> None:
+        self.started = time.monotonic()
+        self.output, self.status, self._input = bytearray(), bytearray(), memoryview(stdin)
+        with contextlib.ExitStack() as ours:
+            try:
+                self._output_fd, output_write = _pipe(resources, ours)
+                self._status_fd, status_write = _pipe(resources, ours)
+                self.process = subprocess.Popen(
+                    [str(status_write) if word == STATUS_FD else word for word in argv],
+                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                    stdout=output_write,
+                    stderr=output_write,
+                    env=None if env is None else dict(env),
+                    pass_fds=(status_write,),
+                )
+            except OSError as error:
+                raise InfrastructureError(f"cannot start {argv[0]}: {error}") from error
+        resources.callback(self._reap)
+        self._exit_fd = os.pidfd_open(self.process.pid)
+        resources.callback(os.close, self._exit_fd)
+        self._selector = resources.enter_context(selectors.DefaultSelector())
+        for descriptor in (self._output_fd, self._status_fd, self._exit_fd):
+            self._selector.register(descriptor, selectors.EVENT_READ)
+        if stdin:
+            os.set_blocking(self.process.stdin.fileno(), False)
+            self._selector.register(self.process.stdin, selectors.EVENT_WRITE)
+
+    def supervise(
+        self,
+        timeout_s: float,
+        max_output: int,
+        watch: Callable[[int], Limit | None],
+        end: Callable[[subprocess.Popen[bytes], bytes], None],
+    ) -> Limit | None:
+        """Returns once the process is dead: the limit it was ended for, or None."""
+        deadline, look = self.started + timeout_s, self.started + _TICK_S
+        while True:
+            if self._serve(min(deadline, look)):
+                return None
+            now, exceeded = time.monotonic(), None
+            if len(self.output) > max_output:
+                exceeded = Limit.OUTPUT
+            elif now >= deadline:
+                exceeded = Limit.TIME
+            elif now >= look:
+                exceeded, look = watch(self.process.pid), now + _TICK_S
+            if exceeded:
+                end(self.process, bytes(self.status))
+                self._await_death()
+                return exceeded
+
+    def _serve(self, until: float) -> bool:
+        """Move what is ready through the pipes; whether the process has ended."""
+        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+            if key.fd == self._exit_fd:
+                return True
+            if key.fd == self._output_fd:
+                self._read(self._output_fd, self.output)
+            elif key.fd == self._status_fd:
+                self._read(self._status_fd, self.status)
+            else:
+                self._write()
+        return False
+
+    def _read(self, descriptor: int, into: bytearray) -> bool:
+        try:
+            chunk = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._selector.unregister(descriptor)
+        into += chunk
+        return bool(chunk)
+
+    def _write(self) -> None:
+        try:
+            self._input = self._input[os.write(self.process.stdin.fileno(), self._input) :]
+        except BrokenPipeError:
+            self._input = memoryview(b"")  # it does not want to read on
+        if not self._input:
+            self._selector.unregister(self.process.stdin)
+            self.process.stdin.close()
+
+    def drain(self, max_output: int) -> None:
+        """Read what a dead process left in the pipes."""
+        registered = self._selector.get_map()
+        while self._output_fd in registered and len(self.output) <= max_output:
+            if not self._read(self._output_fd, self.output):
+                break
+        while self._status_fd in registered and self._read(self._status_fd, self.status):
+            pass
+
+    def _await_death(self) -> None:
+        try:
+            self.process.wait(_DEATH_S)
+        except subprocess.TimeoutExpired:
+            raise InfrastructureError(f"process {self.process.pid} did not die when killed") from None
+
+    def _reap(self) -> None:
+        """Whatever happened, no child stays."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(_DEATH_S)
+
+
+def _pipe(until_read: contextlib.ExitStack, until_started: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose reading end does not block; each end is closed by its own stack."""
+    read, write = os.pipe()
+    until_read.callback(os.close, read)
+    until_started.callback(os.close, write)
+    os.set_blocking(read, False)
+    return read, write

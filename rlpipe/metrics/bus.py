@@ -1,0 +1,217 @@
+"""The metrics bus: components emit values, the controller commits steps, sinks receive records.
+
+Owns reduction per step and the delivery to sinks; it decides nothing about a run, and nothing that
+happens in a sink reaches a run.
+
+    component --emit(step, values)--> open step --commit(step)--> record --> queue -> thread -> sink
+    anyone    --event(kind, ...)---------------------------------> event --> queue -> thread -> sink
+
+emit, commit and event never wait for a sink. Each sink has its own thread and a bounded queue: when
+the queue is full records are dropped (one `sink_slow` event), after `MAX_ERRORS` failures in a row the
+sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlpipe.metrics.jsonl import EventsFile
+from rlpipe.metrics.names import EVENTS, Level, declared
+from rlpipe.metrics.values import Value, reduce
+
+logger = logging.getLogger(__name__)
+
+STEP = "training/global_step"
+QUEUE_SIZE = 4096  # records and events a sink may lag behind
+MAX_ERRORS = 3
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Somewhere metrics go. All methods run on the sink's own thread and may block or raise."""
+
+    name: str
+
+    def open(self) -> None:
+        """Acquire files, processes, the terminal."""
+        ...
+
+    def record(self, record: Record) -> None:
+        """One committed step: STEP, time (unix seconds) and metrics; None is a non-finite value."""
+        ...
+
+    def event(self, event: Record) -> None:
+        """One event: time, kind, level and fields."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+class MetricsBus:
+    """Thread-safe; usable as a context manager.
+
+    sinks: what records and events go to. events: a JSONL file that events are appended to besides.
+
+    Invariant: a value emitted for a step appears in exactly one record of that step. A step may be
+    committed again (late validation): its second record holds only what was emitted since.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], *, events: Path | None = None, queue_size: int = QUEUE_SIZE
+    ) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, dict[str, Value]] = {}
+        sinks = [*sinks, EventsFile(events)] if events else sinks
+        self._workers: list[_Worker] = []
+        self._workers = [_Worker(sink, queue_size, self.event) for sink in sinks]
+
+    def emit(self, step: int, values: Mapping[str, Value]) -> None:
+        """Merge values into a step that is open, or open it.
+
+        Raises ValueError when a name is not declared in metrics/names.py, or its type is not of the
+        declared kind; nothing is merged then.
+        """
+        for name, value in values.items():
+            kind = declared(name).kind
+            if not kind.accepts(value):
+                raise ValueError(
+                    f"metric {name!r} is declared as {kind} but was emitted as {value!r}. Emit the type that "
+                    "reduces this way (metrics/values.py), or correct the declaration in metrics/names.py."
+                )
+        with self._lock:
+            self._open[step] = reduce((self._open.get(step, {}), values))
+
+    def commit(self, step: int) -> Record:
+        """Close a step and hand its record to every sink.
+
+        Returns the record: STEP, time and one float per observed metric, None where it is not finite
+        (which also raises a `nonfinite_metric` event).
+        """
+        with self._lock:
+            values = self._open.pop(step, {})
+        record: Record = {STEP: step, "time": round(time.time(), 3)}
+        broken = []
+        for name, metric in sorted(values.items()):
+            value = metric.value()
+            if value is None or name == STEP:  # None: not observed
+                continue
+            record[name] = value if isfinite(value) else None
+            if not isfinite(value):
+                broken.append(name)
+        for worker in self._workers:
+            worker.put("record", record)
+        if broken:
+            self.event("nonfinite_metric", step=step, names=broken)
+        return record
+
+    def event(self, kind: str, *, level: Level | None = None, **fields: Any) -> None:
+        """Record something that happened. `level` defaults to the kind's own (info when unknown)."""
+        if level is None:
+            level = EVENTS[kind][0] if kind in EVENTS else Level.INFO
+        event = {"time": round(time.time(), 3), "kind": kind, "level": str(level), **fields}
+        for worker in self._workers:
+            worker.put("event", event)
+
+    def close(self, timeout: float = 15.0) -> None:
+        """Commit what is open, let the sinks finish for at most `timeout` seconds in all; idempotent."""
+        for step in sorted(self._open):
+            self.commit(step)
+        deadline = time.monotonic() + timeout
+        for worker in self._workers:
+            worker.finish()
+        for worker in self._workers:
+            if not worker.join(max(0.0, deadline - time.monotonic())):
+                logger.warning(
+                    "metrics sink %s did not finish within %.0f s: its last records may be missing",
+                    worker.sink.name,
+                    timeout,
+                )
+
+    def __enter__(self) -> MetricsBus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Worker:
+    """One sink, its queue and its thread. The thread is a daemon: a hung sink cannot hold up the exit."""
+
+    def __init__(self, sink: Sink, queue_size: int, report: Callable[..., None]) -> None:
+        self.sink = sink
+        self._report = report
+        self._queue: queue.Queue[tuple[str, Record]] = queue.Queue(queue_size)
+        self._closing = threading.Event()
+        self._disabled = threading.Event()
+        self._was_slow = False
+        self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, what: str, item: Record) -> None:
+        """Queue a record or an event; never waits."""
+        if self._disabled.is_set() or self._closing.is_set():
+            return
+        try:
+            self._queue.put_nowait((what, item))
+        except queue.Full:
+            if not self._was_slow:
+                self._was_slow = True
+                self._report("sink_slow", sink=self.sink.name, queued=self._queue.maxsize)
+
+    def finish(self) -> None:
+        """Take nothing more; the thread ends once its queue is empty."""
+        self._closing.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end; True when it came."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.sink.open()
+        except Exception as error:
+            self._disable(error)
+            return
+        errors = 0
+        while (item := self._next()) is not None:
+            what, payload = item
+            try:
+                getattr(self.sink, what)(payload)
+                errors = 0
+            except Exception as error:
+                errors += 1
+                if errors == MAX_ERRORS:
+                    self._disable(error)
+                    break
+        try:
+            self.sink.close()
+        except Exception as error:
+            self._disable(error)
+
+    def _next(self) -> tuple[str, Record] | None:
+        """The next item; None once closing and empty."""
+        while True:
+            try:
+                return self._queue.get(timeout=0.1)
+            except queue.Empty:
+                if self._closing.is_set():
+                    return None
+
+    def _disable(self, error: Exception) -> None:
+        if self._disabled.is_set():
+            return
+        self._disabled.set()
+        message = f"{type(error).__name__}: {error}"
+        logger.warning("metrics sink %s is off for the rest of the run: %s", self.sink.name, message)
+        self._report("sink_disabled", sink=self.sink.name, error=message)

@@ -1,0 +1,180 @@
+"""Metrics of trajectories: what was trained on, and what validation found. No torch.
+
+Owns the counting; the controller decides when. Entropy, acceptance, staleness and reward all come from
+the same trajectories, the ones of the step, so that they can be compared with one another. Masked
+trajectories (infrastructure failures) enter `env/masked`, `env/retries` and `env/exit/*` and nothing else.
+
+Reads from `Trajectory.info`: submitted (bool), exit (str), retries (int), sandbox_seconds (float).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import fsum, sqrt
+
+from rlpipe.metrics.values import Last, Mean, Ratio, Stats, Sum, Value
+from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
+
+SOLVED = 1.0  # a reward from here on counts as solved
+
+
+def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[str, Value]:
+    """Metrics of the groups of one training step.
+
+    Args:
+        groups: the groups about to be trained on.
+        trainer_version: policy version of the trainer when it starts on them.
+    Returns:
+        critic/{score,rewards}, lengths, turns, rollout/entropy, spec/*, env/*, staleness; by name.
+    """
+    every = [t for g in groups for t in g.trajectories]
+    trained = _complete(every)
+    rewards = Stats.of(t.reward for t in trained)
+    sampled = [t for t in trained if t.oldest_version is not None]
+    ages = Stats.of(trainer_version - t.oldest_version for t in sampled)
+    spans = Stats.of(len({v for v in t.versions if v >= 0}) for t in sampled)
+    truncated = Mean.of(t.truncated for t in trained)
+    return {
+        **rewards.expand("critic/score"),
+        **rewards.expand("critic/rewards"),
+        **Stats.of(t.prompt_length for t in trained).expand("prompt_length"),
+        **Stats.of(t.response_length for t in trained).expand("response_length"),
+        **Stats.of(t.num_turns for t in trained).expand("num_turns"),
+        **ages.expand("training/off_policy/trajectory_staleness"),
+        **spans.expand("training/off_policy/trajectory_spans"),
+        **_spec_under("spec", _spec_sum(trained)),
+        "response_length/clip_ratio": truncated,
+        "rollout/entropy": _entropy(trained),
+        "perf/train_tokens": Sum(sum(t.response_length for t in trained)),
+        "env/submit_rate": Mean.of(t.info.get("submitted") for t in trained),
+        "env/truncated": truncated,
+        "env/masked": Sum(len(every) - len(trained)),
+        "env/retries": Sum(sum(t.info.get("retries", 0) for t in every)),
+        "env/groups": Sum(len(groups)),
+        "env/trajectories": Sum(len(trained)),
+        **_group_outcomes(groups),
+        **_exits(every),
+        **_sandbox_seconds(every),
+    }
+
+
+def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
+    """Acceptance of speculative decoding from its sums; empty when nothing was drafted.
+
+    >>> counts = SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8)
+    >>> {name: value.value() for name, value in spec_metrics(counts).items() if "depth" not in name}
+    {'spec/acceptance_rate': 0.5, 'spec/acceptance_length': 2.0, 'spec/verify_steps': 4.0}
+    """
+    return _spec_under("spec", counts)
+
+
+def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: bool) -> dict[str, Value]:
+    """Metrics of one held-out set; `primary` also reports it as val/reward.
+
+    Raises ValueError when the name of the split cannot be part of a metric's name.
+    """
+    if not re.fullmatch(r"[\w.\-]+", split):
+        raise ValueError(
+            f"split {split!r} cannot be part of a metric name. Use letters, digits, '_', '-' or '.'."
+        )
+    done = _complete(trajectories)
+    reward = Mean.of(t.reward for t in done)
+    error = Last(clustered_standard_error([(t.instance_id, t.reward) for t in done]))
+    counts = _spec_sum(done)
+    under = f"val/{split}"
+    result: dict[str, Value] = {
+        f"{under}/reward": reward,
+        f"{under}/reward_se": error,
+        f"{under}/solve_rate": Mean.of(t.reward >= SOLVED for t in done),
+        f"{under}/submit_rate": Mean.of(t.info.get("submitted") for t in done),
+        f"{under}/response_length": Mean.of(t.response_length for t in done),
+        f"{under}/num_turns": Mean.of(t.num_turns for t in done),
+        f"{under}/acceptance_length": Ratio(sum(counts.accepted) + counts.verify_steps, counts.verify_steps),
+        f"{under}/entropy": _entropy(done),
+        f"{under}/instances": Sum(len({t.instance_id for t in done})),
+        f"{under}/trajectories": Sum(len(done)),
+        f"{under}/masked": Sum(len(trajectories) - len(done)),
+    }
+    if primary:
+        result |= {"val/reward": reward, "val/reward_se": error}
+    return result
+
+
+def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | None:
+    """Standard error of the mean reward when attempts at one instance are correlated.
+
+    sqrt(G/(G-1) * sum_i (sum_j (r_ij - mean))^2) / N for G instances and N attempts (the cluster-robust
+    estimator of an intercept, CR1); with one attempt each it is sd / sqrt(N). None below two instances.
+
+    >>> clustered_standard_error([("a", 0.0), ("b", 1.0), ("c", 0.0), ("d", 1.0)])
+    0.28867513459481287
+    """
+    by_instance: dict[str, list[float]] = defaultdict(list)
+    for instance, reward in rewards:
+        by_instance[instance].append(reward)
+    n, clusters = sum(map(len, by_instance.values())), len(by_instance)
+    if clusters < 2:
+        return None
+    mean = fsum(r for attempts in by_instance.values() for r in attempts) / n
+    squares = fsum(fsum(r - mean for r in attempts) ** 2 for attempts in by_instance.values())
+    return sqrt(clusters / (clusters - 1) * squares) / n
+
+
+def _complete(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    return [t for t in trajectories if t.status is TrajectoryStatus.COMPLETE]
+
+
+def _entropy(trajectories: Iterable[Trajectory]) -> Mean:
+    nats = tokens = 0.0
+    for t in trajectories:
+        nats += fsum(h for h, sampled in zip(t.entropies, t.loss_mask, strict=True) if sampled)
+        tokens += t.response_length
+    return Mean(nats, tokens)
+
+
+def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
+    total = SpecCounts()
+    for t in trajectories:
+        total.add(t.spec)
+    return total
+
+
+def _spec_under(prefix: str, counts: SpecCounts) -> dict[str, Value]:
+    if not counts.verify_steps:
+        return {}
+    accepted = sum(counts.accepted)
+    return {
+        f"{prefix}/acceptance_rate": Ratio(accepted, counts.proposed),
+        f"{prefix}/acceptance_length": Ratio(accepted + counts.verify_steps, counts.verify_steps),
+        f"{prefix}/verify_steps": Sum(counts.verify_steps),
+        **{
+            f"{prefix}/acceptance_rate/depth_{k}": Ratio(kept, reached)
+            for k, (kept, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
+        },
+    }
+
+
+def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
+    rewards = [[t.reward for t in _complete(g.trajectories)] for g in groups]
+    rewards = [r for r in rewards if r]
+    return {
+        "env/solve_all": Mean.of(min(r) >= SOLVED for r in rewards),
+        "env/solve_none": Mean.of(max(r) <= 0 for r in rewards),
+        "env/no_signal": Mean.of(min(r) == max(r) for r in rewards),
+    }
+
+
+def _exits(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+    reasons = Counter(
+        re.sub(r"[^\w.\-]+", "_", str(t.info["exit"])) for t in trajectories if "exit" in t.info
+    )
+    return {f"env/exit/{reason or 'none'}": Ratio(n, len(trajectories)) for reason, n in reasons.items()}
+
+
+def _sandbox_seconds(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+    seconds = [t.info["sandbox_seconds"] for t in trajectories if "sandbox_seconds" in t.info]
+    if not seconds:
+        return {}
+    return Stats.of(seconds).expand("env/sandbox/seconds")

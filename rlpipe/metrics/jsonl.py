@@ -1,0 +1,90 @@
+"""The two JSONL files of a run directory: metrics.jsonl and events.jsonl, written and read.
+
+Owns the file format, one JSON object per line. A line is appended with one write, so readers of a
+running run see whole lines; one cut by a crash or a full disk is closed off before the next line is
+appended, and readers skip and count it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class _JsonLines:
+    """An append-only file of JSON objects."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._broken = False  # the last line has no end
+
+    def open(self) -> None:
+        """Open for appending, after whatever an earlier run left."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644)
+        size = os.fstat(self._file).st_size
+        self._broken = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def append(self, item: dict[str, Any]) -> None:
+        """Append one line with one write. Raises OSError when it could not be written in full."""
+        assert self._file is not None, "append before open"
+        line = json.dumps(item, allow_nan=False, default=str) + "\n"
+        data = (b"\n" if self._broken else b"") + line.encode()
+        self._broken = True
+        written = os.write(self._file, data)
+        if written < len(data):
+            raise OSError(f"{self._path}: wrote {written} of {len(data)} bytes. Is the disk full?")
+        self._broken = False
+
+    def close(self) -> None:
+        """Hand everything to the disk and close."""
+        if self._file is not None:
+            os.fsync(self._file)
+            os.close(self._file)
+            self._file = None
+
+
+class MetricsFile(_JsonLines):
+    """Sink of metrics.jsonl: records, no events."""
+
+    name = "metrics.jsonl"
+
+    def record(self, record: dict[str, Any]) -> None:
+        self.append(record)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Events have their own file."""
+
+
+class EventsFile(_JsonLines):
+    """Sink of events.jsonl: events, no records."""
+
+    name = "events.jsonl"
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Records have their own file."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        self.append(event)
+
+
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a file and the number of lines that are not JSON objects; ([], 0) without a file."""
+    if not path.is_file():
+        return [], 0
+    items, broken = [], 0
+    for line in path.read_text(errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError:
+            item = None
+        if isinstance(item, dict):
+            items.append(item)
+        else:
+            broken += 1
+    return items, broken

@@ -1,0 +1,142 @@
+"""Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's to use elsewhere.
+
+Owns what is in a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
+directory after every rank has written. A checkpoint may be loaded with other tp and dp sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from rlpipe.hf_layout import read_weights, write_checkpoint
+
+if TYPE_CHECKING:
+    from rlpipe.trainer.megatron import MegatronTrainer
+
+
+def save(trainer: MegatronTrainer, directory: Path) -> None:
+    """Write model, optimizer, schedule, version and random states; collective.
+
+    Raises ValueError when the directory exists and OSError when it cannot be written.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory} exists: a checkpoint is never overwritten. Save to a new directory.")
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    state = _tensors(trainer, loading=False) | {
+        "schedule": trainer.optimizer.scheduler.state_dict(),
+        "policy_version": trainer.policy_version,
+        "random": _random_states(),
+    }
+    # One thread writes in this process. Megatron's default starts a manager and forks writers, which is
+    # neither safe below Ray nor free of leftovers after a crash.
+    filesystem_async._results_queue = queue.Queue()
+    strategy = _WriteInProcess("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save(state, str(unfinished), sharded_strategy=strategy)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        unfinished.rename(directory)
+    dist.barrier()
+
+
+def load(trainer: MegatronTrainer, directory: Path) -> None:
+    """Restore what `save` wrote; collective.
+
+    Raises ValueError when the directory holds no checkpoint.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise ValueError(f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part.")
+    state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
+    trainer.model.load_state_dict(state["model"])
+    trainer.optimizer.inner.load_state_dict(state["optimizer"])
+    _own_step_tensors(trainer)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    trainer.optimizer.scheduler.load_state_dict(common["schedule"])
+    trainer.policy_version = common["policy_version"]
+    _restore_random_states(common["random"])
+
+
+def save_hf(weights: Mapping[str, torch.Tensor] | None, directory: Path, like: Path) -> None:
+    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type of `like`."""
+    if weights is None:
+        return
+    types = {name: tensor.dtype for name, tensor in read_weights(like).items()}
+    write_checkpoint(directory, {name: tensor.to(types[name]) for name, tensor in weights.items()}, like)
+
+
+def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
+    """Sharded state of model and optimizer."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if loading:
+        for optimizer in trainer.optimizer.inner.chained_optimizers:
+            if isinstance(optimizer, DistributedOptimizer):  # torch's AdamW has no state before a step
+                optimizer._init_optimizer_states_with_dummy_values()
+    model = trainer.model.sharded_state_dict(metadata=metadata)
+    optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _own_step_tensors(trainer: MegatronTrainer) -> None:
+    """Give each parameter its own `step`: a loaded one is shared, and every parameter would advance it."""
+    for optimizer in trainer.optimizer.inner.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+
+
+def _random_states() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+
+
+class _WriteInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by the calling process itself."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        return request._replace(async_fn=functools.partial(_write, [writer.transforms]))
+
+
+def _write(transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue) -> None:
+    """Stand-in for `write_preloaded_data_multiproc`: same writer, no processes."""
+    written = {}
+    for number, bucket in enumerate(buckets):
+        answer, pending = queue.Queue(), queue.Queue()
+        pending.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, answer, pending, use_fsync=True
+        )
+        _, outcome = answer.get_nowait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        written[number] = outcome
+    results.put(written)

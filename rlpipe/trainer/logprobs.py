@@ -1,0 +1,88 @@
+"""Log-probabilities and entropy of a softmax whose vocabulary is cut over tensor parallel ranks.
+
+Owns the math and its gradient. One custom autograd function keeps the logits alone for the backward
+pass (no [N, V] softmax is stored), and works in row chunks, so peak memory beyond the logits and their
+gradient is one chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(target) and entropy H(p) of p = softmax(logits / temperature), in nats, differentiable.
+
+    logits: [N, V_local], this rank's columns, starting at token id vocab_start. targets: [N] int64,
+    global token ids. Returns two [N] float32.
+
+        d logp / d z_j = 1[j = y] - p_j          d H / d z_j = -p_j (log p_j + H)          z = logits / T
+
+    >>> logp, entropy = token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
+    >>> round(logp.item(), 4), round(entropy.item(), 4)
+    (-1.3863, 1.3863)
+    """
+    return _TokenLogprobs.apply(logits, targets, temperature, vocab_start, group)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, vocab_start, group):
+        rows = logits.shape[0]
+        local = targets - vocab_start
+        mine = (local >= 0) & (local < logits.shape[1])
+        local = torch.where(mine, local, 0)
+        peak = logits.new_empty(rows, dtype=torch.float32)
+        for part in _chunks(logits):
+            peak[part] = logits[part].amax(-1).float()
+        peak = _reduce(peak / temperature, group, dist.ReduceOp.MAX)
+        # rows of: sum exp(z - peak), sum exp(z - peak) (z - peak), z_target - peak
+        sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+        for part in _chunks(logits):
+            z = logits[part].float() / temperature - peak[part, None]
+            sums[2, part] = z.gather(1, local[part, None]).squeeze(1) * mine[part]
+            weights = z.exp()
+            sums[0, part] = weights.sum(-1)
+            sums[1, part] = torch.linalg.vecdot(weights, z)
+        total, weighted, target = _reduce(sums, group, dist.ReduceOp.SUM)
+        log_total = total.log()
+        logp, entropy = target - log_total, log_total - weighted / total
+        ctx.save_for_backward(logits, local, mine, peak + log_total, entropy)
+        ctx.temperature = temperature
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy):
+        logits, local, mine, log_z, entropy = ctx.saved_tensors
+        with_entropy = bool(grad_entropy.any())
+        grad = torch.empty_like(logits)
+        for part in _chunks(logits):
+            logp = logits[part].float() / ctx.temperature - log_z[part, None]
+            p = logp.exp()
+            slope = p * -grad_logp[part, None]
+            if with_entropy:
+                slope -= p * (logp + entropy[part, None]) * grad_entropy[part, None]
+            slope.scatter_add_(1, local[part, None], (grad_logp[part] * mine[part])[:, None])
+            grad[part] = slope / ctx.temperature
+        return grad, None, None, None, None
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(i, i + rows) for i in range(0, logits.shape[0], rows)]
+
+
+def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp) -> torch.Tensor:
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+    return x

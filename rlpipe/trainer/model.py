@@ -1,0 +1,154 @@
+"""The policy as a Megatron GPTModel: built from a Hugging Face config, asked for chosen positions only.
+
+Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses live in
+`megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt
+and tool tokens cost no head; the MTP layer is built but never run here (see `mtp/head.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+
+from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.hf_layout import has_mtp
+from rlpipe.trainer.layers import block_specs
+from rlpipe.trainer.runtime import Runtime
+
+FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose forward returns vocabulary-parallel logits of selected positions.
+
+    vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
+    """
+
+    vocab_real: int
+
+    def forward_selected(self, input_ids: torch.Tensor, select: torch.Tensor) -> torch.Tensor:
+        """Logits at chosen positions.
+
+        input_ids: [B, S] int64. select: [B, S] bool, the positions whose logits are wanted.
+        Returns [N, V_local]: N = select.sum() in row-major order, V_local this rank's vocabulary shard.
+        """
+        return self(input_ids=input_ids, position_ids=None, attention_mask=None, loss_mask=select)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """All logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
+        batch, seq = input_ids.shape
+        everywhere = torch.ones_like(input_ids, dtype=torch.bool)
+        local = self.forward_selected(input_ids, everywhere)
+        return gather_from_tensor_model_parallel_region(local).view(batch, seq, -1)
+
+    def hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final-norm output [S, B, H] and the rotary embedding [S, 1, 1, d] used for it."""
+        embedded, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=None)
+        hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
+        return hidden, rotary
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
+        return logits.squeeze(1)[:, : self.local_vocab]
+
+    @property
+    def local_vocab(self) -> int:
+        """Real columns of this rank's vocabulary shard (the last shards may hold padding)."""
+        shard = self.vocab_size // self.pg_collection.tp.size()
+        return max(0, min(shard, self.vocab_real - self.vocab_start))
+
+    @property
+    def vocab_start(self) -> int:
+        """First token id of this rank's vocabulary shard."""
+        return self.pg_collection.tp.rank() * (self.vocab_size // self.pg_collection.tp.size())
+
+    def _postprocess(self, hidden_states: torch.Tensor, *, loss_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.head(hidden_states.transpose(0, 1)[loss_mask])
+
+
+def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> PolicyModel:
+    """An uninitialised policy with the shape of a Hugging Face checkpoint, on this rank's device.
+
+    Raises ValueError for a family or feature that is not supported.
+    """
+    _check_supported(hf_config)
+    transformer = transformer_config(hf_config, config, runtime)
+    decoder, mtp = block_specs(transformer, runtime.te)
+    vocab = int(hf_config["vocab_size"])
+    model = PolicyModel(
+        config=transformer,
+        transformer_layer_spec=decoder,
+        vocab_size=-(-vocab // config.tp) * config.tp,
+        max_sequence_length=int(hf_config.get("max_position_embeddings", 32768)),
+        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=_rope(hf_config)["rope_theta"],
+        mtp_block_spec=mtp,
+    )
+    model.vocab_real = vocab
+    return model.to(device=runtime.device, dtype=runtime.dtype)
+
+
+def transformer_config(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
+    """Megatron's description of a Hugging Face model."""
+    heads = int(hf_config["num_attention_heads"])
+    family = hf_config["model_type"]
+    recompute = config.recompute is Recompute.FULL
+    return TransformerConfig(
+        num_layers=int(hf_config["num_hidden_layers"]),
+        hidden_size=int(hf_config["hidden_size"]),
+        ffn_hidden_size=int(hf_config["intermediate_size"]),
+        num_attention_heads=heads,
+        num_query_groups=int(hf_config.get("num_key_value_heads") or heads),
+        kv_channels=int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads),
+        qk_layernorm=family == "qwen3",
+        add_qkv_bias=_qkv_bias(hf_config),
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=float(hf_config["rms_norm_eps"]),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.tp,
+        mtp_num_layers=1 if has_mtp(hf_config) else None,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        **runtime.model_flags,
+    )
+
+
+def _qkv_bias(hf_config: Mapping[str, Any]) -> bool:
+    """Qwen2 and MiMo have biases on q, k, v whatever the config says; the others have to say so."""
+    return bool(hf_config.get("attention_bias", hf_config["model_type"] in ("qwen2", "mimo")))
+
+
+def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings; transformers 5 writes `rope_parameters`, older versions `rope_theta`."""
+    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
+    return rope
+
+
+def _check_supported(hf_config: Mapping[str, Any]) -> None:
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"model_type={family!r} is not supported by the trainer. Use one of {', '.join(FAMILIES)}."
+        )
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} is not supported: only silu is.")
+    kind = _rope(hf_config).get("rope_type", _rope(hf_config).get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rope_type={kind!r} is not supported: use a checkpoint without RoPE scaling.")
+    if hf_config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported: use a checkpoint without it.")

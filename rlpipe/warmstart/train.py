@@ -1,0 +1,102 @@
+"""The recipe of the tiny model: skill, imitation, MTP layer, checkpoint.
+
+Flow: instances and tokenizer -> `skill` (copy drill, then careful traces) -> `imitation` (traces of
+demonstrators of mixed quality, nothing masked: the behaviour that RL then selects from) -> `mtp` (the
+draft layer learns the frozen backbone's distribution on conversations the model wrote itself) ->
+RUN_DIR/model. Each stage leaves its weights in RUN_DIR, so changing a later one repeats no earlier one.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
+
+from rlpipe.config.warmstart import StageConfig, WarmstartConfig
+from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
+from rlpipe.warmstart.data import Batches, CopyDrill, load_instances, traces_of
+from rlpipe.warmstart.model import build_backbone
+from rlpipe.warmstart.stage import run_stage
+from rlpipe.warmstart.tokenizer import save_tokenizer, train_bpe
+
+TOKENIZER_TEXTS = 3000
+
+
+def load_tokenizer(
+    config: WarmstartConfig, records: list[dict], run_dir: Path
+) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+    """The tokenizer trained on traces of the first instances, cached in RUN_DIR/tokenizer."""
+    path = run_dir / "tokenizer"
+    if not path.is_dir():
+        rng = random.Random(config.seed)
+        kinds = (Demonstrator.CAREFUL, Demonstrator.RETRY)
+        chats = [demonstrate(rng, r, kind) for r in records[:TOKENIZER_TEXTS] for kind in kinds]
+        bpe = train_bpe(("\n".join(m["content"] for m in chat) for chat in chats), config.vocab_size)
+        save_tokenizer(bpe, path, config.shape.max_positions)
+    return Tokenizer.from_file(str(path / "tokenizer.json")), AutoTokenizer.from_pretrained(path)
+
+
+def weighted_loss(
+    model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Cross entropy of the next token, weighted; logits are computed where the weight is positive only.
+
+    ids, weights: [B, T]. The forward pass runs in bfloat16 (weights stay float32), the logits in float32.
+    """
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    target, weight = ids[:, 1:], weights[:, 1:]
+    chosen = weight > 0
+    target, weight = target[chosen], weight[chosen]
+    logits = F.linear(hidden[chosen].float(), model.lm_head.weight)
+    losses = F.cross_entropy(logits, target, reduction="none")
+    with torch.no_grad():
+        written = weight == 1
+        right = (logits[written].argmax(-1) == target[written]).float().mean().item()
+        figures = {"written_loss": losses[written].mean().item(), "written_accuracy": right}
+    return (losses * weight).sum() / weight.sum(), figures
+
+
+def train_backbone(
+    config: WarmstartConfig,
+    model: Qwen2ForCausalLM,
+    records: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+) -> None:
+    """Stages `skill` and `imitation`, in place."""
+    for name, stage, seed in (("skill", config.skill, config.seed), ("imitation", config.imitation, config.seed + 1)):
+        if (run_dir / f"{name}.pt").is_file():
+            model.load_state_dict(torch.load(run_dir / f"{name}.pt"))
+            continue
+        traces = traces_of(records, tokenizer, stage, seed)
+        batches = Batches(traces, stage.batch_tokens, seed, tokenizer.pad_token_id)
+        drill = CopyDrill(traces, tokenizer, stage.batch_tokens, seed)
+
+        def loss_of(
+            step: int, batches: Batches = batches, drill: CopyDrill = drill, stage: StageConfig = stage
+        ) -> tuple[Tensor, dict[str, float]]:
+            drilling = step < stage.drill * stage.steps and step % 2 == 0
+            loss, figures = weighted_loss(model, *(drill if drilling else batches)(step))
+            return loss, {"drill_" * drilling + key: value for key, value in figures.items()}
+
+        run_stage(name, model, stage, loss_of, run_dir, config.save_every)
+
+
+def prepare(
+    config: WarmstartConfig, run_dir: Path
+) -> tuple[list[dict], Tokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM]:
+    """Instances, tokenizer and the untrained backbone; sets the number of threads."""
+    torch.set_num_threads(config.threads)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    records = load_instances(config, run_dir)
+    bpe, tokenizer = load_tokenizer(config, records, run_dir)
+    model = build_backbone(
+        config.shape, bpe.get_vocab_size(), tokenizer.eos_token_id, tokenizer.pad_token_id, config.seed
+    )
+    return records, bpe, tokenizer, model

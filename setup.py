@@ -1,0 +1,21 @@
+"""What pyproject.toml cannot say: found packages plus folders of shipped files, mapped into the wheel.
+
+`configs`, `data` and `models` stay at the top of a checkout, where people look for them, and land in
+`rlpipe/_data/` of a wheel; `rlpipe.config.paths.shipped` finds them in either place.
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+SHIPPED = ("configs", "data", "models")
+CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pycache__"])
+# setuptools wants each folder named as a package, also one that only holds files.
+FOLDERS = [f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir()]
+DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
+
+setup(
+    packages=CODE + DATA,
+    package_dir={f"rlpipe._data.{top}": top for top in SHIPPED},
+    package_data=dict.fromkeys(DATA, ["*"]),
+)

@@ -1,0 +1,123 @@
+"""The main job, small: real Megatron, verl, engine and sandbox, with and without Ray."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import time
+import uuid
+
+import pytest
+
+from tests.helpers.cli import SMALL, command, environment, marked_processes, run
+
+pytestmark = pytest.mark.integration
+
+FILES = [
+    "config.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "ledger.sqlite",
+    "report.html",
+    "wandb",
+    "checkpoints/step_2",
+]
+
+
+def steps(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def prompt_states(directory):
+    with sqlite3.connect(directory / "ledger.sqlite") as db:
+        return dict(db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
+
+
+@pytest.mark.parametrize("cluster", ["inline", "ray"])
+def test_the_main_job_runs_and_leaves_its_files(tmp_path, cluster):
+    result = run("+recipe=swe_rl", f"cluster={cluster}", "run.dir=out", *SMALL, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    missing = [name for name in FILES if not (tmp_path / "out" / name).exists()]
+    assert not missing, missing
+    assert "report" in result.stdout
+    records = steps(tmp_path / "out")
+    assert [r["training/global_step"] for r in records] == [0, 1, 2]
+    last = records[-1]
+    for name in (
+        "spec/acceptance_rate",
+        "spec/acceptance_length",
+        "spec/acceptance_rate/depth_1",
+        "rollout/entropy",
+        "actor/grad_norm",
+        "critic/rewards/mean",
+        "training/off_policy/trajectory_staleness/max",
+        "timing_s/update_actor",
+        "perf/throughput",
+        "val/reward",
+    ):
+        assert last.get(name) is not None, name
+    assert last["training/off_policy/trajectory_staleness/max"] <= 1
+    assert prompt_states(tmp_path / "out") == {"trained": 4}
+    if last["actor/grad_norm"]:
+        assert records[1]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def test_a_finished_run_directory_is_resumed_to_more_steps(tmp_path):
+    base = ["+recipe=swe_rl", "cluster=inline", "run.dir=out", *SMALL]
+    assert run(*base, cwd=tmp_path).returncode == 0
+    again = run(*base, "run.steps=3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [r["training/global_step"] for r in steps(tmp_path / "out")] == [0, 1, 2, 3]
+    assert prompt_states(tmp_path / "out") == {"trained": 6}
+
+
+def start(tmp_path, cluster):
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command(
+            "+recipe=swe_rl", f"cluster={cluster}", "run.dir=out", *SMALL, "run.steps=500", "val.every=0"
+        ),
+        cwd=tmp_path,
+        env=environment(RLPIPE_TEST_MARK=marker),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.2)
+    return process, marker
+
+
+def none_left(marker):
+    deadline = time.monotonic() + 15
+    while marked_processes(marker) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [p.cmdline() for p in marked_processes(marker)] == []
+
+
+@pytest.mark.parametrize("cluster", ["inline", "ray"])
+def test_ctrl_c_once_finishes_cleanly_with_a_checkpoint(tmp_path, cluster):
+    process, marker = start(tmp_path, cluster)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    done = [r["training/global_step"] for r in steps(tmp_path / "out")][-1]
+    assert (tmp_path / "out" / "checkpoints" / f"step_{done}" / "state.json").exists()
+    assert (tmp_path / "out" / "report.html").exists()
+    assert none_left(marker)
+
+
+@pytest.mark.parametrize("cluster", ["inline", "ray"])
+def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(tmp_path, cluster):
+    process, marker = start(tmp_path, cluster)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert none_left(marker)

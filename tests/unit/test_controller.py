@@ -1,0 +1,143 @@
+"""The loop against a scripted cluster: order, staleness, stop, resume."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.run import Config, RunSettings, ValConfig
+from rlpipe.controller import Controller
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.types import Group, Trajectory
+
+pytestmark = pytest.mark.unit
+
+
+class ScriptedCluster:
+    """Groups finish after a number of event-loop turns; tokens carry the version served at their start."""
+
+    def __init__(self, delays=lambda index: 0):
+        self.delays = delays
+        self.served = 0
+        self.batches: list[list[str]] = []
+        self.staleness: list[int] = []
+        self.published: list[int] = []
+        self.on_step = lambda: None
+
+    async def collect(self, prompt, group_size):
+        version = self.served
+        for _ in range(self.delays(int(prompt.group_id[1:]))):
+            await asyncio.sleep(0)
+        members = [
+            Trajectory(
+                trajectory_id=f"{prompt.group_id}/{k}",
+                group_id=prompt.group_id,
+                instance_id=prompt.instance_id,
+                token_ids=[1, 2],
+                loss_mask=[0, 1],
+                rollout_logprobs=[0.0, -1.0],
+                entropies=[0.0, 1.0],
+                versions=[-1, version],
+                num_turns=1,
+                reward=float(k % 2),
+            )
+            for k in range(group_size)
+        ]
+        return Group(prompt=prompt, trajectories=members)
+
+    async def evaluate(self, instance_ids, samples, temperature):
+        return []
+
+    async def train_step(self, groups):
+        self.batches.append([g.prompt.group_id for g in groups])
+        self.staleness += [
+            len(self.batches) - 1 + self.first - t.oldest_version for g in groups for t in g.trajectories
+        ]
+        self.on_step()
+        await asyncio.sleep(0)
+        return {}
+
+    first = 0
+
+    async def publish_weights(self, version):
+        self.served = version
+        self.published.append(version)
+        return {}
+
+    async def save(self, directory):
+        (directory / "weights").write_text(str(self.served))
+
+    async def load(self, directory):
+        self.first = int((directory / "weights").read_text())
+
+    async def rollout_metrics(self):
+        return {}
+
+
+def controller(tmp_path, cluster, *, steps=6, max_staleness=1):
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    config = Config(
+        run=RunSettings(dir=str(tmp_path), steps=steps, save_every=0),
+        pipeline=PipelineConfig(prompts_per_step=3, group_size=2, max_staleness=max_staleness),
+        val=ValConfig(every=0),
+    )
+    return Controller(
+        config=config,
+        run_dir=tmp_path,
+        cluster=cluster,
+        prompts=PromptStream([f"i{n}" for n in range(100)], seed=0),
+        held_out={},
+        bus=MetricsBus([], events=tmp_path / "events.jsonl"),
+        ledger=Ledger(tmp_path / "ledger.sqlite"),
+        checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=2),
+    )
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_every_group_is_trained_once_in_order_and_never_staler_than_allowed(tmp_path, max_staleness):
+    cluster = ScriptedCluster(delays=lambda index: (index * 7) % 11)
+    run = controller(tmp_path, cluster, max_staleness=max_staleness)
+    asyncio.run(run.run())
+    trained = [name for batch in cluster.batches for name in batch]
+    assert trained == [f"g{n:06d}" for n in range(18)]
+    assert max(cluster.staleness) <= max_staleness
+    assert max_staleness == 0 or max(cluster.staleness) > 0, "rollout never ran ahead: the loop is not async"
+    assert cluster.published == list(range(1, 7))
+    assert run.ledger.counts() == {"trained": 18}
+    assert run.checkpoints.steps() == [6]
+
+
+def test_a_stop_request_finishes_the_step_and_leaves_a_checkpoint_that_resumes(tmp_path):
+    first = ScriptedCluster()
+    run = controller(tmp_path, first)
+    first.on_step = lambda: len(first.batches) == 2 and run.request_stop()
+    asyncio.run(run.run())
+    assert len(first.batches) == 2 and run.checkpoints.steps() == [2]
+    assert run.ledger.counts()["trained"] == 6
+    run.ledger.close()
+
+    second = ScriptedCluster()
+    second.served = 2
+    resumed = controller(tmp_path, second)
+    asyncio.run(resumed.run())
+    trained = [name for batch in first.batches + second.batches for name in batch]
+    assert trained == [f"g{n:06d}" for n in range(18)]
+    assert resumed.ledger.counts() == {"trained": 18}
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert "resumed" in kinds
+
+
+def test_an_error_while_collecting_ends_the_run_instead_of_hanging_it(tmp_path):
+    cluster = ScriptedCluster()
+
+    async def broken(prompt, group_size):
+        raise RuntimeError("engine died")
+
+    cluster.collect = broken
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(asyncio.wait_for(controller(tmp_path, cluster).run(), 5))
+    assert caught.group_contains(RuntimeError, match="engine died")
