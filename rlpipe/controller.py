@@ -19,7 +19,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,11 +86,12 @@ class Controller:
     ledger: Ledger
     checkpoints: CheckpointStore
     version: int = 0
-    _stop: asyncio.Event | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _gate: StalenessGate = field(init=False)
+    _buffer: GroupBuffer = field(init=False)
 
     async def run(self) -> None:
         """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step."""
-        self._stop = self._stop or asyncio.Event()
         await self._resume()
         sizes = self.config.pipeline
         self._gate = StalenessGate(
@@ -108,7 +109,6 @@ class Controller:
 
     def request_stop(self) -> None:
         """Finish the step in progress, checkpoint, return from `run`."""
-        self._stop = self._stop or asyncio.Event()
         self._stop.set()
 
     async def _roll(self) -> None:
@@ -174,6 +174,7 @@ class Controller:
             return
         started = time.monotonic()
         metrics: dict[str, Value] = {}
+        self.bus.event("phase", message=f"validating version {self.version}")
         for number, (split, ids) in enumerate(self.held_out.items()):
             played = await self.cluster.evaluate(ids, settings.samples, settings.temperature)
             metrics |= validation_metrics(split, played, primary=number == 0)

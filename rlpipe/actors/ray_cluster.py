@@ -40,7 +40,10 @@ class RayCluster:
         ranks = config.trainer.world_size
         trainer = ray.remote(TrainerWorker).options(num_cpus=1, num_gpus=gpus)
         self._trainers = [trainer.remote(config, rank, ranks) for rank in range(ranks)]
-        master = ray.get(self._trainers[0].address.remote())
+        first = self._trainers[0]
+        several = bool(config.cluster.address)
+        host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
+        master = ray.get(first.address.remote(host))
         ray.get([t.start.remote(master) for t in self._trainers])
         ray.get([w.metrics.remote() for w in self._rollouts])
 
@@ -134,3 +137,8 @@ class RayCluster:
             if self._newest_weights is not None:
                 await worker.update_weights.remote(self._newest_weights)
             self._rollouts[n] = worker
+
+
+def _node_ip(_: Any) -> str:
+    """Runs inside an actor: the address of its machine."""
+    return ray.util.get_node_ip_address()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rlpipe.algo.advantage import group_advantages
+from rlpipe.algo.advantage import compute_advantages
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Mean, Stats, Value
 from rlpipe.pipeline.batcher import pack
 from rlpipe.trainer.megatron import MegatronTrainer
-from rlpipe.trainer.runtime import free_port
+from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Group
 from rlpipe.weights.sync import WeightPayload, pack_weights
 
@@ -28,8 +28,8 @@ class TrainerWorker:
         self._rank, self._world_size = rank, world_size
 
     def address(self, host: str = "127.0.0.1") -> str:
-        """A free rendezvous address on this rank's node."""
-        return f"{host}:{free_port()}"
+        """A free rendezvous address on this rank's machine; host: how the other ranks reach it."""
+        return free_address(host)
 
     def start(self, master: str) -> None:
         """Build the model and join the other ranks."""
@@ -42,27 +42,32 @@ class TrainerWorker:
             world_size=self._world_size,
             master=master,
             total_steps=self._config.run.steps,
-            temperature=self._config.rollout.temperature,
         )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
         """Advantages, packing, one optimizer step."""
         started = time.monotonic()
-        advantages = group_advantages(groups, self._config.algo)
+        config = self._config
+        advantages = compute_advantages(groups, config.algo)
         trajectories = [t for group in groups for t in group.trajectories]
         batch = pack(
             trajectories,
             advantages,
-            token_budget=self._config.trainer.micro_batch_tokens,
-            dp_size=self._config.trainer.dp,
-            skip_zero_advantage=self._config.algo.skips_zero_advantage,
+            config.trainer.micro_batch_tokens,
+            config.trainer.dp,
+            minibatches=config.algo.minibatches,
+            temperature=config.rollout.temperature,
+            skip_zero_advantage=config.algo.skips_zero_advantage,
+            seed=config.run.seed + self._trainer.policy_version,
         )
-        packed = time.monotonic() - started
-        metrics: dict[str, Value] = {"timing_s/adv": Mean(packed, 1)}
-        metrics |= Stats.of(advantages).expand("critic/advantages")
-        metrics |= self._trainer.train_step(batch)
-        metrics["timing_s/update_actor"] = Mean(time.monotonic() - started - packed, 1)
-        return metrics
+        metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}
+        sampled = (
+            value
+            for trajectory, own in zip(trajectories, advantages, strict=True)
+            for value, counts in zip(own.tolist(), trajectory.loss_mask, strict=True)
+            if counts
+        )
+        return metrics | Stats.of(sampled).expand("critic/advantages") | self._trainer.train_step(batch)
 
     def export(self, version: int) -> WeightPayload | None:
         """Full weights for the engines; None off rank 0 (which still takes part in the gathering)."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rlpipe.algo import verl_door
 from rlpipe.algo.correction import rollout_correction
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.metrics.values import Max, Mean, Value
+from rlpipe.metrics.values import Max, Mean, Sum, Value
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,7 @@ def micro_batch_loss(
     mode = config.loss_agg.value
     metrics |= {name: Mean(value * tokens, tokens) for name, value in verl_metrics.items()}
     metrics["actor/pg_loss"] = _share(loss, totals)
+    metrics["perf/train_tokens"] = Sum(tokens)
     metrics["actor/entropy"] = Mean((entropies.detach() * mask).sum().item(), tokens)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * verl_door.agg_loss(entropies, mask, mode, **info)

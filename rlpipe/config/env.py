@@ -102,8 +102,7 @@ class EnvConfig:
     system_prompt: replaces the action mode's own (plain mode has none).
     test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
     retries: attempts after a failure of the sandbox, then the trajectory is masked.
-    threads: commands that run at once in one rollout worker. eval_concurrency: trajectories played at
-        once in an evaluation.
+    threads: commands that run at once in one rollout worker.
     """
 
     name: EnvName = EnvName.SWE
@@ -117,12 +116,11 @@ class EnvConfig:
     test_timeout_s: float = 10.0
     retries: int = 2
     threads: int = 2
-    eval_concurrency: int = 64
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_observation_chars", "threads", "eval_concurrency", "test_timeout_s"):
+        for name in ("max_turns", "max_observation_chars", "threads", "test_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")
         if self.retries < 0:

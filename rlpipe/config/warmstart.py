@@ -59,7 +59,7 @@ class StageConfig:
 
 
 def _skill() -> StageConfig:
-    return StageConfig(steps=6500, mix={"careful": 0.85, "retry": 0.15}, mask_wrong=True, drill=0.15)
+    return StageConfig(steps=5000, mix={"careful": 0.85, "retry": 0.15}, mask_wrong=True, drill=0.15)
 
 
 def _imitation() -> StageConfig:
@@ -86,7 +86,7 @@ class WarmstartConfig:
     held_out: int = 256
     instances: int = 40_000
     vocab_size: int = 1024
-    threads: int = 2
+    threads: int = 1
     workers: int = 2
     save_every: int = 250
     gamma: int = 3

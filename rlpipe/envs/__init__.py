@@ -1,0 +1,42 @@
+"""Environments: what a model acts on and what rewards it. `base` holds the contract.
+
+Owns picking the suite a configuration names; heavy libraries are imported on use.
+"""
+
+from __future__ import annotations
+
+from rlpipe.config.env import EnvConfig, EnvName
+from rlpipe.envs.base import Suite
+
+__all__ = ["check_environment", "make_suite"]
+
+
+def check_environment(config: EnvConfig) -> None:
+    """Everything about the environment that can be known to be wrong at launch.
+
+    Raises ValueError: a data file, a missing sandbox tool, an unknown task.
+    """
+    if config.name is EnvName.REASONING:
+        from rlpipe.envs.math import check_reasoning
+
+        check_reasoning(config)
+        return
+    from rlpipe.envs.sandbox import check_sandbox
+    from rlpipe.envs.swe.suite import load_splits
+
+    check_sandbox(config.sandbox)
+    load_splits(config)
+
+
+def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
+    """The suite that `env.name` selects.
+
+    seed: of the run; decides which reasoning tasks are drawn for training.
+    """
+    if config.name is EnvName.REASONING:
+        from rlpipe.envs.math import MathSuite
+
+        return MathSuite(config, seed)
+    from rlpipe.envs.swe.suite import SweSuite
+
+    return SweSuite(config)

@@ -118,6 +118,7 @@ class MetricsBus:
         """Record something that happened. `level` defaults to the kind's own (info when unknown)."""
         if level is None:
             level = EVENTS[kind][0] if kind in EVENTS else Level.INFO
+        fields = {k: str(v) if isinstance(v, float) and not isfinite(v) else v for k, v in fields.items()}
         event = {"time": round(time.time(), 3), "kind": kind, "level": str(level), **fields}
         for worker in self._workers:
             worker.put("event", event)

@@ -4,7 +4,7 @@ Owns the counting; the controller decides when. Entropy, acceptance, staleness a
 the same trajectories, the ones of the step, so that they can be compared with one another. Masked
 trajectories (infrastructure failures) enter `env/masked`, `env/retries` and `env/exit/*` and nothing else.
 
-Reads from `Trajectory.info`: submitted (bool), exit (str), retries (int), sandbox_seconds (float).
+Reads from `Trajectory.info`: submitted (bool), exit_reason (str), retries (int), sandbox_seconds (float).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
 
 def _exits(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
     reasons = Counter(
-        re.sub(r"[^\w.\-]+", "_", str(t.info["exit"])) for t in trajectories if "exit" in t.info
+        re.sub(r"[^\w.\-]+", "_", str(t.info["exit_reason"])) for t in trajectories if "exit_reason" in t.info
     )
     return {f"env/exit/{reason or 'none'}": Ratio(n, len(trajectories)) for reason, n in reasons.items()}
 

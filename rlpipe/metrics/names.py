@@ -430,8 +430,9 @@ def reference_page() -> str:
         "edit there.",
         "",
         "`metrics.jsonl` has one object per line: `training/global_step`, `time` (seconds since 1970) and "
-        "the metrics below. A metric that was not observed in a step is absent; one that was NaN or infinite is `null`. "
-        "When a step has several lines (late validation, a resumed run) the later line wins, name by name.",
+        "the metrics below. A metric that was not observed in a step is absent; one that was NaN or "
+        "infinite is `null`. When a step has several lines (late validation, a resumed run) the later line "
+        "wins, name by name.",
         "",
         "Kinds say how the parts from actors and micro-batches are reduced: *average* is Σ / Σ, never a "
         "mean of means; *last* keeps the latest reading. Names marked `*` are verl's.",

@@ -12,7 +12,7 @@ has the same number of micro-batches (a rank short of rows gets empty ones).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,15 +53,16 @@ class MiniBatch:
 class PackedBatch:
     """A batch ready for the trainer; every rank gets the whole and reads its shard.
 
-    lengths: tokens of every packed trajectory. temperature: the rollout's sampling temperature.
-    skipped: trajectories left out for their zero advantage.
+    lengths: tokens of every trajectory given, packed or not. temperature: the rollout's; logprobs are
+    those of softmax(logits / temperature). skipped: trajectories left out for their zero advantage.
+    padding_tokens: cells of the micro-batches that hold no token.
     """
 
     minibatches: list[MiniBatch]
     lengths: list[int]
     temperature: float = 1.0
     skipped: int = 0
-    padding_tokens: int = field(default=0)
+    padding_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -102,7 +103,8 @@ def pack(
     if minibatches > 1:
         shuffled = np.random.default_rng(seed).permutation(rows).tolist()
         parts = [shuffled[i::minibatches] for i in range(minibatches) if shuffled[i::minibatches]]
-    batch = PackedBatch(minibatches=[], lengths=[len(t.token_ids) for t in trajectories], temperature=temperature)
+    lengths = [len(t.token_ids) for t in trajectories]
+    batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
     for part in parts:
         kept = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
         batch.skipped += len(part) - len(kept)

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from rlpipe.hf_layout import read_weights, write_checkpoint
 
@@ -66,9 +67,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         raise ValueError(f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part.")
     state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
     trainer.model.load_state_dict(state["model"])
-    trainer.optimizer.inner.load_state_dict(state["optimizer"])
-    _own_step_tensors(trainer)
+    _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     common = dist_checkpointing.load_common_state_dict(str(directory))
+    trainer.optimizer.scheduler.num_steps = 0  # Megatron adds the loaded count to the present one
     trainer.optimizer.scheduler.load_state_dict(common["schedule"])
     trainer.policy_version = common["policy_version"]
     _restore_random_states(common["random"])
@@ -98,12 +99,31 @@ def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _own_step_tensors(trainer: MegatronTrainer) -> None:
-    """Give each parameter its own `step`: a loaded one is shared, and every parameter would advance it."""
-    for optimizer in trainer.optimizer.inner.chained_optimizers:
-        for state in optimizer.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
+    """Megatron's load with two defects of 0.16.1 made good, both met with torch's AdamW.
+
+    The distributed optimizer asks every saved parameter for a `step` it did not save, and afterwards all
+    parameters share one `step` tensor, which each of them would advance.
+    """
+    for optimizer in chained.chained_optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer._set_main_param_and_optimizer_states = functools.partial(
+                _set_states_keeping_step, optimizer, optimizer._set_main_param_and_optimizer_states
+            )
+    chained.load_state_dict(state)
+    for optimizer in chained.chained_optimizers:
+        vars(optimizer).pop("_set_main_param_and_optimizer_states", None)
+        for parameter_state in optimizer.optimizer.state.values():
+            if torch.is_tensor(parameter_state.get("step")):
+                parameter_state["step"] = parameter_state["step"].clone()
+
+
+def _set_states_keeping_step(
+    optimizer: DistributedOptimizer, set_states: Any, parameter: torch.nn.Parameter, tensors: dict[str, Any]
+) -> None:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    main = optimizer.optimizer.param_groups[group]["params"][order]
+    set_states(parameter, {"step": optimizer.optimizer.state[main]["step"], **tensors})
 
 
 def _random_states() -> dict[str, Any]:

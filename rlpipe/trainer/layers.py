@@ -18,8 +18,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 
 
 class CausalAttention(MegatronModule):
@@ -34,26 +36,39 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]."""
         seq, batch, heads, _ = query.shape
-        repeats = heads // key.shape[2]
-        if repeats > 1:
-            key = key.repeat_interleave(repeats, dim=2)
-            value = value.repeat_interleave(repeats, dim=2)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale
+            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=heads != key.shape[2],
         )
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
 
 def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:
     """Specs of the decoder and of the MTP block (None without one)."""
-    if te:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-        layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    decoder = TransformerBlockSubmodules(
-        layer_specs=[layer] * config.num_layers, layer_norm=TENorm if te else WrappedTorchNorm
+    layer = (
+        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        if te
+        else _local_layer(config.qk_layernorm)
     )
-    mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te) if config.mtp_num_layers else None
+    norm = TENorm if te else RmsNorm
+    decoder = TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
+    if not config.mtp_num_layers:
+        return decoder, None
+    mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te)
+    for spec in mtp.layer_specs:
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = norm
     return decoder, mtp
+
+
+def _local_layer(qk_layernorm: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    parts.mlp = ModuleSpec(module=SwiGluMLP, submodules=parts.mlp.submodules)
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return layer

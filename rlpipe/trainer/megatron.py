@@ -59,8 +59,9 @@ class MegatronTrainer:
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
         self._config, self._algo, self._path = config, algo, Path(model_path)
+        self._temperature = 1.0  # of the batch in hand
         self._runtime = runtime.start(
-            config, rank=rank, world_size=world_size, master=master or runtime.free_address()
+            config, rank=rank, world_size=world_size, master=master or f"127.0.0.1:{runtime.free_port()}"
         )
         from megatron.core import parallel_state
         from megatron.core.distributed import (
@@ -104,12 +105,12 @@ class MegatronTrainer:
         finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens.
         """
         start = time.perf_counter()
-        minibatches = batch.minibatches
+        minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
         several = self._algo.optimizer_steps > 1
-        old = [self._scores(self.model, s, batch.temperature) if several else None for s in shards]
+        old = [self._scores(self.model, s) if several else None for s in shards]
         reference = [
-            self._scores(self._reference, s, batch.temperature) if self._reference else None for s in shards
+            self._scores(self._reference, s) if self._reference else None for s in shards
         ]
         mine: list[dict[str, Value]] = []
         shared: list[dict[str, Value]] = []
@@ -117,7 +118,7 @@ class MegatronTrainer:
             for minibatch, shard, old_scores, reference_scores in zip(
                 minibatches, shards, old, reference, strict=True
             ):
-                metrics = self._backward(minibatch, shard, old_scores, reference_scores, batch.temperature)
+                metrics = self._backward(minibatch, shard, old_scores, reference_scores)
                 mine += metrics
                 shared.append(self._apply(minibatch))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
@@ -129,10 +130,11 @@ class MegatronTrainer:
 
         0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
         """
+        self._temperature = batch.temperature
         found: dict[int, np.ndarray] = {}
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
-            scores = self._scores(self.model, shard, batch.temperature)
+            scores = self._scores(self.model, shard)
             for micro, score in zip(shard, scores, strict=True):
                 for row, values in zip(micro.rows.tolist(), score.cpu().numpy(), strict=True):
                     found[row] = values
@@ -180,7 +182,6 @@ class MegatronTrainer:
         shard: Sequence[MicroBatch],
         old: Scores | None,
         reference: Scores | None,
-        temperature: float,
     ) -> list[dict[str, Value]]:
         """Accumulate the minibatch's gradient, reduced over ranks; metrics of each micro-batch."""
         totals = LossTotals(
@@ -204,7 +205,7 @@ class MegatronTrainer:
             )
             return loss * len(shard), metrics  # Megatron divides by the number of micro-batches
 
-        return self._run(self._wrapped, shard, temperature, loss_of, forward_only=False)
+        return self._run(self._wrapped, shard, loss_of, forward_only=False)
 
     def _apply(self, minibatch: MiniBatch) -> dict[str, Value]:
         """Step the optimizer; metrics that are the same on every rank."""
@@ -220,16 +221,16 @@ class MegatronTrainer:
             metrics["actor/grad_norm"] = Mean(outcome.grad_norms["policy"], 1)
         return metrics | optimizer_step_count(self._algo)
 
-    def _scores(self, model: Any, shard: Sequence[MicroBatch], temperature: float) -> Scores:
+    def _scores(self, model: Any, shard: Sequence[MicroBatch]) -> Scores:
         """Logprobs of the targets under a model, without a graph."""
 
         def keep(index: int, micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
             return logprobs.sum(), logprobs
 
         with torch.no_grad():
-            return self._run(model, shard, temperature, keep, forward_only=True)
+            return self._run(model, shard, keep, forward_only=True)
 
-    def _run(self, model: Any, shard: Sequence[MicroBatch], temperature: float, use: Any, forward_only: bool) -> list:
+    def _run(self, model: Any, shard: Sequence[MicroBatch], use: Any, forward_only: bool) -> list:
         """Megatron's schedule over micro-batches; `use(index, micro, logprobs, entropies)` ends each one."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -247,7 +248,7 @@ class MegatronTrainer:
                 logprobs, entropies = token_logprobs(
                     output,
                     move(micro.targets)[select],
-                    temperature=temperature,
+                    temperature=self._temperature,
                     vocab_start=policy.vocab_start,
                     group=policy.pg_collection.tp,
                 )

@@ -61,11 +61,11 @@ class Runtime:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def free_address() -> str:
-    """`127.0.0.1:port` with a port that was free just now."""
+def free_address(host: str = "127.0.0.1") -> str:
+    """`host:port` with a port of this machine that was free just now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> Runtime:

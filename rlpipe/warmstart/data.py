@@ -52,22 +52,28 @@ def traces_of(
     rng = random.Random(seed)
     kinds, weights = [Demonstrator(k) for k in stage.mix], list(stage.mix.values())
     conversations = [demonstrate(rng, r, rng.choices(kinds, weights)[0]) for r in records]
-    return [encode(tokenizer, messages, stage) for messages in conversations]
+    return encode_all(tokenizer, conversations, stage)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages, stage: StageConfig) -> Trace:
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[Messages], stage: StageConfig
+) -> list[Trace]:
     """Tokens as the chat template gives them, with a loss weight each."""
-    end = tokenizer.eos_token_id
-    trace = Trace([], [])
-    wrong = _wrong_turns(messages) if stage.mask_wrong else set()
-    for turn, message in enumerate(messages):
-        body = [*tokenizer.encode(message["content"], add_special_tokens=False), end]
-        role = tokenizer.convert_tokens_to_ids(f"<|{message['role']}|>")
-        written = message["role"] == "assistant"
-        weight = (0.0 if turn in wrong else 1.0) if written else stage.context_weight
-        trace.ids += [role, *body]
-        trace.weights += [ROLE_WEIGHT if written else stage.context_weight] + [weight] * len(body)
-    return trace
+    texts = [message["content"] for messages in conversations for message in messages]
+    bodies = iter(tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+    roles = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("user", "assistant", "tool")}
+    traces = []
+    for messages in conversations:
+        trace = Trace([], [])
+        wrong = _wrong_turns(messages) if stage.mask_wrong else set()
+        for turn, message in enumerate(messages):
+            body = [*next(bodies).ids, tokenizer.eos_token_id]
+            written = message["role"] == "assistant"
+            weight = (0.0 if turn in wrong else 1.0) if written else stage.context_weight
+            trace.ids += [roles[message["role"]], *body]
+            trace.weights += [ROLE_WEIGHT if written else stage.context_weight] + [weight] * len(body)
+        traces.append(trace)
+    return traces
 
 
 def _wrong_turns(messages: Messages) -> set[int]:

@@ -169,9 +169,7 @@ def execute(
 
 
 def _undone(result: CommandResult) -> CommandResult:
-    return CommandResult(
-        output=result.output, exit_code=137, exceeded=Limit.FILES, seconds=result.seconds
-    )
+    return CommandResult(output=result.output, exit_code=137, exceeded=Limit.FILES, seconds=result.seconds)
 
 
 def scratch() -> Path:

@@ -7,6 +7,7 @@ at a limit. Times, owners and modes are not part of a tree (an executable bit is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -117,7 +118,7 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
             path = f"{directory}/{entry.name}" if directory else entry.name
             info = entry.stat(follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode):
-                tree[path] = Link(os.readlink(entry.path))
+                tree[path] = Link(str(Path(entry.path).readlink()))
             elif stat.S_ISDIR(info.st_mode):
                 if entry.name != "__pycache__":
                     pending.append(path)
@@ -125,7 +126,7 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
                 used += info.st_size
                 if used > limits.max_bytes:
                     raise TreeTooLarge
-                tree[path] = File(_content(entry.path), bool(info.st_mode & stat.S_IXUSR))
+                tree[path] = File(_content(Path(entry.path)), bool(info.st_mode & stat.S_IXUSR))
     return tree
 
 
@@ -137,18 +138,16 @@ def _list(directory: Path) -> list[os.DirEntry[str]]:
         with os.scandir(directory) as entries:
             return list(entries)
     except OSError as error:
-        if error.errno == 36:  # ENAMETOOLONG: deeper than any path can name
+        if error.errno == errno.ENAMETOOLONG:  # deeper than any path can name
             raise TreeTooLarge from error
         raise
 
 
-def _content(path: str) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except PermissionError:
-        os.chmod(path, 0o644)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with open(descriptor, "rb") as file:
+def _content(path: Path) -> bytes:
+    if not os.access(path, os.R_OK):
+        path.chmod(0o644)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
         return file.read()
 
 
@@ -168,7 +167,7 @@ def exceeds(root: Path, limits: TreeLimits) -> bool:
                     if count > limits.max_entries or used > limits.max_bytes:
                         return True
         except OSError as error:
-            if error.errno == 36:
+            if error.errno == errno.ENAMETOOLONG:
                 return True
             # anything else: the command removed or closed it between two looks; read_tree decides
     return False

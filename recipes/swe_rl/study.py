@@ -1,0 +1,99 @@
+"""The claim of this recipe, measured: three seeds, rejection against none, same everything else.
+
+Runs what is missing under `--runs`, then writes `results.json` (and `curves.svg` where matplotlib is
+installed) beside this file. A finished run is not repeated, an interrupted one is resumed.
+
+    python recipes/swe_rl/study.py [--runs runs/swe_rl_study] [--seeds 0 1 2] [--modes rejection none]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SETS = {"held_instances": "new instances", "held_families": "new families"}
+
+
+def run(directory: Path, seed: int, mode: str, overrides: list[str]) -> None:
+    """One run of the main job; returns when it is complete."""
+    command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", f"run.dir={directory}"]
+    subprocess.run([*command, f"run.seed={seed}", f"spec.mode={mode}", *overrides], check=True)
+
+
+def curve(directory: Path) -> dict[str, object]:
+    """Validation and training figures of a run by step, and its before and after."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "timing_s/step" in r]
+    outcome: dict[str, object] = {
+        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
+        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
+        "acceptance_length": [r.get("spec/acceptance_length") for r in steps],
+        "seconds": round(records[-1]["time"] - records[0]["time"], 1),
+        "median_tokens_per_s_rollout": sorted(r["perf/tokens_per_s/rollout"] for r in steps)[len(steps) // 2],
+    }
+    for split in SETS:
+        points = [
+            (r["training/global_step"], r[f"val/{split}/reward"], r[f"val/{split}/reward_se"])
+            for r in records
+            if f"val/{split}/reward" in r
+        ]
+        outcome[split] = {
+            "curve": [[step, round(reward, 4), round(se, 4)] for step, reward, se in points],
+            "before": round(points[0][1], 4),
+            "after": round(points[-1][1], 4),
+            "gain": round(points[-1][1] - points[0][1], 4),
+            "se_before": round(points[0][2], 4),
+            "se_after": round(points[-1][2], 4),
+        }
+    return outcome
+
+
+def draw(results: dict[str, dict[str, object]], out: Path) -> None:
+    """Both held-out sets over steps, one line a run, colour by mode."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    colours = {"rejection": "#0072B2", "none": "#E69F00"}
+    figure, axes = plt.subplots(1, len(SETS), figsize=(9, 3.4), sharey=True)
+    for axis, (split, title) in zip(axes, SETS.items(), strict=True):
+        for name, result in results.items():
+            mode = name.split("-")[0]
+            steps, rewards, errors = zip(*result[split]["curve"], strict=True)
+            axis.errorbar(steps, rewards, errors, color=colours[mode], capsize=2, lw=1.2, label=mode)
+        axis.set(title=title, xlabel="step", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("validation reward (T = 1)")
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    axes[1].legend(handles.values(), handles.keys(), title="spec.mode", loc="lower right")
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+def main() -> None:
+    """Run, collect, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/swe_rl_study"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--modes", nargs="+", default=["rejection", "none"])
+    args, overrides = parser.parse_known_args()
+    results: dict[str, dict[str, object]] = {}
+    for seed in args.seeds:
+        for mode in args.modes:
+            directory = args.runs / f"{mode}-{seed}"
+            run(directory, seed, mode, overrides)
+            results[f"{mode}-{seed}"] = curve(directory)
+    (HERE / "results.json").write_text(json.dumps({"overrides": overrides, "runs": results}, indent=1) + "\n")
+    try:
+        draw(results, HERE / "curves.svg")
+    except ImportError:
+        print("matplotlib is not installed: curves.svg was not drawn (pip install matplotlib)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The rollout engine's settings. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """Which engine decodes."""
+
+    EMBEDDED = "embedded"  # in-process, CPU or GPU
+
+
+class KvOnUpdate(StrEnum):
+    """What becomes of cached keys and values when weights are replaced."""
+
+    KEEP = "keep"  # unfinished requests go on with the KV of the old weights
+    RECOMPUTE = "recompute"  # their KV is rebuilt with the new weights; idle conversations are dropped
+
+
+class Dtype(StrEnum):
+    """Weights and KV cache; probabilities are float32 in any case."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutConfig:
+    """Settings of the rollout side.
+
+    engine: implementation. workers: engines, one process each.
+    concurrent_groups: groups one worker plays at a time (0: as many as are admitted).
+    max_running: KV rows of an engine; running requests and idle conversations share them.
+    max_context: tokens of a conversation, prompt included (at most the model's
+        max_position_embeddings). max_new_tokens: per turn.
+    temperature: of training rollouts; 0 is greedy.
+    device: "auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ...
+    threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
+        steps (one request is always admitted).
+    kv_on_update: see `KvOnUpdate`.
+    """
+
+    engine: EngineKind = EngineKind.EMBEDDED
+    workers: int = 1
+    concurrent_groups: int = 0
+    max_running: int = 64
+    max_context: int = 512
+    max_new_tokens: int = 48
+    temperature: float = 1.0
+    device: str = "auto"
+    dtype: Dtype = Dtype.FLOAT32
+    threads: int = 1
+    prefill_tokens: int = 4096
+    kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
+
+    def __post_init__(self) -> None:
+        self.engine = EngineKind(self.engine)
+        self.dtype = Dtype(self.dtype)
+        self.kv_on_update = KvOnUpdate(self.kv_on_update)
+        for name in ("workers", "max_running", "max_new_tokens", "threads", "prefill_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"rollout.{name}={value} must be at least 1.")
+        if self.max_context < 2:
+            raise ValueError(
+                f"rollout.max_context={self.max_context} leaves no room for a prompt token and a sampled "
+                "one: set it to at least 2."
+            )
+        if self.concurrent_groups < 0:
+            raise ValueError(f"rollout.concurrent_groups={self.concurrent_groups} must be 0 (all) or more.")
+        if self.temperature < 0:
+            raise ValueError(
+                f"rollout.temperature={self.temperature} must be 0 (greedy) or more; 1.0 samples the policy."
+            )

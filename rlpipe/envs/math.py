@@ -1,0 +1,121 @@
+"""Single-turn reasoning tasks from reasoning-gym: one question, one answer, one score.
+
+Owns which questions exist. An instance "task:index" is the data set `task` made with seed `index`.
+Held-out indices start at 0 whatever the run's seed, training ones at (1 + seed) million; a training
+question that is also held out is left out. Reward is the library's own score, 0..1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.base import StepResult
+
+TRAIN, HELD_OUT = "train", "held_out"
+_SEED_STRIDE = 1_000_000
+
+
+def check_reasoning(config: EnvConfig) -> None:
+    """Raises ValueError for a task that reasoning-gym does not have, or too many instances."""
+    from reasoning_gym.factory import DATASETS
+
+    settings = config.reasoning
+    for task in settings.tasks:
+        if task not in DATASETS:
+            close = [name for name in sorted(DATASETS) if set(task.split("_")) & set(name.split("_"))]
+            raise ValueError(
+                f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
+                f"Similar: {', '.join(close[:8]) or 'none'}; in all {len(DATASETS)}."
+            )
+    if max(settings.train_size, settings.held_out_size) > _SEED_STRIDE:
+        raise ValueError(
+            f"env.reasoning.train_size={settings.train_size} and held_out_size={settings.held_out_size} "
+            f"must be at most {_SEED_STRIDE}, so that their seeds stay apart."
+        )
+
+
+class MathEpisode:
+    """See `rlpipe.envs.base.Episode`: the first action is the answer."""
+
+    def __init__(self, instance_id: str, system_prompt: str) -> None:
+        self._dataset, self._entry = _generate(instance_id)
+        self._task = instance_id.split(":")[0]
+        self._system_prompt = system_prompt
+
+    def messages(self) -> list[dict[str, str]]:
+        """System prompt that asks for <answer> tags, and the question."""
+        return [
+            {"role": "system", "content": self._system_prompt},
+            {"role": "user", "content": self._entry["question"]},
+        ]
+
+    def step(self, action: str) -> StepResult:
+        """Score the last <answer>...</answer> of the text; none at all scores 0."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(action)
+        score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
+        return self._end(score, submitted=answer is not None, answer=(answer or "")[:200])
+
+    def finish(self) -> StepResult:
+        """No answer was given."""
+        return self._end(0.0, submitted=False)
+
+    def _end(self, reward: float, **info: Any) -> StepResult:
+        return StepResult(done=True, reward=reward, info=info | {"family": self._task})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class MathSuite:
+    """See `rlpipe.envs.base.Suite`. Splits: `train` and `held_out`, the tasks taking turns in both."""
+
+    max_turns = 1
+
+    def __init__(self, config: EnvConfig, seed: int) -> None:
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        check_reasoning(config)
+        settings = config.reasoning
+        self._system_prompt = config.system_prompt or SYSTEM_PROMPTS["default"]
+        held_out = _ids(settings.tasks, range(settings.held_out_size))
+        questions = {_generate(instance_id)[1]["question"] for instance_id in held_out}
+        first = (1 + seed) * _SEED_STRIDE
+        train = _ids(settings.tasks, range(first, first + settings.train_size))
+        train = [name for name in train if _generate(name)[1]["question"] not in questions]
+        if not train:
+            raise ValueError(
+                f"env.reasoning.tasks={settings.tasks} have no training question that is not held out: "
+                "lower env.reasoning.held_out_size or choose tasks with more variety."
+            )
+        self._ids = {TRAIN: train, HELD_OUT: held_out}
+
+    def splits(self) -> Sequence[str]:
+        """The held-out set."""
+        return [HELD_OUT]
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Ids of a split in a fixed order."""
+        if split not in self._ids:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
+        return self._ids[split]
+
+    def episode(self, instance_id: str) -> MathEpisode:
+        """A fresh attempt."""
+        return MathEpisode(instance_id, self._system_prompt)
+
+
+def _ids(tasks: Sequence[str], indices: range) -> list[str]:
+    return [f"{task}:{index}" for index in indices for task in tasks]
+
+
+def _generate(instance_id: str) -> tuple[Any, dict[str, Any]]:
+    """The data set of one item, and the item."""
+    from reasoning_gym import create_dataset
+
+    task, index = instance_id.split(":")
+    dataset = create_dataset(task, size=1, seed=int(index))
+    return dataset, dataset[0]

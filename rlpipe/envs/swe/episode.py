@@ -1,0 +1,131 @@
+"""One attempt at a SWE instance: commands in, observations out, until `submit`.
+
+Owns the protocol with the model: what a turn's text means, what it sees next, when it is rewarded. In
+`plain` mode the whole text is the command; in `fenced` mode it is the one ```bash block, as
+mini-swe-agent has it. Reward 1.0 iff it submitted, changed files, and every required test passes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.config.env import ActionMode, EnvConfig
+from rlpipe.envs.base import StepResult
+from rlpipe.envs.sandbox import CommandResult
+from rlpipe.envs.swe.instances import Instance
+
+if TYPE_CHECKING:
+    from rlpipe.envs.swe.workspace import Workspace
+
+SUBMIT = "submit"
+_SUBMISSIONS = (SUBMIT, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+_LONGEST_COMMAND = 100_000  # bytes; Linux takes 128 KiB in one argument
+_BLOCK = re.compile(r"```(?:bash|mswea_bash_command)[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+FENCED_SYSTEM_PROMPT = """\
+You are a software engineer who repairs a repository through a Linux shell.
+Each of your turns holds your reasoning and exactly one command, in one block:
+
+```bash
+your command here
+```
+
+Every command runs in a new shell in the root of the repository; only changes to its files last. There
+is no network, and a command ends after a time limit. Change source files only: tests are replaced by
+the original ones before your work is judged. When the issue is solved, run this alone:
+
+```bash
+submit
+```
+"""
+_FORMAT_ERROR = "Expected exactly one ```bash block with one command, found {count}. Nothing was run."
+
+
+def opening(instance: Instance, config: EnvConfig) -> list[dict[str, str]]:
+    """The chat messages an attempt starts from."""
+    system = config.system_prompt
+    if not system and config.action_mode is ActionMode.FENCED:
+        system = FENCED_SYSTEM_PROMPT
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": instance.problem_statement}]
+
+
+def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
+    """The command in a turn's text, None when there is not exactly one; and how many were found.
+
+    >>> parse_action("Look.\\n```bash\\nls\\n```", ActionMode.FENCED)
+    ('ls', 1)
+    """
+    text = text.encode(errors="replace").decode().replace("\0", "")  # no shell takes these
+    if mode is ActionMode.PLAIN:
+        return text, 1
+    found = _BLOCK.findall(text)
+    return (found[0] if len(found) == 1 else None), len(found)
+
+
+def observation(result: CommandResult, config: EnvConfig) -> str:
+    """What the model sees of a command's outcome."""
+    text = result.output.rstrip("\n")
+    if result.exceeded:
+        text = f"{text}\n{result.exceeded}".lstrip("\n")
+    text = shorten(text, config.max_observation_chars)
+    if config.action_mode is ActionMode.PLAIN:
+        return text
+    return f"<returncode>{result.exit_code}</returncode>\n<output>\n{text}\n</output>"
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters of a text, its head and its tail, and a marker for what is missing.
+
+    >>> shorten("abcdefgh", 4)
+    'ab\\n[4 characters left out]\\ngh'
+    """
+    if len(text) <= limit:
+        return text
+    tail = limit // 2
+    return f"{text[: limit - tail]}\n[{len(text) - limit} characters left out]\n{text[len(text) - tail :]}"
+
+
+class SweEpisode:
+    """See `rlpipe.envs.base.Episode`."""
+
+    def __init__(self, instance: Instance, workspace: Workspace, config: EnvConfig) -> None:
+        self._instance, self._workspace, self._config = instance, workspace, config
+        self._format_errors = 0
+
+    def messages(self) -> list[dict[str, str]]:
+        """System prompt, if any, and the problem statement."""
+        return opening(self._instance, self._config)
+
+    def step(self, action: str) -> StepResult:
+        """Run the command in `action`, or judge the repository when it is `submit`.
+
+        Raises InfrastructureError when the sandbox failed.
+        """
+        command, found = parse_action(action, self._config.action_mode)
+        if command is None:
+            self._format_errors += 1
+            return StepResult(observation=_FORMAT_ERROR.format(count=found))
+        if command.strip() in _SUBMISSIONS:
+            grade = self._workspace.grade()
+            info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}
+            return self._end(float(grade.solved), submitted=True, **info)
+        if len(command.encode()) > _LONGEST_COMMAND:
+            result = CommandResult(output="command too long", exit_code=126)
+        else:
+            result = self._workspace.run(command)
+        return StepResult(observation=observation(result, self._config))
+
+    def finish(self) -> StepResult:
+        """Out of turns or context: no submission, no reward."""
+        return self._end(0.0, submitted=False)
+
+    def _end(self, reward: float, **info: Any) -> StepResult:
+        facts = {k: v for k, v in self._instance.facts.items() if k in ("family", "bug_kind")}
+        info |= {"format_errors": self._format_errors} | facts
+        return StepResult(done=True, reward=reward, info=info)
+
+    def close(self) -> None:
+        """Free the repository."""
+        self._workspace.close()

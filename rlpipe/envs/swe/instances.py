@@ -1,0 +1,185 @@
+"""SWE instances: reading and checking JSONL files with SWE-bench's field names.
+
+Owns the shape of an instance. One that brings `files` is played on a tree of this machine; one without
+lives in a container image. Every fault is reported with its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from rlpipe.config.paths import resolve
+
+_TEST_PART = re.compile(r"(tests?|test_.*|.*_test(\.py)?|conftest\.py)")
+_DIFF_TARGET = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
+
+
+@dataclass(slots=True, kw_only=True)
+class Instance:
+    """One task; the fields are SWE-bench's.
+
+    files: path -> text of the whole repository, tests included; empty when it lives in `image`.
+    fail_to_pass, pass_to_pass: test ids, e.g. "test_core.Test.test_it".
+    facts: the record's remaining text and number fields (family, bug_kind, ...).
+    """
+
+    instance_id: str
+    problem_statement: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    repo: str = ""
+    base_commit: str = ""
+    version: str = ""
+    patch: str = ""
+    test_patch: str = ""
+    image: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """All test ids that must pass."""
+        return self.fail_to_pass + self.pass_to_pass
+
+    @property
+    def image_name(self) -> str:
+        """The container image: the instance's own, else SWE-bench's naming.
+
+        >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
+        'docker.io/swebench/sweb.eval.x86_64.a_1776_b-1:latest'
+        """
+        name = self.instance_id.replace("__", "_1776_").lower()
+        return self.image or f"docker.io/swebench/sweb.eval.x86_64.{name}:latest"
+
+    @property
+    def patched_tests(self) -> list[str]:
+        """Paths that `test_patch` writes."""
+        return _DIFF_TARGET.findall(self.test_patch)
+
+    def owns_test(self, path: str) -> bool:
+        """Whether a path belongs to the tests, which the model's version of never counts.
+
+        >>> one = Instance(instance_id="i", problem_statement="", fail_to_pass=("checks.T.test_x",))
+        >>> [one.owns_test(p) for p in ("test_core.py", "tests/data.txt", "checks.py", "core.py")]
+        [True, True, True, False]
+        """
+        parts = PurePosixPath(path).parts
+        if any(_TEST_PART.fullmatch(part) for part in parts):
+            return True
+        module = ".".join([*parts[:-1], parts[-1].split(".")[0]])
+        return any(test.startswith(f"{module}.") for test in self.tests)
+
+
+def load_instances(setting: str, name: str) -> dict[str, Instance]:
+    """Instances of one file by id, in its order.
+
+    setting: a path, possibly `shipped:...`; name: the setting that holds it, for messages.
+    Raises ValueError naming file, line and fault.
+    """
+    path = resolve(setting)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={setting!r}: cannot read {path}: {error}. Give a JSONL file.") from error
+    instances: dict[str, Instance] = {}
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        instance = parse_instance(line, where)
+        if instance.instance_id in instances:
+            raise ValueError(
+                f"{where}: instance_id {instance.instance_id!r} was already on line "
+                f"{first_line[instance.instance_id]}: ids must be unique."
+            )
+        instances[instance.instance_id] = instance
+        first_line[instance.instance_id] = number
+    if not instances:
+        raise ValueError(f"{name}={setting!r}: the data set {path} is empty. Give at least one instance.")
+    return instances
+
+
+def parse_instance(line: str, where: str) -> Instance:
+    """One line of JSON; `where` ("file:line") opens every message.
+
+    Raises ValueError.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON: {error.msg} at column {error.colno}. Each line must be one JSON object."
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}.")
+    text = {
+        key: _text(record.pop(key, ""), key, where)
+        for key in ("repo", "base_commit", "version", "patch", "test_patch", "image")
+    }
+    instance = Instance(
+        instance_id=_required(record, "instance_id", where),
+        problem_statement=_required(record, "problem_statement", where),
+        fail_to_pass=_ids(record.pop("FAIL_TO_PASS", None), "FAIL_TO_PASS", where),
+        pass_to_pass=_ids(record.pop("PASS_TO_PASS", []), "PASS_TO_PASS", where),
+        files=_files(record.pop("files", {}), where),
+        **text,
+    )
+    instance.facts = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
+    if not instance.fail_to_pass:
+        raise ValueError(f"{where}: FAIL_TO_PASS is empty: name at least one test that the fix makes pass.")
+    for test in instance.tests if instance.files else ():
+        if not _has_module(instance.files, test):
+            raise ValueError(
+                f"{where}: test id {test!r} names no file of the instance; "
+                'with "files" an id is "module.Class.test", as unittest names it.'
+            )
+    return instance
+
+
+def _required(record: dict[str, Any], key: str, where: str) -> str:
+    value = record.pop(key, None)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {key} must be a text that is not empty, got {value!r}.")
+    return value
+
+
+def _text(value: Any, key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key} must be text, got {value!r}.")
+    return value
+
+
+def _ids(value: Any, key: str, where: str) -> tuple[str, ...]:
+    """A list of test ids, given as a list or, as SWE-bench does, as a JSON string of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: {key} is a string, but not a JSON list: {value!r}.") from error
+    if not isinstance(value, list) or not all(isinstance(test, str) and test for test in value):
+        raise ValueError(f"{where}: {key} must be a list of test ids, got {value!r}.")
+    return tuple(value)
+
+
+def _files(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError(f'{where}: files must be an object of "path": "text", got {type(value).__name__}.')
+    for path, text in value.items():
+        parts = PurePosixPath(path).parts
+        if not parts or path != "/".join(parts) or path.startswith("/") or ".." in parts:
+            raise ValueError(f"{where}: files: {path!r} must be a plain path inside the repository.")
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: files: {path!r} must hold text, got {type(text).__name__}.")
+        if any(str(parent) in value for parent in PurePosixPath(path).parents):
+            raise ValueError(f"{where}: files: {path!r} lies inside another file.")
+    return value
+
+
+def _has_module(files: dict[str, str], test: str) -> bool:
+    parts = test.split(".")
+    return any("/".join(parts[:n]) + ".py" in files for n in range(1, len(parts)))

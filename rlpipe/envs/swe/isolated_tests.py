@@ -1,0 +1,113 @@
+"""Runs unittest ids over code that may want to cheat, and says which of them passed.
+
+    printf '["NONCE", "test_core.Test.test_a"]' | python3 -I -B -c "$(cat isolated_tests.py)"
+
+Runs inside the sandbox, in the work tree, with the standard library alone. The last line it writes is
+the nonce and a JSON object {"passed": [ids], "intact": bool}; without that line nothing passed. So
+leaving early (os._exit), printing "OK" and raising SkipTest gain nothing. `intact` is false when the
+test machinery was changed: its functions differ from those before the code was imported, or assertions
+that must fail no longer do. Code that has read this file and looks for the nonce in this process, or
+returns objects whose own `__eq__` lies, is not stopped here.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import unittest
+import unittest.case
+import unittest.loader
+import unittest.result
+import unittest.suite
+
+_WATCHED = (
+    unittest.case.TestCase,
+    unittest.case._Outcome,
+    unittest.loader.TestLoader,
+    unittest.result.TestResult,
+    unittest.suite.BaseTestSuite,
+)
+
+
+def machinery():
+    """Every function of the test machinery with its code, to be compared later."""
+    return [
+        (cls.__name__, name, value, getattr(value, "__code__", None))
+        for cls in _WATCHED
+        for name, value in sorted(vars(cls).items())
+        if callable(value) or isinstance(value, classmethod | staticmethod | property)
+    ]
+
+
+class MustFail(unittest.TestCase):
+    """Assertions that are wrong; each must be reported as a failure."""
+
+    def test_equal(self):
+        self.assertEqual(1, 2)
+
+    def test_equal_lists(self):
+        self.assertEqual([1], [2])
+
+    def test_equal_texts(self):
+        self.assertEqual("a", "b")
+
+    def test_almost_equal(self):
+        self.assertAlmostEqual(1.0, 2.0)
+
+    def test_true(self):
+        self.assertTrue(0)
+
+    def test_false(self):
+        self.assertFalse(1)
+
+    def test_is_none(self):
+        self.assertIsNone(0)
+
+    def test_in(self):
+        self.assertIn(1, [])
+
+    def test_raises(self):
+        with self.assertRaises(ValueError):
+            pass
+
+    def test_statement(self):
+        raise AssertionError
+
+
+def passes(test):
+    """Whether a test, and nothing but this one test, ran and succeeded."""
+    result = unittest.result.TestResult()
+    test.run(result)
+    return result.testsRun == 1 and result.wasSuccessful() and not (result.skipped or result.expectedFailures)
+
+
+def intact(before):
+    """Whether the machinery still is what it was, and still finds faults."""
+    same = [(a[:2], id(a[2]), id(a[3])) for a in before] == [(a[:2], id(a[2]), id(a[3])) for a in machinery()]
+    names = [name for name in vars(MustFail) if name.startswith("test_")]
+    return same and len(names) == 10 and not any(passes(MustFail(name)) for name in names)
+
+
+def main():
+    nonce, *tests = json.load(sys.stdin)
+    report = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    before = machinery()
+    sys.path.insert(0, str(pathlib.Path.cwd()))
+    passed = []
+    for name in tests:
+        try:
+            if passes(unittest.loader.TestLoader().loadTestsFromName(name)):
+                passed.append(name)
+        except BaseException:  # SystemExit and the like, raised on import: this test did not pass
+            continue
+    line = json.dumps({"passed": passed, "intact": intact(before)})
+    with os.fdopen(report, "w") as output:
+        output.write(f"\n{nonce} {line}\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

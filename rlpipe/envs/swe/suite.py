@@ -1,0 +1,83 @@
+"""All SWE instances of a run: one training set, any number of held-out sets.
+
+Owns which sets exist and where an instance is played. No instance is in two sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlpipe.config.env import EnvConfig, SandboxBackend
+from rlpipe.envs.sandbox import make_tree_runner
+from rlpipe.envs.swe.episode import SweEpisode
+from rlpipe.envs.swe.instances import Instance, load_instances
+
+TRAIN = "train"
+
+
+def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
+    """Instances by split and id, training first.
+
+    Raises ValueError for a bad file, a set shared between splits, or a backend that cannot play them.
+    """
+    splits = {TRAIN: load_instances(config.train_file, "env.train_file")}
+    for name, file in config.held_out_files.items():
+        splits[name] = load_instances(file, f"env.held_out_files.{name}")
+    seen: dict[str, str] = {}
+    for split, instances in splits.items():
+        for instance in instances.values():
+            _check_backend(instance, split, config.sandbox.backend)
+            other = seen.setdefault(instance.instance_id, split)
+            if other != split:
+                raise ValueError(
+                    f"instance {instance.instance_id!r} is in both {other!r} and {split!r}: "
+                    "a held-out set must share nothing with training; remove it from one."
+                )
+    return splits
+
+
+def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> None:
+    if bool(instance.files) != (backend is SandboxBackend.BUBBLEWRAP):
+        what = "brings its files" if instance.files else "lives in a container image"
+        remedy = "bubblewrap" if instance.files else "docker or singularity"
+        raise ValueError(
+            f"instance {instance.instance_id!r} of {split!r} {what}, which "
+            f"env.sandbox.backend={backend} cannot play: set it to {remedy}."
+        )
+
+
+class SweSuite:
+    """See `rlpipe.envs.base.Suite`. Splits: `train`, and the names of `env.held_out_files`."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self._config = config
+        self._splits = load_splits(config)
+        self._instances = {k: v for instances in self._splits.values() for k, v in instances.items()}
+        self._runner = make_tree_runner(config.sandbox)
+        self.max_turns = config.max_turns
+
+    def splits(self) -> Sequence[str]:
+        """Held-out sets, the primary one first."""
+        return [name for name in self._splits if name != TRAIN]
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Ids of a split in the order of its file."""
+        if split not in self._splits:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._splits)}.")
+        return list(self._splits[split])
+
+    def episode(self, instance_id: str) -> SweEpisode:
+        """A fresh attempt. Raises InfrastructureError when its container does not start."""
+        from rlpipe.envs.swe.workspace import ImageWorkspace, TreeWorkspace
+
+        instance = self._instances[instance_id]
+        if instance.files:
+            workspace = TreeWorkspace(instance, self._runner, self._config)
+        else:
+            workspace = ImageWorkspace(instance, self._config)
+        return SweEpisode(instance, workspace, self._config)
+
+    def sandbox_counts(self) -> tuple[int, int]:
+        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        memo = self._runner.memo
+        return (memo.hits, memo.lookups) if memo else (0, 0)

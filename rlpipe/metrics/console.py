@@ -1,0 +1,294 @@
+"""The console sink: what a person likes to watch while a run goes on.
+
+Owns the terminal during a run. On a terminal: a header, one aligned row per step that stays in the
+scrollback, and below it a live panel with trends, progress and what the run is busy with. Elsewhere
+(a file, a CI log): one plain ASCII line per step or event, no control codes. Reads committed records
+and events; computes nothing but trends and the time left. rich is imported when the sink opens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.metrics.bus import STEP
+from rlpipe.metrics.names import Level
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+TREND = 24  # steps in a trend
+TITLES_EVERY = 24  # rows after which the column titles are repeated
+SHOWN_EVENTS = ("checkpoint", "resumed")  # of level info; warnings and faults are always shown
+REWARD = "critic/rewards/mean"
+MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT: ("✗", "bold red")}
+
+
+@dataclass(slots=True, kw_only=True)
+class Header:
+    """What the console says about a run.
+
+    title: name of the run. facts: (label, text) lines below it. total_steps: steps it will take.
+    """
+
+    title: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    total_steps: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Column:
+    """title, width: of the column. style: rich style. cell: text of a record."""
+
+    title: str
+    width: int
+    style: str
+    cell: Callable[[dict[str, Any]], str]
+
+
+def _number(name: str, spec: str) -> Callable[[dict[str, Any]], str]:
+    def cell(record: dict[str, Any]) -> str:
+        if name not in record:
+            return ""
+        return "nan" if record[name] is None else format(record[name], spec)
+
+    return cell
+
+
+def _validation(record: dict[str, Any]) -> str:
+    if record.get("val/reward") is None:
+        return ""
+    error = record.get("val/reward_se")
+    return f"{record['val/reward']:.3f}" + ("" if error is None else f" ±{error:.3f}")
+
+
+COLUMNS = (
+    _Column("reward", 7, "bold green", _number(REWARD, ".3f")),
+    _Column("val", 13, "bold cyan", _validation),
+    _Column("entropy", 8, "", _number("rollout/entropy", ".3f")),
+    _Column("acc.len", 8, "magenta", _number("spec/acceptance_length", ".2f")),
+    _Column("stale", 6, "", _number("training/off_policy/trajectory_staleness/mean", ".2f")),
+    _Column("tokens/s", 9, "", _number("perf/tokens_per_s/rollout", ",.0f")),
+    _Column("s/step", 7, "", _number("timing_s/step", ".1f")),
+)
+TRENDS = (  # (label, metric, format, style)
+    ("reward", REWARD, ".3f", "green"),
+    ("entropy", "rollout/entropy", ".3f", "blue"),
+    ("accept. length", "spec/acceptance_length", ".2f", "magenta"),
+    ("tokens/s", "perf/tokens_per_s/rollout", ",.0f", "yellow"),
+)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars between their smallest and largest; flat ones as a line at half height.
+
+    >>> sparkline([0, 1, 2, 3]), sparkline([5, 5])
+    ('▁▃▆█', '▄▄')
+    """
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high == low:
+        return BARS[3] * len(values)
+    return "".join(BARS[round((v - low) / (high - low) * (len(BARS) - 1))] for v in values)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader.
+
+    >>> duration(8.4), duration(192), duration(7500)
+    ('8s', '3m12s', '2h05m')
+    """
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+class ConsoleSink:
+    """Shows a run. `console` is given by tests; by default the one on standard output."""
+
+    name = "console"
+
+    def __init__(self, header: Header, console: Console | None = None) -> None:
+        self._header = header
+        self._console = console
+        self._live: Live | None = None
+        self._rows = 0
+        self._step = 0
+        self._phase = "starting"
+        self._started = time.time()
+        self._clock: deque[tuple[int, float]] = deque(maxlen=12)  # (step, time) of recent records
+        self._trends = {name: deque(maxlen=TREND) for _, name, _, _ in TRENDS}
+        self._validations: list[dict[str, Any]] = []
+
+    def open(self) -> None:
+        """Print the header; on a terminal, start the live panel."""
+        from rich.console import Console
+
+        self._console = self._console or Console(highlight=False)
+        self._clock.append((0, self._started))
+        if not self._fancy:
+            facts = "".join(f" | {label}: {text}" for label, text in self._header.facts)
+            self._plain(f"rlpipe {self._header.title}{facts} | steps: {self._header.total_steps}")
+            return
+        from rich.live import Live
+
+        self._console.print(self._header_panel())
+        self._live = Live(
+            get_renderable=self._panel,
+            console=self._console,
+            refresh_per_second=2,
+            vertical_overflow="visible",
+        )
+        self._live.start()
+        self._console.show_cursor(True)  # a run that is killed leaves a usable terminal
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One row (or line) for the step."""
+        self._step = record[STEP]
+        if self._clock[-1][0] > self._step or not self._rows:  # resumed, or the first: no pace is known yet
+            self._clock.clear()
+        self._clock.append((self._step, record["time"]))
+        for name, values in self._trends.items():
+            if record.get(name) is not None:
+                values.append(record[name])
+        if record.get("val/reward") is not None:
+            self._validations.append(record)
+        self._phase = "training"
+        if self._fancy:
+            if self._rows % TITLES_EVERY == 0:
+                self._console.print(self._titles())
+            self._console.print(self._row(record))
+        else:
+            self._plain(self._line(record))
+        self._rows += 1
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Warnings, faults and a few others as a line; `phase` changes what the panel says."""
+        if event["kind"] == "phase":
+            self._phase = str(event.get("message", ""))
+            if not self._fancy:
+                self._plain(f"[phase] {self._phase}")
+            return
+        level = Level(event["level"])
+        if level is Level.INFO and event["kind"] not in SHOWN_EVENTS:
+            return
+        fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
+        text = "  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
+        if not self._fancy:
+            self._plain(f"[{level}] {event['kind']}  {text}")
+            return
+        from rich.text import Text
+
+        mark, style = MARKS[level]
+        line = Text(f"  {mark} {event['kind']}  {text}", style=style)
+        self._console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+
+    def close(self) -> None:
+        """Leave the last state of the panel standing, and say what came out."""
+        self._phase = "finished" if self._step >= self._header.total_steps else "stopped"
+        if self._live is not None:
+            self._live.stop()
+        if not self._fancy:
+            self._plain(f"{self._phase} after step {self._step}/{self._header.total_steps}{self._outcome()}")
+
+    @property
+    def _fancy(self) -> bool:
+        return self._console.is_terminal and self._console.encoding.startswith("utf")
+
+    def _seconds_left(self) -> float | None:
+        (first, began), (last, ended) = self._clock[0], self._clock[-1]
+        if last <= first:
+            return None
+        return (ended - began) / (last - first) * max(0, self._header.total_steps - last)
+
+    def _outcome(self) -> str:
+        if not self._validations:
+            return ""
+        first, last = self._validations[0], self._validations[-1]
+        arrow = f"{first['val/reward']:.3f} → {_validation(last)}" if last is not first else _validation(last)
+        return f"   val reward {arrow}"
+
+    # --- plain -------------------------------------------------------------------------------------
+
+    def _plain(self, line: str) -> None:
+        text = line.replace("±", "+-").replace("→", "->").encode("ascii", "replace").decode()
+        self._console.file.write(text + "\n")
+        self._console.file.flush()
+
+    def _line(self, record: dict[str, Any]) -> str:
+        width = len(str(self._header.total_steps))
+        parts = [f"step {self._step:>{width}}/{self._header.total_steps}"]
+        parts += [f"{c.title} {cell}" for c in COLUMNS if (cell := c.cell(record))]
+        left = self._seconds_left()
+        return "  ".join(parts + ([f"eta {duration(left)}"] if left is not None else []))
+
+    # --- rich --------------------------------------------------------------------------------------
+
+    def _header_panel(self) -> RenderableType:
+        from rich import box
+        from rich.panel import Panel
+        from rich.table import Table
+
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for label, text in self._header.facts:
+            facts.add_row(label, text)
+        title = f"[bold]rlpipe[/bold] · [bold cyan]{self._header.title}[/bold cyan]"
+        return Panel(
+            facts, title=title, title_align="left", box=box.ROUNDED, border_style="bright_black", width=78
+        )
+
+    def _cells(self, first: str, texts: Sequence[str], styles: Sequence[str]) -> Text:
+        from rich.text import Text
+
+        row = Text(no_wrap=True, overflow="ellipsis").append(first, style="dim")
+        for column, text, style in zip(COLUMNS, texts, styles, strict=True):
+            row.append(f"{text:>{column.width}}", style=style)
+            row.append(" ")
+        return row
+
+    def _titles(self) -> Text:
+        return self._cells(f"{'step':>8}   ", [c.title for c in COLUMNS], ["dim"] * len(COLUMNS))
+
+    def _row(self, record: dict[str, Any]) -> Text:
+        step = f"{self._step:>8}   "
+        return self._cells(step, [c.cell(record) for c in COLUMNS], [c.style for c in COLUMNS])
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        total = self._header.total_steps
+        trends = Table.grid(padding=(0, 2))
+        for label, name, spec, style in TRENDS:
+            if values := self._trends[name]:
+                trends.add_row(
+                    Text(f"  {label:<14}", style="dim"),
+                    Text(f"{sparkline(values):<{TREND}}", style=style),
+                    Text(format(values[-1], spec), style=f"bold {style}"),
+                )
+        elapsed = duration(time.time() - self._started)
+        left = self._seconds_left() if self._step < total else None
+        progress = Table.grid(padding=(0, 1))
+        progress.add_row(
+            " ",
+            ProgressBar(total=total, completed=self._step, width=30, complete_style="green"),
+            Text(f"{self._step}/{total}", style="bold"),
+            Text(f"{elapsed} elapsed" + ("" if left is None else f", {duration(left)} left"), style="dim"),
+            Text(f"· {self._phase}", style="cyan"),
+        )
+        parts: list[RenderableType] = [Text(""), trends, progress]
+        if outcome := self._outcome():
+            parts.append(Text(" " + outcome, style="bold cyan"))
+        return Group(*parts)

@@ -1,0 +1,132 @@
+"""A run directory read back: series, events, settings and trajectories, for reports and analysis.
+
+Owns reading; it never fails on what a crash leaves behind (no steps, a cut line, no config), because
+that is when a report is needed most. Flow: files -> `RunData` -> figures and tables.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlpipe.metrics.bus import STEP
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.metrics.names import Level
+
+Points = tuple[list[int], list[float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    """path, name: of the directory. records: one per step, in order. events: in order of time.
+
+    settings: config.yaml, parsed ({} when it cannot be); config_text: as it stands.
+    trajectories: as recorded. broken_lines: lines of the JSONL files that could not be read.
+    """
+
+    path: Path
+    name: str
+    records: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    trajectories: list[dict[str, Any]] = field(default_factory=list)
+    broken_lines: int = 0
+
+    def series(self, name: str) -> Points:
+        """Steps and values of a metric, where it was observed and finite."""
+        seen = [(r[STEP], r[name]) for r in self.records if isinstance(r.get(name), (int, float))]
+        return [step for step, _ in seen], [float(value) for _, value in seen]
+
+    def names(self) -> list[str]:
+        """Every metric observed at least once, sorted."""
+        return sorted({name for record in self.records for name in record} - {STEP, "time"})
+
+    @property
+    def steps(self) -> int:
+        """Training steps done."""
+        return max((r[STEP] for r in self.records), default=0)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Training steps asked for; None when the settings cannot be read."""
+        run = self.settings.get("run")
+        steps = run.get("steps") if isinstance(run, dict) else None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def outcome(self) -> str:
+        """done, stopped, interrupted or failed; "no end" of a run that was killed or still goes on."""
+        last = [e for e in self.events if e.get("kind") in ("start", "end")][-1:]
+        return str(last[0].get("outcome", "done")) if last and last[0]["kind"] == "end" else "no end"
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock from each start to the last sign of life before the next one, summed."""
+        starts = [e["time"] for e in self.events if e.get("kind") == "start" and "time" in e]
+        times = sorted(x["time"] for x in (*self.records, *self.events) if "time" in x)
+        total, begin, previous = 0.0, None, None
+        for now in times:
+            if begin is None or now in starts:
+                total += previous - begin if begin is not None else 0.0
+                begin = now
+            previous = now
+        return total + (previous - begin if begin is not None else 0.0)
+
+    def count(self, level: Level) -> int:
+        """Number of events of a level."""
+        return sum(e.get("level") == level for e in self.events)
+
+
+def load_run(path: str | Path) -> RunData:
+    """Read a run directory, complete or not.
+
+    Raises ValueError when it is not one.
+    """
+    path = Path(path)
+    known = ("metrics.jsonl", "events.jsonl", "config.yaml")
+    if not any((path / name).is_file() for name in known):
+        raise ValueError(
+            f"{str(path)!r} is not a run directory: it has none of {', '.join(known)}. Name the directory "
+            "that run.dir of a run was set to."
+        )
+    records, broken_records = read_jsonl(path / "metrics.jsonl")
+    events, broken_events = read_jsonl(path / "events.jsonl")
+    trajectories, broken_trajectories = read_jsonl(path / "trajectories.jsonl")
+    text = (path / "config.yaml").read_text() if (path / "config.yaml").is_file() else ""
+    return RunData(
+        path=path,
+        name=path.resolve().name,
+        records=_one_per_step(records),
+        events=events,
+        settings=_parse(text),
+        config_text=text,
+        trajectories=trajectories,
+        broken_lines=broken_records + broken_events + broken_trajectories,
+    )
+
+
+def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Late validation and resumed runs write a step again: the later line wins, name by name."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if isinstance(record.get(STEP), (int, float)):
+            by_step.setdefault(int(record[STEP]), {}).update(record)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _parse(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}  # the report still shows the text
+    return settings if isinstance(settings, dict) else {}
+
+
+def dump(data: Any) -> str:
+    """JSON that may stand inside a <script> element."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

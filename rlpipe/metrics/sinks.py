@@ -1,0 +1,139 @@
+"""Which sinks a run has, and the one door to Weights & Biases.
+
+Owns the choice (`make_sinks`) and `WandbSink`; the files are in jsonl.py, the terminal in console.py.
+A sink does its slow work (imports, logins, the network) in `open`, on its own thread: none delays a start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.config.metrics import WandbMode
+from rlpipe.metrics.bus import STEP, Sink
+from rlpipe.metrics.console import ConsoleSink, Header
+from rlpipe.metrics.jsonl import MetricsFile
+
+if TYPE_CHECKING:
+    from rlpipe.config.run import Config
+
+logger = logging.getLogger(__name__)
+
+
+def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
+    """The sinks a run asks for; metrics.jsonl always. Events' own file is the bus's (`events=`)."""
+    sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl")]
+    if config.metrics.console:
+        sinks.append(ConsoleSink(run_header(config, run_dir)))
+    if config.metrics.wandb is not WandbMode.OFF:
+        sinks.append(
+            WandbSink(
+                run_dir=run_dir,
+                mode=config.metrics.wandb,
+                project=config.metrics.wandb_project,
+                group=config.recipe,
+                config=dataclasses.asdict(config),
+            )
+        )
+    return sinks
+
+
+def run_header(config: Config, run_dir: Path) -> Header:
+    """What the console says about a run."""
+    lag = config.pipeline.max_staleness
+    loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"
+    spec = str(config.spec.mode)
+    draft = "no speculation" if spec == "none" else f"MTP draft, {spec}, gamma {config.spec.gamma}"
+    size = f"{config.pipeline.prompts_per_step} × {config.pipeline.group_size} attempts a step"
+    facts = [
+        ("model", config.model.path),
+        ("rollout", draft),
+        ("loop", f"{loop}; {size}; {config.cluster.mode}"),
+        ("run", str(run_dir)),
+    ]
+    return Header(title=config.recipe or run_dir.name, facts=facts, total_steps=config.run.steps)
+
+
+class WandbSink:
+    """Weights & Biases, its files in the run directory.
+
+    run_dir: holds wandb/ and the id under which a resumed run continues. mode: AUTO is online when an
+    API key is at hand, offline otherwise. config: shown beside the run.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, *, run_dir: Path, mode: WandbMode, project: str, group: str, config: dict[str, Any]
+    ) -> None:
+        self._dir = run_dir
+        self._mode = mode
+        self._project = project
+        self._group = group
+        self._config = config
+        self._run: Any = None
+
+    def open(self) -> None:
+        """Start the run.
+
+        Raises ValueError when mode is ONLINE and no API key is at hand.
+        """
+        logged_in = _logged_in()
+        if self._mode is WandbMode.ONLINE and not logged_in:
+            raise ValueError(
+                "metrics.wandb=online needs a login: run `wandb login`, or set metrics.wandb=offline and "
+                "upload later with `wandb sync`."
+            )
+        online = logged_in and self._mode is not WandbMode.OFFLINE
+        import wandb
+
+        (self._dir / "wandb").mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self._project,
+            group=self._group or None,
+            name=self._dir.name,
+            id=self._stable_id(),
+            resume="allow" if online else None,
+            dir=self._dir,
+            config=self._config,
+            mode="online" if online else "offline",
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+        self._run.define_metric("*", step_metric=STEP)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Log one step; W&B has no null, so non-finite values are left out."""
+        self._run.log({name: value for name, value in record.items() if value is not None and name != "time"})
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Events stay in events.jsonl."""
+
+    def close(self) -> None:
+        """Flush and end the run."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _stable_id(self) -> str:
+        file = self._dir / "wandb" / "run_id"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:12])
+        return file.read_text().strip()
+
+
+def _logged_in() -> bool:
+    """Whether W&B would find an API key, without importing wandb or asking the network."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return file.is_file() and netrc.netrc(str(file)).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError) as error:
+        logger.warning("%s cannot be read, W&B counts as not logged in: %s", file, error)
+        return False

@@ -1,0 +1,118 @@
+"""Chat messages to token ids and back, for any Hugging Face chat template.
+
+Owns what stands between sampled turns. Sampled tokens are never decoded and encoded again: what follows
+a turn is found by rendering a conversation with a marker in the assistant's place and taking what comes
+after the marker. Text from outside (tool output) can never become a special token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKER = "assistant-turn-marker"
+_BEFORE = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
+Message = dict[str, str]
+
+
+class ChatFormat:
+    """The chat template of one tokenizer.
+
+    stop_token_ids: tokens that end a turn (the template's, the tokenizer's, and `stop_token_ids`).
+    observation_role: "tool" where the template knows it, else "user".
+    Raises ValueError when the tokenizer has no chat template, or the template hides what a turn says.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int] = ()) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned "
+                "checkpoint, or add chat_template.jinja to its directory."
+            )
+        self._tokenizer = tokenizer
+        self._special = sorted(
+            {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+            | set(tokenizer.all_special_tokens),
+            key=len,
+            reverse=True,
+        )
+        special_ids = set(tokenizer.convert_tokens_to_ids(self._special))
+        closing = self._encode(self._after_turn([], generate=False))
+        ends = [token for token in closing if token in special_ids][:1]
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stop_token_ids = tuple(dict.fromkeys([*ends, *eos, *stop_token_ids]))
+        self._closing_length = len(closing)
+        self.observation_role = "tool" if self._knows_tools() else "user"
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> ChatFormat:
+        """Of a checkpoint directory; its generation_config may name further stop tokens."""
+        from transformers import AutoTokenizer
+
+        file = Path(path) / "generation_config.json"
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        return cls(AutoTokenizer.from_pretrained(path), stops)
+
+    def initial(self, messages: Sequence[Message]) -> list[int]:
+        """The whole prompt of a first turn, generation prompt included."""
+        return self._encode(self._render(messages, generate=True))
+
+    def continuation(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> list[int]:
+        """What follows a sampled turn, up to and including the next generation prompt.
+
+        turn_ids: the sampled turn. Where it was cut short of a stop token, the closing of the turn is
+        part of the answer; where a stop token was sampled, it starts after that token.
+        """
+        ids = self._encode(self._after_turn(messages, generate=True))
+        if turn_ids and turn_ids[-1] in self.stop_token_ids:
+            for place, token in enumerate(ids[: self._closing_length]):
+                if token in self.stop_token_ids:
+                    return ids[place + 1 :]
+        return ids
+
+    def observation(self, text: str) -> list[Message]:
+        """An environment's answer as messages."""
+        return [{"role": self.observation_role, "content": text}]
+
+    def decode(self, turn_ids: Sequence[int]) -> str:
+        """The text of a sampled turn, without its stop token."""
+        ids = list(turn_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _after_turn(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """What the template writes after the content of an assistant turn that `messages` follow."""
+        text = self._render([*_BEFORE, *messages], generate=generate)
+        if _MARKER not in text:
+            raise ValueError("the chat template does not render assistant turns: it cannot be used here.")
+        return text.split(_MARKER, 1)[1]
+
+    def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        harmless = [{**message, "content": self._defuse(message["content"])} for message in messages]
+        return self._tokenizer.apply_chat_template(harmless, tokenize=False, add_generation_prompt=generate)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _defuse(self, text: str) -> str:
+        """Break every special token that a text spells out, so that it stays text."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    def _knows_tools(self) -> bool:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._after_turn([{"role": "tool", "content": "tool-marker"}], generate=True)
+        except TemplateError:  # how templates refuse a role
+            return False
+        return "tool-marker" in text

@@ -1,0 +1,316 @@
+"""Plays prompts: engine and environment take turns until an episode ends.
+
+    collect(prompt) -> group_size trajectories at once, each: generate -> step -> append -> generate ...
+
+| a trajectory waits for      | woken by                                                       |
+| engine.generate             | the engine's own batch                                         |
+| a step of its episode       | one of `env.threads` threads (environments block)              |
+
+Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
+infrastructure replays the whole trajectory with the same seeds; when retries are used up it is MASKED.
+An aborted turn is continued from what exists, so aborting never loses tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite
+from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.engine import Engine
+from rlpipe.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Group,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    TrajectoryStatus,
+)
+
+if TYPE_CHECKING:
+    from rlpipe.config.env import EnvConfig
+    from rlpipe.config.rollout import RolloutConfig
+
+T = TypeVar("T")
+_SHOWN_CHARS = 2000  # of each action and observation that is kept for people to read
+_FRUITLESS_ABORTS = 100
+
+
+class ExitReason(StrEnum):
+    """Why a trajectory ended."""
+
+    DONE = "done"  # the episode ended it: submitted, answered
+    MAX_TURNS = "max_turns"
+    CONTEXT = "context"  # the next turn does not fit into the context
+    INFRASTRUCTURE = "infrastructure"  # masked
+    CLOSED = "closed"  # masked: the collector was closed meanwhile
+
+
+def stream_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on the parts alone, equal in every process.
+
+    >>> stream_seed(1, 2) == stream_seed(1, 2) != stream_seed(2, 1)
+    True
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """One trajectory in the making. gen_seconds, env_seconds: waited for engine and environment."""
+
+    trajectory: Trajectory
+    session_id: str
+    seed: int
+    temperature: float
+    gen_seconds: float = 0.0
+    env_seconds: float = 0.0
+    sandbox_seconds: float = 0.0
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+
+class _Closed(Exception):
+    """The collector was closed while a turn was running."""
+
+
+class Collector:
+    """Plays any number of groups at once from one event loop.
+
+    rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
+        `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
+    env: `threads` and `retries`. Turns are limited by the suite.
+    """
+
+    def __init__(
+        self, *, engine: Engine, suite: Suite, chat: ChatFormat, rollout: RolloutConfig, env: EnvConfig
+    ) -> None:
+        self._engine, self._suite, self._chat = engine, suite, chat
+        self._rollout, self._env = rollout, env
+        self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
+        self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
+        self._playing: set[asyncio.Future[None]] = set()
+        self._closing = False
+
+    async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        """Play the siblings of one prompt; returns when all have ended.
+
+        gen_seconds and env_seconds of the group are means over its trajectories.
+        """
+        async with self._groups or contextlib.nullcontext():
+            attempts = await _together(
+                self._play(
+                    Trajectory(
+                        trajectory_id=f"{prompt.group_id}/{index}",
+                        group_id=prompt.group_id,
+                        instance_id=prompt.instance_id,
+                    ),
+                    seed=stream_seed(prompt.seed, index),
+                    temperature=self._rollout.temperature,
+                )
+                for index in range(group_size)
+            )
+        return Group(
+            prompt=prompt,
+            trajectories=[attempt.trajectory for attempt in attempts],
+            gen_seconds=sum(attempt.gen_seconds for attempt in attempts) / group_size,
+            env_seconds=sum(attempt.env_seconds for attempt in attempts) / group_size,
+        )
+
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
+        """Play each instance `samples` times, in order, at most `env.eval_concurrency` at once.
+
+        Seeds depend on instance and sample alone, so two evaluations of one policy are equal.
+        """
+        room = asyncio.Semaphore(self._rollout.max_running)
+
+        async def one(instance_id: str, sample: int) -> Trajectory:
+            async with room:
+                trajectory = Trajectory(
+                    trajectory_id=f"eval/{instance_id}/{sample}",
+                    group_id=f"eval/{instance_id}",
+                    instance_id=instance_id,
+                )
+                seed = stream_seed("eval", instance_id, sample)
+                return (await self._play(trajectory, seed, temperature)).trajectory
+
+        return await _together(one(name, sample) for name in instance_ids for sample in range(samples))
+
+    async def close(self) -> None:
+        """End running trajectories as masked, wait for them, and free the threads."""
+        self._closing = True
+        self._engine.abort()
+        await asyncio.gather(*self._playing)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def _play(self, blank: Trajectory, seed: int, temperature: float) -> _Attempt:
+        """One trajectory with its retries."""
+        for retry in range(self._env.retries + 1):
+            attempt = _Attempt(
+                trajectory=Trajectory(
+                    trajectory_id=blank.trajectory_id,
+                    group_id=blank.group_id,
+                    instance_id=blank.instance_id,
+                ),
+                session_id=f"{blank.trajectory_id}#{retry}",
+                seed=seed,
+                temperature=temperature,
+            )
+            playing = asyncio.get_running_loop().create_future()
+            self._playing.add(playing)
+            try:
+                await self._play_once(attempt)
+                error = None
+                break
+            except InfrastructureError as failure:
+                reason, error = ExitReason.INFRASTRUCTURE, str(failure)
+            except _Closed:
+                reason, error = ExitReason.CLOSED, "the collector was closed"
+                break
+            finally:
+                self._engine.end_session(attempt.session_id)
+                self._playing.discard(playing)
+                playing.set_result(None)
+        if error is not None:
+            attempt.trajectory.status = TrajectoryStatus.MASKED
+            attempt.trajectory.reward = None
+            attempt.trajectory.info |= {"exit_reason": reason.value, "error": error}
+        attempt.trajectory.info |= {
+            "submitted": attempt.trajectory.info.get("submitted", False),
+            "retries": retry,
+            "sandbox_seconds": attempt.sandbox_seconds,
+            "turns": attempt.turns,
+        }
+        return attempt
+
+    async def _play_once(self, attempt: _Attempt) -> None:
+        """Play to the end. Raises InfrastructureError, _Closed."""
+        if self._closing:
+            raise _Closed
+        episode = await self._blocking(attempt, self._suite.episode, attempt.trajectory.instance_id)
+        try:
+            result, reason = await self._take_turns(attempt, episode)
+        finally:
+            await asyncio.shield(self._blocking(attempt, episode.close))
+        trajectory = attempt.trajectory
+        trajectory.reward = result.reward
+        trajectory.truncated = reason is not ExitReason.DONE
+        trajectory.info |= result.info | {"exit_reason": reason.value}
+
+    async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
+        """Generate and step until the episode is done, or turns or context are used up."""
+        trajectory, chat = attempt.trajectory, self._chat
+        context = chat.initial(await self._blocking(attempt, episode.messages))
+        trajectory.prompt_length = len(context)
+        for turn in range(self._suite.max_turns):
+            if len(trajectory.token_ids) + len(context) >= self._rollout.max_context:
+                return await self._blocking(attempt, episode.finish), ExitReason.CONTEXT
+            trajectory.append_context(context)
+            generated = await self._generate(attempt, turn)
+            trajectory.append_sampled(generated)
+            action = chat.decode(generated.output_ids)
+            step = await self._blocking(attempt, episode.step, action)
+            _record_turn(attempt, action, step)
+            if step.done:
+                return step, ExitReason.DONE
+            context = chat.continuation(chat.observation(step.observation), generated.output_ids)
+        return await self._blocking(attempt, episode.finish), ExitReason.MAX_TURNS
+
+    async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
+        """One whole turn; what an abort interrupts is continued, with a seed of its own for each part."""
+        prompt = attempt.trajectory.token_ids
+        budget = min(self._rollout.max_new_tokens, self._rollout.max_context - len(prompt))
+        whole: GenerateResult | None = None
+        fruitless = 0
+        started = time.monotonic()
+        while whole is None or whole.finish_reason is FinishReason.ABORT:
+            if self._closing:
+                raise _Closed
+            done = [] if whole is None else whole.output_ids
+            part = await self._request(attempt, turn, prompt + done, budget - len(done))
+            fruitless = 0 if part.output_ids else fruitless + 1
+            if fruitless == _FRUITLESS_ABORTS:
+                raise InfrastructureError(f"the engine aborted a turn {fruitless} times without a token")
+            whole = part if whole is None else _joined(whole, part)
+            if whole.finish_reason is FinishReason.ABORT and len(whole.output_ids) >= budget:
+                whole.finish_reason = FinishReason.LENGTH
+        attempt.gen_seconds += time.monotonic() - started
+        return whole
+
+    async def _request(self, attempt: _Attempt, turn: int, prompt: list[int], budget: int) -> GenerateResult:
+        start = len(prompt)
+        request = GenerateRequest(
+            request_id=f"{attempt.session_id}/{turn}/{start}",
+            prompt_ids=list(prompt),
+            sampling=SamplingParams(
+                temperature=attempt.temperature,
+                max_new_tokens=budget,
+                stop_token_ids=self._chat.stop_token_ids,
+                seed=stream_seed(attempt.seed, turn, start),
+            ),
+            session_id=attempt.session_id,
+        )
+        try:
+            return await self._engine.generate(request)
+        except asyncio.CancelledError:
+            self._engine.abort([request.request_id])
+            raise
+
+    async def _blocking(self, attempt: _Attempt, function: Callable[..., T], *args: Any) -> T:
+        """Call the environment in one of our threads."""
+
+        def timed() -> T:
+            started = time.monotonic()
+            try:
+                return function(*args)
+            finally:
+                attempt.sandbox_seconds += time.monotonic() - started
+
+        started = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
+        finally:
+            attempt.env_seconds += time.monotonic() - started
+
+
+def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
+    """Two parts of one turn as one."""
+    first.spec.add(second.spec)
+    return GenerateResult(
+        request_id=first.request_id,
+        output_ids=first.output_ids + second.output_ids,
+        logprobs=first.logprobs + second.logprobs,
+        entropies=first.entropies + second.entropies,
+        versions=first.versions + second.versions,
+        finish_reason=second.finish_reason,
+        spec=first.spec,
+    )
+
+
+def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
+    """Keep what people read; `turns` is bounded by the turn limit, each text by a length."""
+    attempt.turns.append({"action": action[:_SHOWN_CHARS], "observation": step.observation[:_SHOWN_CHARS]})
+    attempt.trajectory.info |= step.info
+
+
+async def _together(coroutines: Any) -> list[Any]:
+    """Run all at once; the first failure cancels the others and is raised as itself."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,118 @@
+"""The last stage: the MTP layer learns to draft for the frozen backbone.
+
+Owns its loss and its teacher-forced acceptance. The loss is the soft cross entropy of the draft against
+the backbone's distribution (same gradient as KL(p || q)), over depths 1..gamma, at anchors whose tokens
+up to the predicted one were all written by the model: those are the ones an engine drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen2ForCausalLM
+
+from rlpipe.mtp.layer import MtpLayer, unroll
+
+
+def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:
+    """An MTP layer that starts as the backbone's last layer, fed with hidden state plus embedding."""
+    layer = MtpLayer(backbone.config)
+    last = backbone.model.layers[-1].state_dict()
+    layer.load_state_dict(last, strict=False)
+    size = backbone.config.hidden_size
+    with torch.no_grad():
+        layer.input_proj.weight.copy_(torch.cat([torch.eye(size), torch.eye(size)], dim=1) * 0.5)
+    return layer
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Teacher-forced drafts of a batch; one item a depth.
+
+    target_logprobs, draft_logprobs: [N_k, V] at the drafted anchors of depth k, T = 1.
+    overlap: [B, T - gamma] sum_v min(p, q), aligned by anchor; anchors: [B, T - gamma] which are drafted.
+    """
+
+    target_logprobs: list[Tensor] = field(default_factory=list)
+    draft_logprobs: list[Tensor] = field(default_factory=list)
+    overlap: list[Tensor] = field(default_factory=list)
+    anchors: list[Tensor] = field(default_factory=list)
+
+
+def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Tensor, gamma: int) -> Drafts:
+    """Drafts at every anchor of a batch. ids, written: [B, T]; written marks the model's own tokens."""
+    with torch.no_grad():
+        hidden = backbone.model(input_ids=ids, use_cache=False).last_hidden_state.float()
+    head, drafts = backbone.lm_head.weight.detach(), Drafts()
+    states = unroll(layer, backbone.model.embed_tokens, hidden, ids, gamma)
+    anchors = written[:, 1:]
+    for depth, state in enumerate(states, start=1):
+        # anchor t of depth k predicts token t + k + 1, which must exist and be written
+        anchors = anchors[:, :-1] & written[:, depth + 1 :]
+        predicting = state[:, : anchors.shape[1]][anchors].float()
+        target = hidden[:, depth : depth + anchors.shape[1]][anchors]
+        q = F.linear(predicting, head).log_softmax(-1)
+        p = F.linear(target, head).log_softmax(-1)
+        overlap = torch.zeros(anchors.shape)
+        overlap[anchors] = torch.minimum(p.detach().exp(), q.detach().exp()).sum(-1)
+        drafts.target_logprobs.append(p)
+        drafts.draft_logprobs.append(q)
+        drafts.overlap.append(overlap)
+        drafts.anchors.append(anchors)
+    return drafts
+
+
+def mtp_loss(
+    backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Tensor, gamma: int
+) -> tuple[Tensor, dict[str, float]]:
+    """Mean over depths of KL(p || q) in nats per drafted position, and the mean overlap of each depth."""
+    drafts = draft(backbone, layer, ids, written, gamma)
+    losses, figures = [], {}
+    for depth, (p, q) in enumerate(zip(drafts.target_logprobs, drafts.draft_logprobs, strict=True), start=1):
+        losses.append(F.kl_div(q, p, log_target=True, reduction="batchmean"))
+        overlap, anchors = drafts.overlap[depth - 1], drafts.anchors[depth - 1]
+        figures[f"overlap/depth_{depth}"] = overlap[anchors].mean().item()
+    return torch.stack(losses).mean(), figures
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Sums over batches of teacher-forced acceptance under rejection sampling at T = 1."""
+
+    overlap: list[float]
+    drafted: list[int]
+    chain: list[float]
+    chains: int = 0
+
+    @property
+    def rates(self) -> list[float]:
+        """Mean of sum_v min(p, q) at each depth."""
+        return [total / count for total, count in zip(self.overlap, self.drafted, strict=True)]
+
+    @property
+    def length(self) -> float:
+        """Expected acceptance length 1 + sum_k E[alpha_1 ... alpha_k], anchors weighted evenly."""
+        return 1 + sum(self.chain) / self.chains
+
+
+@torch.no_grad()
+def measure_acceptance(
+    backbone: Qwen2ForCausalLM, layer: MtpLayer, batches: list[tuple[Tensor, Tensor]], gamma: int
+) -> Acceptance:
+    """Acceptance on texts, (ids, written) each; a chain that reaches the end of a turn counts as it is."""
+    result = Acceptance([0.0] * gamma, [0] * gamma, [0.0] * gamma)
+    for ids, written in batches:
+        drafts = draft(backbone, layer, ids, written, gamma)
+        width = drafts.overlap[-1].shape[1]
+        product = torch.ones(ids.shape[0], width)
+        for k in range(gamma):
+            overlap, anchors = drafts.overlap[k], drafts.anchors[k]
+            result.overlap[k] += overlap[anchors].sum().item()
+            result.drafted[k] += int(anchors.sum())
+            product = product * overlap[:, :width]
+            result.chain[k] += product.sum().item()
+        result.chains += int(drafts.anchors[0][:, :width].sum())
+    return result

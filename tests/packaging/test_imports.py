@@ -1,0 +1,61 @@
+"""Layers and doors hold: by import-linter over the source, and by sys.modules of a real process."""
+
+import json
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlpipe.metrics
+from tests.helpers.cli import ROOT, environment
+
+pytestmark = pytest.mark.packaging
+LINT = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+HEAVY = {"torch", "ray", "verl", "megatron", "transformers", "wandb"}
+
+
+def lint(folder):
+    return subprocess.run(LINT, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_the_layers_and_doors_of_the_package_hold():
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "statement"),
+    [
+        ("rlpipe/types.py", "import rlpipe.config.run"),
+        ("rlpipe/envs/base.py", "import rlpipe.rollout.engine"),
+        ("rlpipe/controller.py", "import ray"),
+        ("rlpipe/algo/advantage.py", "import verl"),
+        ("rlpipe/rollout/engine.py", "import megatron.core"),
+        ("rlpipe/config/run.py", "import omegaconf"),
+        ("rlpipe/metrics/bus.py", "import wandb"),
+        ("rlpipe/metrics/values.py", "import torch"),
+    ],
+)
+def test_a_planted_import_breaks_a_contract(tmp_path, module, statement):
+    shutil.copytree(ROOT / "rlpipe", tmp_path / "rlpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / module).open("a") as file:
+        file.write(f"\n{statement}\n")
+    result = lint(tmp_path)
+    assert result.returncode == 1
+    assert module.removesuffix(".py").replace("/", ".") in result.stdout
+
+
+def test_types_config_metrics_and_report_load_no_heavy_library():
+    metrics = [f"rlpipe.metrics.{m.name}" for m in pkgutil.iter_modules(rlpipe.metrics.__path__)]
+    modules = ["rlpipe.types", "rlpipe.hf_layout", "rlpipe.config.run", "rlpipe.report", *metrics]
+    code = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
+    assert not loaded & HEAVY

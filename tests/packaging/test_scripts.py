@@ -1,0 +1,131 @@
+"""The set-up scripts: what they call, that a second run installs nothing, what they say is missing.
+
+A stand-in for the virtual environment's Python records its arguments, so nothing is installed here;
+`bash .ci/run` and the quickstart itself exercise the real thing.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.cli import ROOT
+
+pytestmark = pytest.mark.packaging
+TOOLS = ("sh", "cat", "cksum", "date", "dirname", "env", "grep", "id", "mktemp", "rm", "tail")
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A PATH with the shell tools the scripts use and a bwrap, but no Python and no package manager."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in [*TOOLS, "bwrap"]:
+        (folder / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is missing on this machine"))
+    return folder
+
+
+@pytest.fixture
+def venv(tmp_path):
+    """A virtual environment whose Python only writes down what it was asked to do."""
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    return folder
+
+
+def script(name, *arguments, cwd, **environment):
+    return subprocess.run(
+        [str(ROOT / "scripts" / name), *arguments],
+        cwd=cwd,
+        env={"HOME": str(cwd), "TMPDIR": str(cwd), **{k: str(v) for k, v in environment.items()}},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def calls(tmp_path):
+    lines = (tmp_path / "calls").read_text().splitlines()
+    (tmp_path / "calls").unlink()
+    return lines
+
+
+def test_quickstart_installs_checks_and_runs_the_main_job(tmp_path, tools, venv):
+    done = script("quickstart", "run.steps=3", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv)
+    assert done.returncode == 0, done.stderr
+    torch, everything, doctor, job = calls(tmp_path)
+    assert torch.startswith("-m pip install") and "torch==" in torch
+    assert everything.endswith(f"-e {ROOT} -c {ROOT}/constraints.txt")
+    assert doctor == f"{ROOT}/scripts/doctor"
+    assert job.startswith(f"-m rlpipe.run +recipe=swe_rl run.steps=3 run.dir={ROOT}/runs/swe_rl/")
+    assert f"{ROOT}/runs/swe_rl/" in done.stdout and "report.html" in done.stdout
+
+
+def test_a_second_quickstart_installs_nothing(tmp_path, tools, venv):
+    assert script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
+    calls(tmp_path)
+    assert script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
+    assert not [call for call in calls(tmp_path) if "pip install" in call]
+
+
+def test_quickstart_runs_the_recipe_and_the_folder_it_is_given(tmp_path, tools, venv):
+    given = ["+recipe=reasoning_rl", "run.dir=here"]
+    assert script("quickstart", *given, cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
+    assert calls(tmp_path)[-1] == "-m rlpipe.run +recipe=reasoning_rl run.dir=here"
+
+
+def test_quickstart_stops_where_an_installation_fails(tmp_path, tools, venv):
+    (venv / "bin" / "python").write_text("#!/bin/sh\necho no such package\nexit 1\n")
+    done = script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv)
+    assert done.returncode == 1
+    assert "no such package" in done.stderr
+    assert "starting" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+def test_without_python_the_scripts_say_which_one_they_need(tmp_path, tools, name):
+    environment = {"RLPIPE_VENV": tmp_path / "new"} if name == "quickstart" else {}
+    done = script(name, cwd=tmp_path, PATH=tools, **environment)
+    assert done.returncode == 1
+    assert "3.11 or 3.12" in done.stderr and "RLPIPE_PYTHON" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["quickstart", "test"])
+def test_without_bubblewrap_and_a_way_to_install_it_the_scripts_name_the_package(tmp_path, tools, name):
+    (tools / "bwrap").unlink()
+    done = script(name, cwd=tmp_path, PATH=tools)
+    assert done.returncode == 1
+    assert "bubblewrap" in done.stderr
+
+
+def doctor(*options, path):
+    done = subprocess.run(
+        [sys.executable, *options, str(ROOT / "scripts" / "doctor"), "--json"],
+        env={"PATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_doctor_is_content_with_the_environment_of_the_tests(tmp_path):
+    status, findings = doctor(path="/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    missing = [finding for finding in findings.values() if finding["level"] == "missing"]
+    assert status == 0 and not missing, missing
+    assert findings["verl"]["level"] == "ok"
+    assert findings["sandbox start"]["level"] == "ok"
+
+
+def test_doctor_names_the_remedy_for_what_is_missing(tmp_path):
+    status, findings = doctor("-S", path=tmp_path)  # -S: no site-packages
+    assert status == 1
+    assert findings["packages"]["level"] == "missing"
+    assert "scripts/quickstart" in findings["packages"]["remedy"]
+    assert findings["bwrap"]["level"] == "missing"
+    assert findings["bwrap"]["remedy"] == "apt-get install bubblewrap"

@@ -1,0 +1,100 @@
+"""An installed wheel is complete: it runs away from any checkout, with its own configs, data and model."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.helpers.cli import ROOT
+
+pytestmark = pytest.mark.packaging
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "rlpipe", "configs", "data", "models")
+
+
+def pip(*arguments, cwd):
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--no-input"]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy so that the checkout stays clean."""
+    top = tmp_path_factory.mktemp("wheel")
+    source = top / "source"
+    source.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(top), ".", cwd=source)
+    (built,) = top.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel's content, as an installation has it."""
+    target = tmp_path_factory.mktemp("installed")
+    pip("install", "--target", str(target), str(wheel), cwd=target)
+    return target
+
+
+def rlpipe(installed, cwd, *arguments):
+    """`python -m rlpipe.run` from the installed wheel; the checkout is not on the path."""
+    return subprocess.run(
+        [sys.executable, "-m", "rlpipe.run", *arguments],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "HOME": str(cwd), "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_wheel_has_every_module_and_every_shipped_file(wheel):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "rlpipe").rglob("*.py")}
+    for folder in ("configs", "data", "models"):
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+        expected |= {f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files}
+    assert expected <= inside, sorted(expected - inside)
+    extra = {name for name in inside - expected if ".dist-info/" not in name}
+    assert not extra, sorted(extra)
+
+
+def test_the_installed_package_is_the_one_that_runs(installed, tmp_path):
+    code = "from rlpipe.config.paths import shipped; print(shipped('models/tiny/config.json'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(installed / "rlpipe/_data/models/tiny/config.json"), done.stderr
+
+
+def test_help_works_from_an_unrelated_folder(installed, tmp_path):
+    done = rlpipe(installed, tmp_path, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "+recipe=swe_rl" in done.stdout
+
+
+def test_the_shipped_recipe_composes(installed, tmp_path):
+    done = rlpipe(installed, tmp_path, "--cfg", "job", "+recipe=swe_rl")
+    assert done.returncode == 0, done.stderr
+    assert "recipe: swe_rl" in done.stdout
+
+
+def test_without_a_recipe_the_shipped_ones_are_listed(installed, tmp_path):
+    done = rlpipe(installed, tmp_path)
+    assert done.returncode == 2
+    shipped = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
+    assert all(f"+recipe={name}" in done.stdout for name in shipped), done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []

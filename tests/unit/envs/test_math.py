@@ -1,0 +1,71 @@
+"""Reasoning tasks: the right answer scores, training never shows a held-out question."""
+
+import pytest
+
+from rlpipe.config.env import EnvConfig, EnvName, ReasoningConfig
+from rlpipe.envs import check_environment, make_suite
+
+pytestmark = pytest.mark.unit
+
+
+def config(**settings):
+    reasoning = {"tasks": ["chain_sum", "gcd"], "train_size": 50, "held_out_size": 20} | settings
+    return EnvConfig(name=EnvName.REASONING, reasoning=ReasoningConfig(**reasoning))
+
+
+def question(suite, instance_id):
+    return suite.episode(instance_id).messages()[-1]["content"]
+
+
+def play(suite, instance_id, text):
+    return suite.episode(instance_id).step(text)
+
+
+def test_the_oracles_answer_scores_one_and_others_do_not():
+    suite = make_suite(config())
+    import reasoning_gym
+
+    for instance_id in suite.instance_ids("held_out")[:10]:
+        task, index = instance_id.split(":")
+        answer = reasoning_gym.create_dataset(task, size=1, seed=int(index))[0]["answer"]
+        step = play(suite, instance_id, f"thinking <answer>wrong</answer> no: <answer> {answer} </answer>")
+        assert step.done and step.reward == 1.0 and step.info["submitted"] and step.info["family"] == task
+        assert play(suite, instance_id, "<answer>no idea</answer>").reward < 0.5
+        unmarked = play(suite, instance_id, f"it is {answer}")
+        assert unmarked.reward == 0.0 and not unmarked.info["submitted"]
+        assert suite.episode(instance_id).finish().reward == 0.0
+
+
+def test_messages_ask_for_answer_tags_and_show_the_question():
+    system, user = make_suite(config()).episode("gcd:3").messages()
+    assert system["role"] == "system" and "<answer>" in system["content"]
+    assert user["role"] == "user" and "Greatest Common Divisor" in user["content"]
+
+
+def test_ids_name_the_same_question_in_every_process_and_held_out_sets_do_not_depend_on_the_seed():
+    one, again, other = make_suite(config(), 1), make_suite(config(), 1), make_suite(config(), 2)
+    assert one.instance_ids("train") == again.instance_ids("train")
+    assert one.instance_ids("held_out") == other.instance_ids("held_out")
+    assert not set(one.instance_ids("train")) & set(other.instance_ids("train"))
+    name = one.instance_ids("train")[0]
+    assert question(one, name) == question(again, name)
+    assert list(one.splits()) == ["held_out"] and one.max_turns == 1
+
+
+def test_no_training_question_is_held_out():
+    small = config(tasks=["gcd"], train_size=4000, held_out_size=300)
+    suite = make_suite(small)
+    held = {question(suite, name) for name in suite.instance_ids("held_out")}
+    train = suite.instance_ids("train")
+    assert len(train) < 4000, "this test needs a task whose questions repeat"
+    assert not held & {question(suite, name) for name in train}
+
+
+def test_an_unknown_task_is_refused_with_similar_names():
+    with pytest.raises(ValueError, match=r"no data set 'chain_summ'.*chain_sum"):
+        check_environment(config(tasks=["chain_summ"]))
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="no split 'test'; there are train, held_out"):
+        make_suite(config()).instance_ids("test")

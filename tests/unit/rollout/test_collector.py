@@ -1,0 +1,319 @@
+"""The collector against a scripted engine and a scripted environment."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.rollout.collector import Collector, stream_seed
+from rlpipe.types import FinishReason, GenerateResult, Prompt, SpecCounts, TrajectoryStatus
+
+pytestmark = pytest.mark.unit
+STOP = 0
+
+
+class LetterChat:
+    """One letter, one token; a prompt is [1], an observation is [2, letters, 3]."""
+
+    stop_token_ids = (STOP,)
+
+    def initial(self, messages):
+        return [1, *map(ord, messages[-1]["content"])]
+
+    def observation(self, text):
+        return [{"role": "tool", "content": text}]
+
+    def continuation(self, messages, turn_ids):
+        closing = [] if turn_ids and turn_ids[-1] == STOP else [STOP]
+        return [*closing, 2, *map(ord, messages[0]["content"]), 3]
+
+    def decode(self, ids):
+        return "".join(chr(i) for i in ids if i != STOP)
+
+
+class ScriptedEngine:
+    """Says the text of `script[turn]`; a turn's tokens, logprobs and versions are known in advance."""
+
+    def __init__(self, script, abort_after=None):
+        self.script, self.abort_after = script, abort_after
+        self.requests, self.ended, self.running, self.most_running = [], [], 0, 0
+        self.hold = None  # an event that generate waits for
+        self.aborts = 0
+
+    async def generate(self, request):
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if self.hold:
+                await self.hold.wait()
+            else:
+                await asyncio.sleep(0.001)
+        finally:
+            self.running -= 1
+        turn = request.prompt_ids.count(2)
+        before = 3 if turn else ord("p")  # the token after which this turn starts
+        said = request.prompt_ids[::-1].index(before)
+        rest = [*map(ord, self.script[turn]), STOP][said:]
+        finish = FinishReason.STOP
+        if self.abort_after and len(rest) > self.abort_after:
+            rest, finish = rest[: self.abort_after], FinishReason.ABORT
+        if self.hold and self.aborts:
+            rest, finish = [], FinishReason.ABORT
+        if len(rest) > request.sampling.max_new_tokens:
+            rest, finish = rest[: request.sampling.max_new_tokens], FinishReason.LENGTH
+        return GenerateResult(
+            request_id=request.request_id,
+            output_ids=rest,
+            logprobs=[-0.5] * len(rest),
+            entropies=[0.25] * len(rest),
+            versions=[len(self.requests)] * len(rest),
+            finish_reason=finish,
+            spec=SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1),
+        )
+
+    def abort(self, request_ids=None):
+        self.aborts += 1
+        if self.hold:
+            self.hold.set()
+
+    def end_session(self, session_id):
+        self.ended.append(session_id)
+
+
+@dataclass
+class EchoSuite:
+    """Answers an action with itself in capitals; `submit` ends with reward 1."""
+
+    max_turns: int = 4
+    fail_first: int = 0
+    fail_at: str = "ls"
+    episodes: list = field(default_factory=list)
+    threads: set = field(default_factory=set)
+
+    def episode(self, instance_id):
+        episode = EchoEpisode(self, instance_id)
+        self.episodes.append(episode)
+        return episode
+
+
+class EchoEpisode:
+    def __init__(self, suite, instance_id):
+        self.suite, self.instance_id, self.actions, self.closed = suite, instance_id, [], 0
+        self.fails = len(suite.episodes) < suite.fail_first
+
+    def messages(self):
+        return [{"role": "user", "content": "p"}]
+
+    def step(self, action):
+        self.suite.threads.add(threading.current_thread().name)
+        self.actions.append(action)
+        if action == self.suite.fail_at and self.fails:
+            raise InfrastructureError("disk full")
+        if action == "submit":
+            return StepResult(done=True, reward=1.0, info={"submitted": True})
+        return StepResult(observation=action.upper())
+
+    def finish(self):
+        return StepResult(done=True, reward=0.0, info={"submitted": False})
+
+    def close(self):
+        self.closed += 1
+
+
+def collector(engine, suite, *, retries=2, threads=2, **rollout):
+    settings = RolloutConfig(**({"max_context": 200, "max_new_tokens": 20, "temperature": 0.7} | rollout))
+    env = EnvConfig(retries=retries, threads=threads)
+    return Collector(engine=engine, suite=suite, chat=LetterChat(), rollout=settings, env=env)
+
+
+def collect(engine, suite, group_size=1, seed=5, **settings):
+    async def play():
+        one = collector(engine, suite, **settings)
+        try:
+            return await one.collect(Prompt(instance_id="i", group_id="g", seed=seed), group_size)
+        finally:
+            await one.close()
+
+    return asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def text(trajectory, mask):
+    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    return [token for token, sampled in pairs if sampled == mask]
+
+
+def test_a_trajectory_holds_prompt_turns_and_observations_in_order_with_what_was_recorded():
+    engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite()
+    [trajectory] = collect(engine, suite).trajectories
+    p, ls, up, end = ord("p"), list(map(ord, "ls")), list(map(ord, "LS")), list(map(ord, "submit"))
+    assert trajectory.token_ids == [1, p, *ls, STOP, 2, *up, 3, *end, STOP]
+    assert trajectory.loss_mask == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert trajectory.versions == [-1, -1, 1, 1, 1, -1, -1, -1, -1, *[2] * 7]
+    assert trajectory.rollout_logprobs == [-0.5 * m for m in trajectory.loss_mask]
+    assert trajectory.entropies == [0.25 * m for m in trajectory.loss_mask]
+    assert (trajectory.reward, trajectory.num_turns, trajectory.prompt_length) == (1.0, 2, 2)
+    assert not trajectory.truncated and trajectory.status is TrajectoryStatus.COMPLETE
+    assert trajectory.spec.verify_steps == 2
+    assert trajectory.info["submitted"] and trajectory.info["exit_reason"] == "done"
+    assert trajectory.info["turns"] == [
+        {"action": "ls", "observation": "LS"},
+        {"action": "submit", "observation": ""},
+    ]
+    assert suite.episodes[0].closed == 1 and engine.ended == [engine.requests[0].session_id]
+
+
+def test_siblings_run_at_once_with_streams_of_their_own_that_a_second_run_repeats():
+    first, second, other = (ScriptedEngine(["ls", "submit"]) for _ in range(3))
+    group = collect(first, EchoSuite(), group_size=4)
+    collect(second, EchoSuite(), group_size=4)
+    collect(other, EchoSuite(), group_size=4, seed=6)
+    seeds = [r.sampling.seed for r in first.requests]
+    assert first.most_running == 4
+    assert len(set(seeds)) == 8
+    assert sorted(seeds) == sorted(r.sampling.seed for r in second.requests)
+    assert not set(seeds) & {r.sampling.seed for r in other.requests}
+    assert len({t.trajectory_id for t in group.trajectories}) == 4
+    assert len({r.session_id for r in first.requests}) == 4
+    assert {r.sampling.temperature for r in first.requests} == {0.7}
+
+
+def test_turn_limit_finishes_the_episode_and_marks_the_trajectory_truncated():
+    engine, suite = ScriptedEngine(["ls"] * 9), EchoSuite(max_turns=3)
+    [trajectory] = collect(engine, suite).trajectories
+    assert (trajectory.num_turns, trajectory.reward, trajectory.truncated) == (3, 0.0, True)
+    assert trajectory.info["exit_reason"] == "max_turns" and not trajectory.info["submitted"]
+    assert trajectory.loss_mask[-1] == 1, "no observation follows the last turn"
+
+
+def test_context_limit_is_never_exceeded_and_ends_the_trajectory():
+    engine, suite = ScriptedEngine(["longword"] * 9), EchoSuite(max_turns=9)
+    [trajectory] = collect(engine, suite, max_context=30).trajectories
+    assert trajectory.truncated and trajectory.info["exit_reason"] == "context"
+    assert len(trajectory.token_ids) <= 30
+    assert all(len(r.prompt_ids) + r.sampling.max_new_tokens <= 30 for r in engine.requests)
+
+
+def test_a_turn_cut_by_length_is_played_and_closed_before_the_observation():
+    engine, suite = ScriptedEngine(["abcdef", "ls"]), EchoSuite(max_turns=2)
+    [trajectory] = collect(engine, suite, max_new_tokens=3).trajectories
+    assert suite.episodes[0].actions[0] == "abc"
+    assert trajectory.token_ids[2:7] == [*map(ord, "abc"), STOP, 2]
+    assert trajectory.loss_mask[2:7] == [1, 1, 1, 0, 0]
+
+
+def test_an_aborted_turn_is_continued_from_what_exists_within_its_budget():
+    whole = collect(ScriptedEngine(["abcdefgh", "submit"]), EchoSuite()).trajectories[0]
+    engine = ScriptedEngine(["abcdefgh", "submit"], abort_after=3)
+    [trajectory] = collect(engine, EchoSuite()).trajectories
+    assert trajectory.token_ids == whole.token_ids and trajectory.loss_mask == whole.loss_mask
+    assert trajectory.num_turns == 2
+    assert trajectory.versions[2:11] == [1, 1, 1, 2, 2, 2, 3, 3, 3], "each part keeps its own version"
+    assert [r.sampling.max_new_tokens for r in engine.requests[:3]] == [20, 17, 14]
+    assert len({r.sampling.seed for r in engine.requests}) == len(engine.requests)
+    assert trajectory.spec.verify_steps == len(engine.requests)
+
+
+def test_an_infrastructure_failure_replays_the_whole_trajectory_with_the_same_seeds():
+    engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite(fail_first=1)
+    [trajectory] = collect(engine, suite).trajectories
+    assert trajectory.reward == 1.0 and trajectory.info["retries"] == 1
+    assert trajectory.num_turns == 2, "nothing of the failed attempt is kept"
+    assert engine.requests[0].sampling.seed == engine.requests[1].sampling.seed
+    assert engine.requests[0].session_id != engine.requests[1].session_id
+    assert [episode.closed for episode in suite.episodes] == [1, 1]
+
+
+def test_when_retries_are_used_up_the_trajectory_is_masked_and_says_why():
+    engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite(fail_first=9)
+    [trajectory] = collect(engine, suite, retries=2).trajectories
+    assert trajectory.status is TrajectoryStatus.MASKED and trajectory.reward is None
+    assert trajectory.info["error"] == "disk full" and trajectory.info["retries"] == 2
+    assert trajectory.info["exit_reason"] == "infrastructure"
+    assert len(suite.episodes) == 3 and len(engine.ended) == 3
+
+
+def test_one_masked_sibling_leaves_the_others_alone():
+    suite = EchoSuite(fail_first=1)
+    group = collect(ScriptedEngine(["ls", "submit"]), suite, group_size=3, retries=0)
+    assert sorted(str(t.status) for t in group.trajectories) == ["complete", "complete", "masked"]
+
+
+def test_a_programming_error_is_raised_not_masked():
+    class Broken(EchoSuite):
+        def episode(self, instance_id):
+            raise KeyError(instance_id)
+
+    with pytest.raises(KeyError):
+        collect(ScriptedEngine(["ls"]), Broken(), group_size=2)
+
+
+def test_environments_run_in_the_configured_number_of_threads():
+    suite = EchoSuite()
+    collect(ScriptedEngine(["ls", "submit"]), suite, group_size=6, threads=1)
+    assert len(suite.threads) == 1 and threading.current_thread().name not in suite.threads
+
+
+def test_group_seconds_are_means_over_its_trajectories():
+    group = collect(ScriptedEngine(["ls", "submit"]), EchoSuite(), group_size=4)
+    assert 0.002 <= group.gen_seconds < 1 and 0 < group.env_seconds < 1
+
+
+def test_evaluation_bounds_what_runs_at_once_keeps_order_and_repeats():
+    def evaluate():
+        engine = ScriptedEngine(["ls", "submit"])
+
+        async def play():
+            one = collector(engine, EchoSuite(), max_running=3)
+            return await one.evaluate([f"i{n}" for n in range(5)], 2, 0.0)
+
+        return engine, asyncio.run(play())
+
+    engine, played = evaluate()
+    assert [t.instance_id for t in played] == [f"i{n}" for n in range(5) for _ in range(2)]
+    assert engine.most_running == 3 and {r.sampling.temperature for r in engine.requests} == {0.0}
+    seeds = sorted(r.sampling.seed for r in engine.requests)
+    assert len(set(seeds)) == 20 and seeds == sorted(r.sampling.seed for r in evaluate()[0].requests)
+
+
+def test_closing_ends_running_trajectories_as_masked():
+    async def play():
+        engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite()
+        engine.hold = asyncio.Event()
+        one = collector(engine, suite)
+        running = asyncio.create_task(one.collect(Prompt(instance_id="i", group_id="g"), 2))
+        while engine.running < 2:
+            await asyncio.sleep(0.001)
+        await one.close()
+        return await running, suite
+
+    group, suite = asyncio.run(asyncio.wait_for(play(), 10))
+    assert [t.status for t in group.trajectories] == [TrajectoryStatus.MASKED] * 2
+    assert {t.info["exit_reason"] for t in group.trajectories} == {"closed"}
+    assert all(episode.closed for episode in suite.episodes)
+
+
+def test_cancelling_aborts_the_running_requests():
+    async def play():
+        engine = ScriptedEngine(["ls"])
+        engine.hold = asyncio.Event()
+        one = collector(engine, EchoSuite())
+        running = asyncio.create_task(one.collect(Prompt(instance_id="i", group_id="g"), 2))
+        while engine.running < 2:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return engine
+
+    engine = asyncio.run(asyncio.wait_for(play(), 10))
+    assert engine.aborts == 2 and engine.running == 0 and len(engine.ended) == 2
+
+
+def test_stream_seeds_are_stable_across_processes_and_versions():
+    assert stream_seed(5, 0) == 5716519417124086793
+    assert 0 <= stream_seed("eval", "x", 1) < 2**63
