@@ -72,8 +72,8 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
         finished = "done" if controller.version >= config.run.steps else "stopped"
     except KeyboardInterrupt:
         finished = "interrupted"
-    except BaseExceptionGroup as group:
-        raise _first(group) from group
+    except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
+        raise RuntimeError(f"the run failed: {_first(group)!r}") from _first(group)
     finally:
         bus.event("end", outcome=finished)
         _stop_cluster(config, cluster)

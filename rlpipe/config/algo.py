@@ -7,10 +7,11 @@ are strings; the trainer refuses an unknown one at launch and lists what is regi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class LossAgg(StrEnum):
+class LossAgg(Choice):
     """How token losses become one number; all are normalised over the global batch."""
 
     TOKEN_MEAN = "token-mean"
@@ -20,7 +21,7 @@ class LossAgg(StrEnum):
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
 
 
-class KlKind(StrEnum):
+class KlKind(Choice):
     """Estimator of KL(policy || reference) per token; `_PLUS` has the unbiased gradient of k2."""
 
     K1 = "k1"
@@ -30,7 +31,7 @@ class KlKind(StrEnum):
     ABS = "abs"
 
 
-class Correction(StrEnum):
+class Correction(Choice):
     """Importance weight pi_trainer / pi_rollout of each token, truncated from above (TIS)."""
 
     NONE = "none"  # metrics only

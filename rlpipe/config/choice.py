@@ -1,40 +1,33 @@
-"""A setting with a fixed set of values, written the way people write it: `cluster.mode=ray`.
+"""Enums whose values are what a user types: `spec.mode=rejection`, not `spec.mode=REJECTION`.
 
-OmegaConf reads and prints enum members by their Python name (`RAY`). A Choice goes by its value in every
-place that OmegaConf looks: reading, printing and the list of what is possible in its errors.
+OmegaConf reads and prints enums by member name; a `Choice` is read and printed by its value. Member
+names stay constants for code (`SpecMode.REJECTION`).
 """
 
 from __future__ import annotations
 
 import enum
-from types import MappingProxyType
-from typing import Any
 
 
-class _ByValue(enum.EnumType):
-    """`Mode["token-mean"]` and `Mode.__members__` go by value."""
-
-    def __getitem__(cls, value: str) -> Any:
+class _ByValue(enum.EnumMeta):
+    def __getitem__(cls, name: str) -> enum.Enum:
+        """The member of that value, or of that name (how OmegaConf and pickles ask)."""
         try:
-            return cls(value)
+            return cls(name)
         except ValueError:
-            raise KeyError(value) from None
-
-    @property
-    def __members__(cls) -> MappingProxyType[str, Any]:
-        return MappingProxyType({member.value: member for member in cls})
+            return super().__getitem__(name)
 
 
 class Choice(enum.StrEnum, metaclass=_ByValue):
-    """Base of the enums in the configuration.
+    """A setting with named alternatives.
 
-    >>> class Mode(Choice):
-    ...     OFF = "off"
-    >>> Mode["off"] is Mode.OFF, Mode.OFF.name, f"{Mode.OFF}"
-    (True, 'off', 'off')
+    >>> class Colour(Choice):
+    ...     RED = "red"
+    >>> Colour["red"] is Colour["RED"] is Colour.RED, Colour.RED.name
+    (True, 'red')
     """
 
     @enum.property
     def name(self) -> str:
-        """The value: what a user writes."""
-        return self._value_
+        """The value: what is shown in YAML and messages."""
+        return str(self._value_)

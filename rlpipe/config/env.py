@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class EnvName(StrEnum):
+class EnvName(Choice):
     """Which environment suite to play."""
 
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
 
 
-class ActionMode(StrEnum):
+class ActionMode(Choice):
     """How a turn's text becomes a shell command."""
 
     PLAIN = "plain"  # the whole text is the command
     FENCED = "fenced"  # the one ```bash block in the text is the command
 
 
-class SandboxBackend(StrEnum):
+class SandboxBackend(Choice):
     """What contains a command."""
 
     BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that bring their files

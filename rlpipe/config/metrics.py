@@ -7,10 +7,11 @@ are always written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class WandbMode(StrEnum):
+class WandbMode(Choice):
     """Where Weights & Biases records go."""
 
     AUTO = "auto"  # online when logged in, offline otherwise

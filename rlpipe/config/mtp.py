@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class MtpTrain(StrEnum):
+class MtpTrain(Choice):
     """Whether the MTP layer learns."""
 
     FROZEN = "frozen"  # never updated; the embedding and head it shares with the target still move

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class EngineKind(StrEnum):
+class EngineKind(Choice):
     """Which engine decodes."""
 
     EMBEDDED = "embedded"  # in-process, CPU or GPU
 
 
-class KvOnUpdate(StrEnum):
+class KvOnUpdate(Choice):
     """What becomes of cached keys and values when weights are replaced."""
 
     KEEP = "keep"  # unfinished requests go on with the KV of the old weights
     RECOMPUTE = "recompute"  # their KV is rebuilt with the new weights; idle conversations are dropped
 
 
-class Dtype(StrEnum):
+class Dtype(Choice):
     """Weights and KV cache; probabilities are float32 in any case."""
 
     FLOAT32 = "float32"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.choice import Choice
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.mtp import MtpConfig
@@ -23,21 +23,21 @@ from rlpipe.config.warmstart import WarmstartConfig
 from rlpipe.hf_layout import read_config, require_mtp
 
 
-class Task(StrEnum):
+class Task(Choice):
     """What a recipe runs."""
 
     RL = "rl"  # the async loop
     TINY_MODEL = "tiny_model"  # the supervised warm start that makes the shipped checkpoint
 
 
-class ClusterMode(StrEnum):
+class ClusterMode(Choice):
     """How components are placed."""
 
     RAY = "ray"  # one actor per rollout worker and per trainer rank
     INLINE = "inline"  # all in this process, in threads
 
 
-class Resume(StrEnum):
+class Resume(Choice):
     """What to do with checkpoints that `run.dir` already holds."""
 
     AUTO = "auto"  # continue from the newest one, if any

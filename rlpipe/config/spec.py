@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+
+from rlpipe.config.choice import Choice
 
 
-class SpecMode(StrEnum):
+class SpecMode(Choice):
     """How drafted tokens are verified; every mode emits the target's distribution exactly."""
 
     NONE = "none"  # no drafts

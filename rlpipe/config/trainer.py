@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from rlpipe.config.choice import Choice
 
-class Precision(StrEnum):
+
+class Precision(Choice):
     """Type of parameters and activations; the optimizer always keeps float32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
-class LrSchedule(StrEnum):
+class LrSchedule(Choice):
     """Shape of the learning rate after warm-up."""
 
     CONSTANT = "constant"
@@ -23,14 +24,14 @@ class LrSchedule(StrEnum):
     LINEAR = "linear"
 
 
-class Recompute(StrEnum):
+class Recompute(Choice):
     """What the backward pass recomputes to save memory."""
 
     NONE = "none"
     FULL = "full"  # every layer
 
 
-class LayerSpec(StrEnum):
+class LayerSpec(Choice):
     """Which implementation of the layers Megatron builds."""
 
     AUTO = "auto"  # TransformerEngine on a GPU that has it, local otherwise

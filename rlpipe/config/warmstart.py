@@ -59,7 +59,7 @@ class StageConfig:
 
 
 def _skill() -> StageConfig:
-    return StageConfig(steps=5000, mix={"careful": 0.85, "retry": 0.15}, mask_wrong=True, drill=0.15)
+    return StageConfig(steps=4000, mix={"careful": 0.85, "retry": 0.15}, mask_wrong=True, drill=0.1875)
 
 
 def _imitation() -> StageConfig:
@@ -77,7 +77,7 @@ class WarmstartConfig:
 
     seed: of weights, data order and demonstrators. data_seed, held_out: those of the shipped held-out
     sets, whose instances are kept out of training. instances: training instances to generate.
-    gamma: depths the MTP layer is trained for. samples: conversations the model writes for that.
+    gamma: depths the MTP layer is trained for.
     save_every: steps between checkpoints. threads: of torch. workers: processes that generate data.
     """
 
@@ -90,7 +90,6 @@ class WarmstartConfig:
     workers: int = 2
     save_every: int = 250
     gamma: int = 3
-    samples: int = 4000
     shape: TinyShape = field(default_factory=TinyShape)
     skill: StageConfig = field(default_factory=_skill)
     imitation: StageConfig = field(default_factory=_imitation)

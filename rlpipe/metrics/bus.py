@@ -72,8 +72,9 @@ class MetricsBus:
         self._lock = threading.Lock()
         self._open: dict[int, dict[str, Value]] = {}
         sinks = [*sinks, EventsFile(events)] if events else sinks
-        self._workers: list[_Worker] = []
         self._workers = [_Worker(sink, queue_size, self.event) for sink in sinks]
+        for worker in self._workers:  # only now: a sink that fails at once reports to the others
+            worker.start()
 
     def emit(self, step: int, values: Mapping[str, Value]) -> None:
         """Merge values into a step that is open, or open it.
@@ -128,10 +129,13 @@ class MetricsBus:
         for step in sorted(self._open):
             self.commit(step)
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
+        *others, last = self._workers or [None]
+        for worker in others:
             worker.finish()
-        for worker in self._workers:
-            if not worker.join(max(0.0, deadline - time.monotonic())):
+        # The last one (the events file) stays open for what the others report while they end.
+        for worker in (*others, last) if last else ():
+            worker.finish()
+            if not worker.join(max(1.0 if worker is last else 0.0, deadline - time.monotonic())):
                 logger.warning(
                     "metrics sink %s did not finish within %.0f s: its last records may be missing",
                     worker.sink.name,
@@ -156,6 +160,9 @@ class _Worker:
         self._disabled = threading.Event()
         self._was_slow = False
         self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
+
+    def start(self) -> None:
+        """Open the sink on its thread and begin to deliver."""
         self._thread.start()
 
     def put(self, what: str, item: Record) -> None:

@@ -331,7 +331,8 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
 def _said(turn: dict[str, Any]) -> list[tuple[str, str]]:
     """(role, text) of a turn, recorded as {role, text} or as the pair {action, observation}."""
     if "action" in turn:
-        return [("assistant", str(turn["action"])), ("tool", str(turn.get("observation", "")))]
+        said = [("assistant", str(turn["action"])), ("tool", str(turn.get("observation", "")))]
+        return said if said[1][1] else said[:1]
     return [(str(turn.get("role", "")), str(turn.get("text", "")))]
 
 

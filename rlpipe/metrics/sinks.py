@@ -113,9 +113,12 @@ class WandbSink:
         """Events stay in events.jsonl."""
 
     def close(self) -> None:
-        """Flush and end the run."""
+        """Flush, end the run and the service process that W&B keeps beside it."""
         if self._run is not None:
+            import wandb
+
             self._run.finish()
+            wandb.teardown()
 
     def _stable_id(self) -> str:
         file = self._dir / "wandb" / "run_id"

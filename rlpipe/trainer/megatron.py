@@ -61,7 +61,7 @@ class MegatronTrainer:
         self._config, self._algo, self._path = config, algo, Path(model_path)
         self._temperature = 1.0  # of the batch in hand
         self._runtime = runtime.start(
-            config, rank=rank, world_size=world_size, master=master or f"127.0.0.1:{runtime.free_port()}"
+            config, rank=rank, world_size=world_size, master=master or runtime.free_address()
         )
         from megatron.core import parallel_state
         from megatron.core.distributed import (
@@ -122,7 +122,7 @@ class MegatronTrainer:
                 mine += metrics
                 shared.append(self._apply(minibatch))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
-        total["timing_s/update_actor"] = Sum(time.perf_counter() - start)
+        total["timing_s/update_actor"] = Mean(time.perf_counter() - start, 1)
         return total
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:

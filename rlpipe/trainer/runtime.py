@@ -13,8 +13,10 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import logging
 import random
 import socket
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +79,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> 
     """
     if dist.is_initialized():
         raise ValueError("this process already runs a trainer: close() it before starting another.")
+    _quiet_megatron()
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -115,6 +118,12 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _quiet_megatron() -> None:
+    """Silence advice that does not apply: missing Apex, deprecated defaults, unknown MLP classes."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
 def _use_transformer_engine(layers: LayerSpec, gpu: bool) -> bool:

@@ -40,18 +40,22 @@ def make_optimizer(module: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
 
 
+def load_finished(name: str, module: nn.Module, run_dir: Path) -> bool:
+    """Load the weights of a finished stage; False when it has not been finished."""
+    file = run_dir / f"{name}.pt"
+    if file.is_file():
+        module.load_state_dict(torch.load(file))
+    return file.is_file()
+
+
 def run_stage(
     name: str, module: nn.Module, stage: StageConfig, loss_of: Loss, run_dir: Path, save_every: int
 ) -> None:
     """Train `module` in place; `loss_of(step)` returns a scalar loss and figures to log.
 
-    Leaves RUN_DIR/NAME.pt with the final weights. A finished stage is loaded, not repeated; an
-    interrupted one continues from its last checkpoint.
+    Leaves RUN_DIR/NAME.pt with the final weights; an interrupted stage continues from its last checkpoint.
     """
     final, partial = run_dir / f"{name}.pt", run_dir / f"{name}.partial.pt"
-    if final.is_file():
-        module.load_state_dict(torch.load(final))
-        return
     optimizer = make_optimizer(module, stage.lr)
     start = 0
     if partial.is_file():

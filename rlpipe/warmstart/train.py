@@ -9,6 +9,7 @@ RUN_DIR/model. Each stage leaves its weights in RUN_DIR, so changing a later one
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalL
 
 from rlpipe.config.warmstart import StageConfig, WarmstartConfig
 from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
+from rlpipe.mtp.layer import MtpLayer
 from rlpipe.warmstart.data import Batches, CopyDrill, load_instances, traces_of
-from rlpipe.warmstart.model import build_backbone
-from rlpipe.warmstart.stage import run_stage
+from rlpipe.warmstart.model import build_backbone, save_checkpoint
+from rlpipe.warmstart.mtp import build_mtp, mtp_loss
+from rlpipe.warmstart.stage import load_finished, run_stage
 from rlpipe.warmstart.tokenizer import save_tokenizer, train_bpe
 
 TOKENIZER_TEXTS = 3000
@@ -70,9 +73,9 @@ def train_backbone(
     run_dir: Path,
 ) -> None:
     """Stages `skill` and `imitation`, in place."""
-    for name, stage, seed in (("skill", config.skill, config.seed), ("imitation", config.imitation, config.seed + 1)):
-        if (run_dir / f"{name}.pt").is_file():
-            model.load_state_dict(torch.load(run_dir / f"{name}.pt"))
+    stages = (("skill", config.skill, config.seed), ("imitation", config.imitation, config.seed + 1))
+    for name, stage, seed in stages:
+        if load_finished(name, model, run_dir):
             continue
         traces = traces_of(records, tokenizer, stage, seed)
         batches = Batches(traces, stage.batch_tokens, seed, tokenizer.pad_token_id)
@@ -86,6 +89,43 @@ def train_backbone(
             return loss, {"drill_" * drilling + key: value for key, value in figures.items()}
 
         run_stage(name, model, stage, loss_of, run_dir, config.save_every)
+
+
+def train_mtp(
+    config: WarmstartConfig,
+    model: Qwen2ForCausalLM,
+    records: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+) -> MtpLayer:
+    """Stage `mtp`: the draft layer on fresh traces of the mix the frozen backbone imitates."""
+    stage = replace(config.mtp, mix=config.imitation.mix, mask_wrong=False)
+    layer = build_mtp(model)
+    if load_finished("mtp", layer, run_dir):
+        return layer
+    traces = traces_of(records, tokenizer, stage, config.seed + 2)
+    batches = Batches(traces, stage.batch_tokens, config.seed + 2, tokenizer.pad_token_id)
+    model.eval()
+
+    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
+        ids, weights = batches(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mtp_loss(model, layer, ids, weights == 1, config.gamma)
+
+    run_stage("mtp", layer, stage, loss_of, run_dir, config.save_every)
+    return layer
+
+
+def run_tiny_model(config: WarmstartConfig, run_dir: Path) -> Path:
+    """Make the tiny model; returns RUN_DIR/model, a checkpoint directory in MiMo layout.
+
+    Killed and called again, it continues where it was.
+    """
+    records, bpe, tokenizer, model = prepare(config, run_dir)
+    train_backbone(config, model, records, tokenizer, run_dir)
+    layer = train_mtp(config, model, records, tokenizer, run_dir)
+    save_checkpoint(run_dir / "model", model, layer, bpe)
+    return run_dir / "model"
 
 
 def prepare(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.config.algo import AlgoConfig
@@ -58,13 +59,16 @@ def make_batch(
 def train(
     rank: int,
     world_size: int,
-    address: str,
-    runs: dict[str, tuple[Path, TrainerConfig, AlgoConfig]],
+    runs: dict[str, tuple[Path, TrainerConfig, AlgoConfig, str]],
     groups: Sequence[Sequence[Group]],
 ) -> dict[str, dict[str, Any]]:
-    """For each named run, two or more steps: metrics, logprobs before and weights after, by run name."""
+    """Train each named run on all groups: logprobs before, metrics, weights after, by run name.
+
+    A run is (model, trainer settings, algorithm, address of rank 0): process groups share no address.
+    """
+    torch.set_num_threads(1)
     told = {}
-    for name, (path, config, algo) in runs.items():
+    for name, (path, config, algo, address) in runs.items():
         trainer = make_trainer(path, config, algo, rank=rank, world_size=world_size, master=address)
         logprobs = trainer.logprobs(make_batch(groups[0], algo, config.dp))
         metrics = [trainer.train_step(make_batch(batch, algo, config.dp)) for batch in groups]

@@ -18,7 +18,9 @@ def make_trajectory(
     reward: float | None = 0.0,
 ) -> Trajectory:
     """A prompt, then turns of sampled tokens with `tool` context tokens after each."""
-    trajectory = Trajectory(trajectory_id=name, group_id="g", instance_id="i", reward=reward, prompt_length=prompt)
+    trajectory = Trajectory(
+        trajectory_id=name, group_id="g", instance_id="i", reward=reward, prompt_length=prompt
+    )
     trajectory.append_context(rng.integers(0, vocab, prompt).tolist())
     for size in turns:
         trajectory.append_sampled(

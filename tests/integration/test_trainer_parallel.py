@@ -9,6 +9,7 @@ import pytest
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.trainer.runtime import free_address
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import train
@@ -35,9 +36,11 @@ def outcomes(tmp_path_factory):
         "qwen3": write_random_checkpoint(folder / "qwen3", "qwen3", vocab=64, tie=True),
     }
     groups = [make_groups(seed, vocab=61) for seed in (0, 1)]
-    alone = {f"{model}/alone": (path, ALONE, ALGO) for model, path in models.items()}
+    alone = {f"{model}/alone": (path, ALONE, ALGO, free_address()) for model, path in models.items()}
     split = {
-        f"{model}/{split}": (path, config, ALGO) for model, path in models.items() for split, config in SPLITS.items()
+        f"{model}/{split}": (path, config, ALGO, free_address())
+        for model, path in models.items()
+        for split, config in SPLITS.items()
     }
     told = run_ranks(train, 1, alone, groups)[0]
     ranks = run_ranks(train, 2, split, groups)

@@ -19,7 +19,7 @@ from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.sandbox.process import Ended, run_bounded
 
 TESTBED = "/testbed"  # where SWE-bench images keep the repository
-_KILLED_BY_TIMEOUT = (124, 137)
+_KILLED_BY_TIMEOUT = (124, 137, -9)
 
 
 def docker_run_args(limits: SandboxConfig) -> list[str]:

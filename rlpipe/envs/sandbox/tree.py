@@ -90,6 +90,8 @@ def write_tree(tree: Tree, root: Path, owner: int | None) -> None:
             target.write_bytes(entry.content)
             _give(target, owner, 0o755 if entry.executable else 0o644)
             os.utime(target, ns=(_EPOCH_NS, _EPOCH_NS))
+    for directory in made:
+        os.utime(directory, ns=(_EPOCH_NS, _EPOCH_NS))
 
 
 def _give(path: Path, owner: int | None, mode: int) -> None:
@@ -103,6 +105,15 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
 
     Raises TreeTooLarge; OSError when the disk fails.
     """
+    try:
+        return _read(root, limits)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # deeper than a path can name
+            raise TreeTooLarge from error
+        raise
+
+
+def _read(root: Path, limits: TreeLimits) -> dict[str, Entry]:
     tree: dict[str, Entry] = {}
     used = count = 0
     pending = [""]
@@ -132,15 +143,10 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
 
 def _list(directory: Path) -> list[os.DirEntry[str]]:
     """Entries of a directory of ours, whatever mode it was given."""
-    try:
-        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-            directory.chmod(0o755)
-        with os.scandir(directory) as entries:
-            return list(entries)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # deeper than any path can name
-            raise TreeTooLarge from error
-        raise
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        directory.chmod(0o755)
+    with os.scandir(directory) as entries:
+        return list(entries)
 
 
 def _content(path: Path) -> bytes:

@@ -63,7 +63,6 @@ class Decoder:
         self._depths = torch.arange(self._gamma + 1, device=device)
         self._row_ids = torch.arange(model.rows, device=device)
 
-    @torch.inference_mode()
     def prefill(self, first: int, starts: list[int], copies: list[int], top: int) -> Emitted:
         """Process the prompts of joined rows and sample their first tokens.
 
@@ -96,7 +95,6 @@ class Decoder:
             )
         return self._emit(next_token.unsqueeze(1), None, log_p.unsqueeze(1), top)
 
-    @torch.inference_mode()
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the present weights."""
         table = self._table
@@ -104,7 +102,6 @@ class Decoder:
             ends = (table.total[: table.active] - 1).tolist()
             self._fill_drafts(self._fill(0, [0] * table.active, ends))
 
-    @torch.inference_mode()
     def step(self, top: int) -> Emitted:
         """One decode step of all active rows."""
         rows = slice(0, self._table.active)
@@ -214,12 +211,11 @@ class Decoder:
 
     def _divisor(self, rows: slice) -> torch.Tensor | None:
         """Temperatures of the rows, None when all are 1; greedy rows have 1."""
-        plain = all(job.plain_temperature for job in self._table.jobs[rows])
-        return None if plain else self._table.temperature[rows]
+        return self._table.temperature[rows] if self._table.divides[rows].any() else None
 
     def _probs(self, log_p: torch.Tensor, rows: slice) -> torch.Tensor:
         probs = log_p.exp()
-        if any(job.greedy for job in self._table.jobs[rows]):
+        if self._table.takes_best[rows].any():
             probs = greedy_rows(probs, self._table.greedy[rows])
         return probs
 

@@ -1,8 +1,8 @@
 """The embedded engine: a thread that owns the model and decodes all running requests together.
 
-Owns requests, threads and weights; the passes are the decoder's. Flow of the thread:
+Owns threads, the inbox and weights; requests are the scheduler's, passes the decoder's. The thread:
 
-    inbox (requests, aborts, updates) -> admit waiting requests and prefill -> one decode step -> finish
+    inbox (requests, aborts, updates) -> scheduler.round: admit, prefill, one decode step -> inbox ...
 
 | who                       | waits for                     | woken by                                |
 | the engine thread         | the inbox, when nothing runs  | any public method                       |
@@ -16,41 +16,27 @@ fails every pending and later call with that exception.
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
-from rlpipe.rollout.embedded.decoder import Decoder, Emitted
+from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.rollout.embedded.scheduler import Job, Scheduler
 from rlpipe.rollout.engine import EngineStats
-from rlpipe.spec.sampling import request_uniforms
-from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.types import GenerateRequest, GenerateResult
 
-
-@dataclass(slots=True)
-class _Job:
-    """A request on its way through the engine."""
-
-    request: GenerateRequest
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future
-    prompt_length: int = 0
-    greedy: bool = False
-    plain_temperature: bool = True  # no division needed: temperature 1, or greedy
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+Pending = tuple[asyncio.AbstractEventLoop, asyncio.Future]
 
 
 class EmbeddedEngine:
@@ -92,13 +78,17 @@ class EmbeddedEngine:
         )
         self._table = RowTable(self._model, spec.drafts)
         self._decoder = Decoder(self._model, self._table, spec, config.prefill_tokens)
-        self._gamma = spec.drafts
-        self._stats = EngineStats()
-        self._accepted = np.zeros(self._gamma + 1, np.int64)
-        self._waiting: deque[_Job] = deque()
-        self._inbox: deque[tuple[Callable[[], None], Future | None]] = deque()
+        self._scheduler = Scheduler(
+            self._table,
+            self._decoder,
+            gamma=spec.drafts,
+            max_context=config.max_context,
+            prefill_tokens=config.prefill_tokens,
+        )
+        self._busy_seconds = 0.0
         self._wake = threading.Condition()
-        self._jobs: dict[str, _Job] = {}
+        self._inbox: deque[tuple[Callable[[], None], Future | None]] = deque()
+        self._pending: dict[str, Pending] = {}
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="rlpipe-engine", daemon=True)
@@ -115,16 +105,17 @@ class EmbeddedEngine:
         """
         self._check(request)
         loop = asyncio.get_running_loop()
-        job = _Job(request, loop, loop.create_future())
+        future = loop.create_future()
+        job = Job(request, self._answer)
         with self._wake:
             self._require_running()
-            if request.request_id in self._jobs:
+            if request.request_id in self._pending:
                 raise ValueError(f"request_id={request.request_id!r} is already running; ids must be unique.")
-            self._jobs[request.request_id] = job
-            self._inbox.append((lambda: self._waiting.append(job), None))
+            self._pending[request.request_id] = (loop, future)
+            self._inbox.append((lambda: self._scheduler.submit(job), None))
             self._wake.notify()
         try:
-            return await job.future
+            return await future
         except asyncio.CancelledError:
             self.abort([request.request_id])
             raise
@@ -132,11 +123,11 @@ class EmbeddedEngine:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End requests at the next step boundary; does not wait for it."""
         chosen = None if request_ids is None else frozenset(request_ids)
-        self._post(lambda: self._abort(chosen))
+        self._post(lambda: self._scheduler.abort(chosen))
 
     def end_session(self, session_id: str) -> None:
         """Free the KV row of a conversation at the next step boundary."""
-        self._post(lambda: self._table.forget_session(session_id))
+        self._post(lambda: self._table.end_session(session_id))
 
     def pause(self) -> None:
         """Stop decoding; returns once no step is running. Updates and aborts still work."""
@@ -156,10 +147,7 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         """Counters since start."""
-        stats = copy.copy(self._stats)
-        stats.running, stats.waiting = self._table.active, len(self._waiting)
-        stats.spec = _counts(self._accepted)
-        return stats
+        return self._scheduler.stats(self._busy_seconds)
 
     def close(self) -> None:
         """Stop the thread; pending requests return what they have, with ABORT."""
@@ -196,13 +184,12 @@ class EmbeddedEngine:
     def _main(self) -> None:
         torch.set_num_threads(self._config.threads)
         try:
-            while self._take_inbox():
-                started = time.perf_counter()
-                self._admit()
-                if self._table.active:
-                    self._record(0, self._decoder.step(self._top(self._table.jobs[: self._table.active])))
-                self._stats.busy_seconds += time.perf_counter() - started
-            self._abort(None)
+            with torch.inference_mode():
+                while self._take_inbox():
+                    started = time.perf_counter()
+                    self._scheduler.round()
+                    self._busy_seconds += time.perf_counter() - started
+                self._scheduler.abort(None)
         except BaseException as error:  # whatever ends the thread must reach those who wait for it
             self._fail(error)
 
@@ -212,239 +199,76 @@ class EmbeddedEngine:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
                     self._wake.wait()
-                actions, closed = list(self._inbox), self._closed
-                self._inbox.clear()
-            for index, (action, done) in enumerate(actions):
-                try:
+                closed = self._closed  # nothing is added to the inbox any more once this is set
+            while self._inbox:
+                action, done = self._inbox.popleft()
+                if done is None:
                     action()
-                except BaseException as error:
-                    if done is None:
-                        raise
-                    done.set_exception(error)
-                    if not isinstance(error, ValueError):  # the model may be half replaced
-                        self._inbox.extendleft(reversed(actions[index + 1 :]))
-                        raise
                 else:
-                    if done is not None:
-                        done.set_result(None)
-            if closed or self._has_work():
-                return not closed
+                    self._run_call(action, done)
+            if closed:
+                return False
+            if self._has_work():
+                return True
+
+    @staticmethod
+    def _run_call(action: Callable[[], None], done: Future) -> None:
+        try:
+            action()
+        except BaseException as error:
+            done.set_exception(error)
+            raise  # the model may be half replaced
+        done.set_result(None)
 
     def _has_work(self) -> bool:
-        return not self._paused and bool(self._waiting or self._table.active)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._wake:
-            self._failure = error
-            jobs, inbox = list(self._jobs.values()), list(self._inbox)
-            self._jobs.clear()
-            self._inbox.clear()
-        for _, done in inbox:
-            if done is not None:
-                done.set_exception(error)
-        for job in jobs:
-            _resolve(job, lambda future: future.set_exception(error))
+        return not self._paused and self._scheduler.has_work()
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    @torch.inference_mode()
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._model.load(weights)
-        self._stats.policy_version = version
+        self._scheduler.version = version
         if self._config.kv_on_update is KvOnUpdate.RECOMPUTE:
             self._table.drop_idle()
             self._decoder.rebuild()
 
-    # ---- requests: check, admit, record, finish ----
+    def _answer(self, result: GenerateResult) -> None:
+        with self._wake:
+            pending = self._pending.pop(result.request_id)
+        _settle(pending, lambda future: future.set_result(result))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            pending, inbox = list(self._pending.values()), list(self._inbox)
+            self._pending.clear()
+            self._inbox.clear()
+        for _, done in inbox:
+            if done is not None:
+                done.set_exception(error)
+        for one in pending:
+            _settle(one, lambda future: future.set_exception(error))
 
     def _check(self, request: GenerateRequest) -> None:
         ids, sampling, vocab = request.prompt_ids, request.sampling, self._arch.vocab
         if not ids or min(ids) < 0 or max(ids) >= vocab:
             what = "is empty" if not ids else f"has token ids outside 0..{vocab - 1}"
             raise ValueError(
-                f"prompt_ids of request {request.request_id!r} {what}: tokenize with the model's own tokenizer."
+                f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
             )
         if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
             raise ValueError(
-                f"sampling of request {request.request_id!r} is impossible: {sampling}. max_new_tokens must be "
-                "at least 1, temperature and top_logprobs at least 0."
+                f"sampling of request {request.request_id!r} is impossible: {sampling}. "
+                "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
             )
 
-    def _admit(self) -> None:
-        """Give waiting requests rows, oldest first, and prefill them."""
-        joining: list[tuple[int, _Job]] = []  # (tokens to process, job)
-        room, budget = len(self._table.jobs) - self._table.active, self._config.prefill_tokens
-        leaders: dict[tuple[int, ...], list[_Job]] = {}
-        while self._waiting and room:
-            job = self._waiting[0]
-            prompt, length = job.request.prompt_ids, len(job.request.prompt_ids)
-            if length >= self._config.max_context:
-                self._waiting.popleft()
-                self._finish(job, None, FinishReason.LENGTH)
-                continue
-            key = tuple(prompt)
-            if key not in leaders:
-                row = self._table.idle_row(job.request.session_id)
-                size = length - self._start(row, prompt)
-                if joining and size > budget:
-                    break
-                budget -= size
-                joining.append((size, job))
-                leaders[key] = []
-            elif self._table.idle_row(job.request.session_id) is None:
-                leaders[key].append(job)
-            else:
-                break  # a conversation of its own with the same prompt: next time
-            self._waiting.popleft()
-            room -= 1
-        if not joining:
-            return
-        joining.sort(key=lambda item: item[0])
-        first, starts, copies = self._table.active, [], []
-        for _, job in joining:
-            starts.append(self._seat(job))
-        followers = [(first + i, job) for i, (_, leader) in enumerate(joining)
-                     for job in leaders[tuple(leader.request.prompt_ids)]]  # fmt: skip
-        for row, job in followers:
-            self._seat(job)
-            copies.append(row)
-        ends = self._table.total[first : first + len(starts)]
-        self._stats.prefill_tokens += int(ends.sum()) - sum(starts)
-        jobs = self._table.jobs[first : self._table.active]
-        self._record(first, self._decoder.prefill(first, starts, copies, self._top(jobs)))
 
-    def _start(self, row: int | None, prompt: list[int]) -> int:
-        """First prompt position to process, given the row of the conversation (None: a fresh one)."""
-        if row is None:
-            return 0
-        table, length = self._table, len(prompt)
-        keys = min(int(table.total[row]) - 1, length)
-        differ = np.flatnonzero(table.tokens[row, :keys] != np.asarray(prompt[:keys]))
-        common = int(differ[0]) if len(differ) else keys
-        # The draft's key at common - 1 needs the hidden state there and the (new) token after it.
-        return max(0, min(common - (self._gamma > 0), length - 1))
-
-    def _seat(self, job: _Job) -> int:
-        """Write a request into a row; returns the first position to process."""
-        table, request, sampling = self._table, job.request, job.request.sampling
-        row, known = table.take(request.session_id)
-        start = self._start(row if known else None, request.prompt_ids)
-        job.prompt_length = length = len(request.prompt_ids)
-        job.greedy = sampling.temperature == 0
-        job.plain_temperature = sampling.temperature in (0, 1)
-        table.jobs[row] = job
-        table.tokens[row, :length] = request.prompt_ids
-        table.total[row] = length
-        table.end[row] = end = min(length + sampling.max_new_tokens, self._config.max_context)
-        table.allow_stops(len(sampling.stop_token_ids))
-        table.stops[row] = -1
-        table.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        table.accepted[row] = 0
-        table.temperature[row] = 1.0 if job.greedy else sampling.temperature
-        table.greedy[row] = job.greedy
-        draws = request_uniforms(sampling.seed, int(end) - length + self._gamma + 1)
-        table.uniforms[row, : len(draws)] = torch.from_numpy(draws).to(table.uniforms.device)
-        return start
-
-    @staticmethod
-    def _top(jobs: Sequence[_Job]) -> int:
-        return max(job.request.sampling.top_logprobs for job in jobs)
-
-    def _record(self, first: int, emitted: Emitted) -> None:
-        """Append what a pass emitted, cut at stop tokens and limits, and finish what has ended."""
-        table, (batch, width) = self._table, emitted.tokens.shape
-        rows = np.arange(first, first + batch)
-        counts = np.minimum(emitted.counts, table.end[rows] - table.total[rows])
-        columns = np.arange(width)
-        stop = (emitted.tokens[:, :, None] == table.stops[rows][:, None, :]).any(-1)
-        stop &= columns < counts[:, None]
-        stopped = stop.any(1)
-        counts = np.where(stopped, stop.argmax(1) + 1, counts)
-        row, column = np.nonzero(columns < counts[:, None])
-        place = first + row, table.total[first + row] + column
-        table.tokens[place] = emitted.tokens[row, column]
-        table.logprobs[place] = emitted.logprobs[row, column]
-        table.entropies[place] = emitted.entropies[row, column]
-        table.versions[place] = self._stats.policy_version
-        if emitted.drafted:
-            table.accepted[rows, emitted.counts - 1] += 1
-            np.add.at(self._accepted, emitted.counts - 1, 1)
-        if emitted.top_ids is not None:
-            for job, ids, values, count in zip(
-                table.jobs[first : first + batch], emitted.top_ids, emitted.top_logprobs, counts, strict=True
-            ):
-                k = job.request.sampling.top_logprobs
-                job.top += [
-                    list(zip(ids[i, :k].tolist(), values[i, :k].tolist(), strict=True)) for i in range(count)
-                ]
-        table.total[rows] += counts
-        self._stats.generated_tokens += int(counts.sum())
-        ended = stopped | (table.total[rows] >= table.end[rows])
-        for index in np.flatnonzero(ended)[::-1]:
-            reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-            self._finish(table.jobs[first + index], int(first + index), reason)
-
-    def _abort(self, chosen: frozenset[str] | None) -> None:
-        def hit(job: _Job) -> bool:
-            return chosen is None or job.request.request_id in chosen
-
-        for row in reversed(range(self._table.active)):
-            if hit(self._table.jobs[row]):
-                self._finish(self._table.jobs[row], row, FinishReason.ABORT)
-        aborted = [job for job in self._waiting if hit(job)]
-        self._waiting = deque(job for job in self._waiting if not hit(job))
-        for job in aborted:
-            self._finish(job, None, FinishReason.ABORT)
-
-    def _finish(self, job: _Job, row: int | None, reason: FinishReason) -> None:
-        """Answer a request and give its row back (row None: it never had one)."""
-        result = GenerateResult(
-            request_id=job.request.request_id,
-            output_ids=[],
-            logprobs=[],
-            entropies=[],
-            versions=[],
-            finish_reason=reason,
-            spec=SpecCounts(),
-            top_logprobs=job.top if job.request.sampling.top_logprobs else None,
-        )
-        if row is not None:
-            table = self._table
-            output = slice(job.prompt_length, int(table.total[row]))
-            result.output_ids = table.tokens[row, output].tolist()
-            result.logprobs = table.logprobs[row, output].tolist()
-            result.entropies = table.entropies[row, output].tolist()
-            result.versions = table.versions[row, output].tolist()
-            if self._gamma:
-                result.spec = _counts(table.accepted[row])
-            table.release(row, keep=True)
-        with self._wake:
-            self._jobs.pop(job.request.request_id, None)
-        _resolve(job, lambda future: future.set_result(result))
-
-
-def _resolve(job: _Job, action: Callable[[asyncio.Future], None]) -> None:
+def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:
     """Settle a request's future on its own event loop, unless the caller is gone."""
-
-    def settle() -> None:
-        if not job.future.done():
-            action(job.future)
-
-    if not job.loop.is_closed():
-        job.loop.call_soon_threadsafe(settle)
-
-
-def _counts(accepted: np.ndarray) -> SpecCounts:
-    """Sums from the number of verify steps by accepted drafts, [gamma + 1]."""
-    gamma = len(accepted) - 1
-    reached = accepted[::-1].cumsum()[::-1].tolist()  # reached[k]: steps with at least k accepted
-    return SpecCounts(
-        drafted=reached[:gamma],
-        accepted=reached[1:],
-        verify_steps=reached[0],
-        proposed=gamma * reached[0],
-    )
+    loop, future = pending
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: None if future.done() else action(future))
 
 
 def _pick_device(device: str) -> str:

@@ -18,7 +18,7 @@ _PACK_FOR_ROWS = 32
 class Linear:
     """y = x W^T + b, x of shape [N, in]."""
 
-    __slots__ = ("bias", "size", "threshold", "weight", "_packed")
+    __slots__ = ("_packed", "bias", "size", "threshold", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out, in]. bias: [out] or None."""

@@ -11,7 +11,10 @@ from rlpipe.envs.swe.workspace import Grade
 
 pytestmark = pytest.mark.unit
 INSTANCE = Instance(
-    instance_id="i", problem_statement="f is broken", fail_to_pass=("t.T.a",), facts={"family": "sum", "line": 2}
+    instance_id="i",
+    problem_statement="f is broken",
+    fail_to_pass=("t.T.a",),
+    facts={"family": "sum", "line": 2},
 )
 
 

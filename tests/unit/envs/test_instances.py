@@ -90,7 +90,7 @@ def test_an_empty_data_set_and_a_missing_file_name_the_setting(tmp_path):
     empty = write(tmp_path, "")
     with pytest.raises(ValueError, match=rf"env.train_file=.*{empty} is empty"):
         load_instances(str(empty), "env.train_file")
-    with pytest.raises(ValueError, match="env.train_file=.*cannot read"):
+    with pytest.raises(ValueError, match=r"env.train_file=.*cannot read"):
         load_instances(str(tmp_path / "none.jsonl"), "env.train_file")
 
 

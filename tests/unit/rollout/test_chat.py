@@ -113,7 +113,7 @@ def test_text_that_spells_a_special_token_stays_text(tiny):
 
 def test_a_tokenizer_without_a_chat_template_is_refused_with_a_remedy(tiny):
     tiny.chat_template = None
-    with pytest.raises(ValueError, match="no chat template.*chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"no chat template.*chat_template.jinja"):
         ChatFormat(tiny)
 
 

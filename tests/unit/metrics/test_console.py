@@ -1,0 +1,100 @@
+"""The console shows a run on a terminal and stays plain everywhere else."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlpipe.metrics.bus import STEP
+from rlpipe.metrics.console import ConsoleSink, Header, duration, sparkline
+
+pytestmark = pytest.mark.unit
+
+
+def sink_on(console: Console, steps: int = 40) -> ConsoleSink:
+    facts = [("model", "tiny"), ("loop", "asynchronous, staleness ≤ 1")]
+    return ConsoleSink(Header(title="swe_rl", facts=facts, total_steps=steps), console)
+
+
+def record(step: int, **metrics: Any) -> dict[str, Any]:
+    return {STEP: step, "time": 1000.0 + 10 * step, **metrics}
+
+
+def shown(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False)
+
+
+def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes() -> None:
+    console = plain()
+    sink = sink_on(console)
+    sink.open()
+    sink.record(record(0, **{"val/reward": 0.4, "val/reward_se": 0.03}))
+    sink.record(record(1, **{"critic/rewards/mean": 0.5, "spec/acceptance_length": 2.5}))
+    sink.record(record(2, **{"critic/rewards/mean": None}))
+    sink.close()
+    lines = shown(console).splitlines()
+    assert len(lines) == 5
+    assert shown(console).isascii() and "\x1b" not in shown(console)
+    assert lines[1] == "step  0/40  val 0.400 +-0.030"
+    assert lines[2] == "step  1/40  reward 0.500  acc.len 2.50  eta 6m30s"  # 39 steps of 10 s
+    assert "reward nan" in lines[3]
+    assert lines[4].startswith("stopped after step 2/40") and "0.400" in lines[4]
+
+
+def test_warnings_and_faults_are_shown_and_chatter_is_not() -> None:
+    console = plain()
+    sink = sink_on(console)
+    sink.open()
+    sink.event({"time": 0, "kind": "rollout_worker_died", "level": "fault", "worker": 1})
+    sink.event({"time": 0, "kind": "start", "level": "info", "pid": 4711})
+    sink.event({"time": 0, "kind": "phase", "level": "info", "message": "loading the model"})
+    assert "[fault] rollout_worker_died  worker=1" in shown(console)
+    assert "4711" not in shown(console)
+    assert "[phase] loading the model" in shown(console)
+
+
+def test_a_terminal_gets_rows_that_stay_and_a_panel_with_trend_and_time_left() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=90, height=50, _environ={})
+    sink = sink_on(console)
+    sink.open()
+    for step in range(1, 6):
+        sink.record(record(step, **{"critic/rewards/mean": step / 10, "perf/tokens_per_s/rollout": 1234.0}))
+    panel = Console(file=io.StringIO(), width=90)
+    panel.print(sink._panel())
+    sink.close()
+    for step in range(1, 6):
+        assert f"{step / 10:.3f}" in shown(console)
+    text = shown(panel)
+    assert "▁▃▄▆█" in text.replace(" ", "") and "5/40" in text and "5m50s left" in text and "1,234" in text
+    assert shown(console).rstrip().endswith("stopped\x1b[0m") or "stopped" in shown(console)
+
+
+def test_the_cursor_is_visible_during_a_run_so_that_a_kill_leaves_a_usable_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=90, _environ={})
+    sink = sink_on(console)
+    sink.open()
+    written = shown(console)
+    sink.close()
+    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")
+
+
+def test_the_pace_starts_anew_after_a_resume() -> None:
+    console = plain()
+    sink = sink_on(console)
+    sink.open()
+    sink.record(record(20))  # the first record says nothing about the pace
+    sink.record(record(21))
+    lines = shown(console).splitlines()
+    assert "eta" not in lines[1] and lines[2].endswith("eta 3m10s")
+
+
+def test_trends_and_durations_read_well() -> None:
+    assert sparkline([]) == "" and sparkline([2.0]) == "▄"
+    assert [duration(s) for s in (0.4, 59.6, 61, 3600)] == ["0s", "1m00s", "1m01s", "1h00m"]

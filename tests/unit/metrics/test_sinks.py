@@ -1,0 +1,99 @@
+"""A run gets the sinks its settings ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlpipe.config.metrics import MetricsConfig, WandbMode
+from rlpipe.metrics.sinks import WandbSink, _logged_in, make_sinks, run_header
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def config():
+    from rlpipe.config.run import Config
+
+    return Config(recipe="swe_rl")
+
+
+def test_metrics_jsonl_is_always_written_and_the_rest_is_by_choice(config, tmp_path: Path) -> None:
+    config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF)
+    assert [sink.name for sink in make_sinks(config, tmp_path)] == ["metrics.jsonl"]
+    config.metrics = MetricsConfig()
+    assert [sink.name for sink in make_sinks(config, tmp_path)] == ["metrics.jsonl", "console", "wandb"]
+
+
+def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
+    config.pipeline.max_staleness = 0
+    config.run.steps = 17
+    header = run_header(config, tmp_path)
+    facts = dict(header.facts)
+    assert header.title == "swe_rl" and header.total_steps == 17
+    assert facts["loop"].startswith("synchronous") and facts["model"] == config.model.path
+    config.pipeline.max_staleness = 3
+    assert "staleness ≤ 3" in dict(run_header(config, tmp_path).facts)["loop"]
+
+
+def test_being_logged_in_is_seen_in_the_environment_and_in_netrc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not _logged_in()
+    (tmp_path / "netrc").write_text("machine example.org login user password x\n")
+    assert not _logged_in()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert _logged_in()
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert _logged_in()
+
+
+def test_online_without_a_login_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlpipe.metrics.sinks._logged_in", lambda: False)
+    sink = WandbSink(run_dir=tmp_path, mode=WandbMode.ONLINE, project="p", group="", config={})
+    with pytest.raises(ValueError, match=r"wandb login.*offline"):
+        sink.open()
+
+
+@pytest.mark.parametrize(
+    ("mode", "logged_in", "expected"),
+    [
+        (WandbMode.AUTO, True, "online"),
+        (WandbMode.AUTO, False, "offline"),
+        (WandbMode.OFFLINE, True, "offline"),
+        (WandbMode.ONLINE, True, "online"),
+    ],
+)
+def test_records_go_online_only_when_wanted_and_possible(
+    mode: WandbMode, logged_in: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict] = []
+
+    def init(**arguments: object) -> SimpleNamespace:
+        seen.append(arguments)
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    fake = SimpleNamespace(init=init, Settings=lambda **settings: settings)
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    monkeypatch.setattr("rlpipe.metrics.sinks._logged_in", lambda: logged_in)
+    for _ in range(2):  # the second is a resumed run
+        WandbSink(run_dir=tmp_path, mode=mode, project="p", group="g", config={}).open()
+    assert [arguments["mode"] for arguments in seen] == [expected] * 2
+    assert seen[0]["id"] == seen[1]["id"] and seen[0]["dir"] == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"report_every": -1}, "report_every=-1"), ({"wandb_project": ""}, "wandb=off")]
+)
+def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MetricsConfig(**settings)

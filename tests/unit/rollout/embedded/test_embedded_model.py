@@ -1,0 +1,130 @@
+"""The engine's forward passes against transformers and against the reference MTP module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlpipe.hf_layout import MTP_PREFIX, read_config, read_weights
+from rlpipe.rollout.embedded.architecture import read_architecture
+from rlpipe.rollout.embedded.linear import Linear
+from rlpipe.rollout.embedded.model import Model
+from tests.helpers.engines import transformers_logits
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.unit
+TOLERANCE = 1e-4
+
+
+def _model(path, *, mtp: bool = False, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(
+        read_architecture(read_config(path)),
+        read_weights(path),
+        mtp=mtp,
+        rows=4,
+        slots=48,
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+
+
+def _tokens(batch: int, length: int, vocab: int = 64) -> torch.Tensor:
+    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+VARIANTS = {
+    "qwen2": {"family": "qwen2"},
+    "qwen3 with head_dim != hidden / heads": {"family": "qwen3", "head_dim": 16},
+    "llama": {"family": "llama"},
+    "mimo backbone": {"family": "mimo"},
+    "tied embeddings": {"family": "qwen2", "tie": True},
+    "one kv head": {"family": "llama", "kv_heads": 1},
+    "no grouping": {"family": "qwen3", "kv_heads": 4},
+    "large enough for the packed product": {"family": "qwen2", "hidden": 128, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.inference_mode()
+def test_logits_equal_transformers_over_two_ragged_passes(tmp_path, variant):
+    path = write_random_checkpoint(tmp_path, **VARIANTS[variant])
+    model, reference = _model(path), transformers_logits(path)
+    tokens = _tokens(3, 32)
+    lengths = torch.tensor([20, 9, 14])  # first pass; the second one continues each row from there
+    first = torch.arange(20).expand(3, 20)
+    model.forward(tokens[:, :20], model.span(1, first, 20))
+    positions = lengths.unsqueeze(1) + torch.arange(12)
+    hidden = model.forward(tokens.gather(1, positions), model.span(1, positions, 32))
+    ours = model.logits(hidden).view(3, 12, -1)
+    for row in range(3):
+        expected = reference(tokens[row].tolist())[positions[row]]
+        assert (ours[row] - expected).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_close_to_float32(tmp_path):
+    path = write_random_checkpoint(tmp_path, hidden=64, dtype=torch.bfloat16)
+    model, reference = _model(path, dtype=torch.bfloat16), transformers_logits(path)
+    tokens = _tokens(1, 16)
+    ours = model.logits(model.forward(tokens, model.span(0, torch.arange(16)[None], 16))).float()
+    expected = reference(tokens[0].tolist())
+    assert (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 0.1
+
+
+@torch.inference_mode()
+def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_path):
+    """Depth k sees depth-1 keys of the prefix plus its own draft keys, RoPE position t + k - 1."""
+    from transformers import AutoConfig
+
+    from rlpipe.mtp.layer import MtpLayer
+
+    path = write_random_checkpoint(tmp_path)
+    model, weights = _model(path, mtp=True), read_weights(path)
+    reference = MtpLayer(AutoConfig.from_pretrained(path))
+    reference.load_state_dict(
+        {k.removeprefix(MTP_PREFIX): v for k, v in weights.items() if k.startswith(MTP_PREFIX)}
+    )
+    length, gamma = 12, 3
+    tokens = _tokens(2, length + gamma)
+    span = model.span(0, torch.arange(length).expand(2, length), length)
+    hidden = model.forward(tokens[:, :length], span)
+    last = torch.full((2,), length - 1)
+    ours = [model.draft(tokens[:, 1 : length + 1], hidden, span, select=last)]
+    for depth in range(2, gamma + 1):
+        position = torch.full((2, 1), length + depth - 2)
+        span = model.span(0, position, length + gamma)
+        ours.append(model.draft(tokens[:, length + depth - 1, None], ours[-1], span))
+
+    # The module sees the same thing as one growing sequence of (hidden, next token) pairs.
+    states = hidden.view(2, length, -1)
+    embedded = weights["model.embed_tokens.weight"][tokens]
+    for depth in range(1, gamma + 1):
+        count = states.shape[1]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        out = reference(states, embedded[:, 1 : count + 1], torch.arange(count)[None], mask)
+        assert (out[:, -1] - ours[depth - 1]).abs().max() < TOLERANCE
+        states = torch.cat((states, out[:, -1:]), 1)
+
+
+@torch.inference_mode()
+def test_selecting_a_token_changes_nothing_but_what_is_computed(tmp_path):
+    model = _model(write_random_checkpoint(tmp_path), mtp=True)
+    tokens, hidden = _tokens(2, 6), torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
+    span = model.span(0, torch.arange(6).expand(2, 6), 6)
+    every = model.draft(tokens, hidden, span).view(2, 6, -1)
+    keys = model.cache[-1].clone()
+    model.cache.zero_()
+    chosen = model.draft(tokens, hidden, span, select=torch.tensor([4, 1]))
+    assert torch.allclose(chosen, every[[0, 1], [4, 1]], atol=1e-6)
+    assert torch.equal(keys, model.cache[-1])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_and_plain_products_agree(rows, bias):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 128, generator=generator)
+    offset = torch.randn(256, generator=generator) if bias else None
+    x = torch.randn(rows, 128, generator=generator)
+    linear = Linear(weight, offset)
+    assert torch.allclose(linear(x), torch.nn.functional.linear(x, weight, offset), atol=1e-4)

@@ -1,0 +1,99 @@
+"""The row table keeps running rows first, whatever joins, ends, comes back or is evicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.rollout.embedded.architecture import read_architecture
+from rlpipe.rollout.embedded.model import Model
+from rlpipe.rollout.embedded.rows import RowTable
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def table(tmp_path) -> RowTable:
+    path = write_random_checkpoint(tmp_path, layers=1)
+    model = Model(
+        read_architecture(read_config(path)),
+        read_weights(path),
+        mtp=True,
+        rows=4,
+        slots=16,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    return RowTable(model, drafts=2)
+
+
+def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
+    """Seat a job and write its mark everywhere; returns whether the conversation's keys were there."""
+    row, known = table.take(session)
+    if known:
+        assert table.cache[:, row, :4].unique().tolist() == [float(session[1:])]
+    table.seat(
+        row,
+        mark,
+        prompt=[mark] * 4,
+        end=9,
+        temperature=1.0,
+        stops=(),
+        uniforms=torch.full((2, 3), float(mark)),
+    )
+    table.cache[:, row, :4] = mark if session is None else float(session[1:])
+    table.pending[row] = mark
+    return known
+
+
+def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
+    assert table.active == len(running)
+    assert set(table.jobs[: table.active]) == set(running)
+    for row in range(table.active):
+        mark = table.jobs[row]
+        key = mark if running[mark] is None else int(running[mark][1:])
+        assert table.tokens[row, 0] == mark
+        assert table.pending[row] == mark
+        assert table.uniforms[row, 1, 2] == mark
+        assert table.cache[:, row, :4].unique().tolist() == [key]
+
+
+def test_rows_survive_a_thousand_random_joins_and_ends(table):
+    rng, running, hits = random.Random(0), {}, 0
+    for mark in range(1, 1000):
+        if table.active < 4 and (not running or rng.random() < 0.5):
+            session = f"s{rng.randrange(1, 7)}" if rng.random() < 0.7 else None
+            if session in running.values():
+                session = None
+            hits += _join(table, mark, session)
+            running[mark] = session
+        else:
+            row = rng.randrange(table.active)
+            del running[table.jobs[row]]
+            table.release(row)
+        if rng.random() < 0.05:
+            table.end_session(f"s{rng.randrange(1, 7)}")
+        _consistent(table, running)
+    assert hits > 50
+
+
+def test_the_least_recently_used_conversation_makes_room(table):
+    for number in (1, 2, 3, 4):
+        _join(table, number, f"s{number}")
+        table.release(0)
+    assert _join(table, 5, "s1")  # used again: s2 is now the oldest
+    table.release(0)
+    assert not _join(table, 6, "s9")
+    assert table.idle_row("s2") is None
+    assert all(table.idle_row(f"s{n}") is not None for n in (1, 3, 4))
+
+
+def test_ending_a_running_conversation_frees_its_row_when_the_request_ends(table):
+    _join(table, 1, "s1")
+    table.end_session("s1")
+    table.release(0)
+    assert (table.active, table.used, table.idle_row("s1")) == (0, 0, None)
