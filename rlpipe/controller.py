@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from rlpipe.config.run import Config
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
+from rlpipe.metrics.report import write_report
 from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.group_buffer import GroupBuffer
@@ -148,13 +149,18 @@ class Controller:
             seconds = time.monotonic() - started
             metrics |= _step_metrics(groups, self.version, seconds, waited)
             self.bus.emit(self.version, metrics)
-            due = settings.save_every and self.version % settings.save_every == 0
-            if due and self.version < settings.steps:
-                await self._save()
-            every = self.config.val.every
-            if (every and self.version % every == 0) or self.version == settings.steps:
+            if self._due(self.config.val.every):
                 await self._validate()
+            if self._due(settings.save_every):
+                self.bus.emit(self.version, {"timing_s/save_checkpoint": Mean(await self._save(), 1)})
             self.bus.commit(self.version)
+            report_every = self.config.metrics.report_every
+            if report_every and self.version % report_every == 0:
+                await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps is due; after the last step it always is."""
+        return self.version == self.config.run.steps or bool(every and self.version % every == 0)
 
     async def _take_or_stop(self) -> list[Group] | None:
         """The next batch, or None once a stop was requested."""
@@ -183,12 +189,14 @@ class Controller:
         if self.version == 0:
             self.bus.commit(0)
 
-    async def _save(self) -> None:
+    async def _save(self) -> float:
+        """Write the checkpoint of this version; returns the seconds it took."""
         started = time.monotonic()
         state: dict[str, Any] = {"recipe": self.config.recipe, "seed": self.config.run.seed}
         path = await self.checkpoints.save(self.version, state, self.cluster.save)
         seconds = time.monotonic() - started
         self.bus.event("checkpoint", step=self.version, path=path.name, seconds=round(seconds, 3))
+        return seconds
 
     async def _resume(self) -> None:
         """Continue from the newest checkpoint, if the run directory has one."""

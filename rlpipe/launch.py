@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.controller import Controller
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.bus import STEP, MetricsBus
+from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
@@ -57,6 +58,7 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
     cluster = None
     finished = "failed"
     try:
+        bus.event("phase", message="starting engines and trainer")
         cluster = _make_cluster(config, bus)
         controller = Controller(
             config=config,
@@ -79,7 +81,8 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
         _stop_cluster(config, cluster)
         ledger.close()
         bus.close()
-        _write_report(config, run_dir)
+        if config.metrics.report:
+            print(f"report: {_write_report(run_dir)}", flush=True)
     return {"done": 0, "stopped": 0}.get(finished, 130)
 
 
@@ -93,7 +96,7 @@ async def _run_until_done(controller: Controller, cluster: Any) -> None:
         presses += 1
         if presses > 1:
             print("\nrlpipe: stopped at once; the last checkpoint stands.", file=sys.stderr, flush=True)
-            _exit_now(cluster)
+            _exit_now(controller.bus, cluster)
         print(
             "\nrlpipe: finishing the step in progress, then a checkpoint (Ctrl-C again: stop at once).",
             file=sys.stderr,
@@ -116,6 +119,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
         from rlpipe.actors.inline_cluster import InlineCluster
 
         return InlineCluster(config)
+    logging.getLogger("ray").setLevel(logging.ERROR)
     import ray
 
     from rlpipe.actors.ray_cluster import RayCluster
@@ -146,9 +150,10 @@ def _stop_cluster(config: Config, cluster: Any) -> None:
         cluster.kill()
 
 
-def _exit_now(cluster: Any) -> None:
-    """The second Ctrl-C: kill every actor and leave without waiting for anything."""
+def _exit_now(bus: MetricsBus, cluster: Any) -> None:
+    """The second Ctrl-C: kill every actor and leave, waiting a second at most for the sinks."""
     cluster.kill()
+    bus.close(timeout=1)
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     os._exit(130)
@@ -156,23 +161,20 @@ def _exit_now(cluster: Any) -> None:
 
 def _forget_after(run_dir: Path, step: int) -> None:
     """Drop recorded steps that no checkpoint covers: a resumed run writes them again."""
-    for name, key in (("metrics.jsonl", "training/global_step"), ("trajectories.jsonl", "step")):
+    for name, key in (("metrics.jsonl", STEP), ("trajectories.jsonl", "step")):
         file = run_dir / name
-        if not file.exists():
-            continue
-        kept = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)[key] <= step]
-        file.write_text("".join(kept) if step else "")
+        if file.exists():
+            records, _ = read_jsonl(file)  # a line cut short by a crash is left out
+            kept = [record for record in records if step and record[key] <= step]
+            file.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
-def _write_report(config: Config, run_dir: Path) -> None:
-    if not config.metrics.report:
-        return
+def _write_report(run_dir: Path) -> Path:
     from rlpipe.metrics.report import write_report
 
-    started = time.monotonic()
     report = run_dir / "report.html"
     write_report([run_dir], report)
-    print(f"report: {report} ({time.monotonic() - started:.1f} s)", flush=True)
+    return report
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 LEVEL = {Correction.NONE: None, Correction.TIS_TOKEN: "token", Correction.TIS_SEQUENCE: "sequence"}
 
+_SQUARE = "_moment/is_square"
+
 # verl's metric -> what it averages over; the ones left out (std, effective sample size of one
 # micro-batch) cannot be combined across micro-batches.
 _PER_TOKEN = ("kl", "k3_kl", "chi2_token")
-_PER_SEQUENCE = ("training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_seq")
+_PER_SEQUENCE = ("training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff", "chi2_seq")
 
 
 def rollout_correction(
@@ -30,7 +32,7 @@ def rollout_correction(
     """Importance weights of one micro-batch and its off-policy metrics.
 
     All inputs [B, S], detached; the mask holds at least one 1. Returns weights [B, S] (None when the
-    correction is off) and `rollout_corr/*`. The effective sample size is (sum w)^2 / (n sum w^2).
+    correction is off) and `rollout_corr/*`. `add_sample_size` completes the reduced metrics.
     """
     proto, _, metrics = verl_door.rollout_correction(
         old_log_prob=trainer_logprobs,
@@ -57,6 +59,18 @@ def rollout_correction(
         "rollout_corr/rollout_is_max": Max(chosen.max().item()),
         "rollout_corr/rollout_is_min": Min(chosen.min().item()),
         "rollout_corr/rollout_is_ratio_fraction_high": Mean(clipped, tokens),
-        "rollout_corr/rollout_is_square_mean": Mean(chosen.square().sum().item(), tokens),
+        _SQUARE: Mean(chosen.square().sum().item(), tokens),
     }
     return weights, out
+
+
+def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
+    """Effective sample size of the importance weights, as a fraction: mean(w)^2 / mean(w^2).
+
+    Needs the sums over all micro-batches and ranks, so it is added after they were reduced.
+    """
+    square = metrics.pop(_SQUARE, None)
+    if square is not None and square.value():
+        mean = metrics["rollout_corr/rollout_is_mean"].value()
+        metrics["rollout_corr/rollout_is_eff_sample_size"] = Mean(mean**2 / square.value(), 1.0)
+    return metrics

@@ -18,7 +18,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from rlpipe.algo import verl_door
-from rlpipe.algo.correction import rollout_correction
+from rlpipe.algo.correction import add_sample_size, rollout_correction
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.metrics.values import Max, Mean, Sum, Value
 
@@ -104,7 +104,7 @@ def finish(metrics: dict[str, Value]) -> dict[str, Value]:
         spread = sqrt(max(xx - x * x, 0.0) * max(yy - y * y, 0.0))
         correlation = (xy - x * y) / spread if spread else 1.0
         metrics["training/rollout_actor_probs_pearson_corr"] = Mean(correlation, 1.0)
-    return metrics
+    return add_sample_size(metrics)
 
 
 def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:

@@ -37,7 +37,8 @@ class RolloutConfig:
     max_running: KV rows of an engine; running requests and idle conversations share them.
     max_context: tokens of a conversation, prompt included (at most the model's
         max_position_embeddings). max_new_tokens: per turn.
-    temperature: of training rollouts; 0 is greedy.
+    temperature: of training rollouts; 0 is greedy. ignore_eos: every turn runs to max_new_tokens (for
+        benchmarks).
     device: "auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ...
     threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
         steps (one request is always admitted).
@@ -51,6 +52,7 @@ class RolloutConfig:
     max_context: int = 512
     max_new_tokens: int = 48
     temperature: float = 1.0
+    ignore_eos: bool = False
     device: str = "auto"
     dtype: Dtype = Dtype.FLOAT32
     threads: int = 1

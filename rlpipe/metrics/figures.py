@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from rlpipe.metrics.runs import RunData
 
 COLOURS = 7
+MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
 Z95 = 1.96  # half width of a 95% interval, in standard errors
 STEP_PHASES = (  # they follow one another in the trainer; the rest of the step is "other"
@@ -121,8 +123,15 @@ _LINES = (
 )
 
 
+def window(runs: Sequence[RunData]) -> int:
+    """Steps that one point of a plot stands for: 1, or more where a run has over MAX_POINTS steps."""
+    return max(1, ceil(max((run.steps for run in runs), default=0) / MAX_POINTS))
+
+
 def figures(runs: Sequence[RunData]) -> list[Figure]:
     """Every plot for which there is data."""
+    if (steps := window(runs)) > 1:
+        runs = [run.coarse(steps) for run in runs]
     built = [_reward(runs), _entropy_and_acceptance(runs), *(_lines(chart, runs) for chart in _LINES)]
     built.insert(3, _timing(runs))
     return [figure for figure in built if figure.traces]
@@ -169,7 +178,7 @@ def _reward(runs: Sequence[RunData]) -> Figure:
         if steps:
             faint = {"color": f"${n}a", "width": 1}
             if one:
-                traces.append(_line((steps, values), "train, each step", n, line=faint, hoverinfo="skip"))
+                traces.append(_line((steps, values), "train", n, line=faint, hoverinfo="skip"))
             traces.append(_line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}

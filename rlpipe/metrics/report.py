@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from rlpipe.metrics.console import duration
-from rlpipe.metrics.figures import Figure, figures
+from rlpipe.metrics.figures import Figure, figures, window
 from rlpipe.metrics.names import Level, declared
 from rlpipe.metrics.report_page import PAGE, SCRIPT, STYLE
 from rlpipe.metrics.runs import RunData, dump, load_run
@@ -59,7 +59,7 @@ def _page(runs: Sequence[RunData]) -> str:
         _head(runs),
         *(_notices(run) for run in runs),
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
-        _plots(drawn),
+        _plots(drawn, window(runs)),
         _viewer(trajectories),
         "<h2>Details</h2>",
         *(_events(run, len(runs) > 1) for run in runs),
@@ -212,13 +212,14 @@ def _comparison(runs: Sequence[RunData]) -> str:
     return f'<div class="runs">{_table(["run", *titles], rows)}</div>'
 
 
-def _plots(drawn: Sequence[Figure]) -> str:
+def _plots(drawn: Sequence[Figure], steps: int) -> str:
     boxes = "".join(
         f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
         f'<p class="note">{escape(f.note)}</p><div id="plot-{n}"></div></section>'
         for n, f in enumerate(drawn)
     )
-    return f'<h2>Curves</h2><div class="plots">{boxes}</div>' if drawn else ""
+    note = f'<p class="note">A point stands for {steps} steps (their mean).</p>' if steps > 1 else ""
+    return f'<h2>Curves</h2>{note}<div class="plots">{boxes}</div>' if drawn else ""
 
 
 # --- tables ----------------------------------------------------------------------------------------

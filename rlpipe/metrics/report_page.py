@@ -125,13 +125,13 @@ function draw() {
   const palette = palettes[dark.matches ? 'dark' : 'light'];
   const phone = innerWidth < 760;
   data.figures.forEach((figure, i) => {
-    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickcolor: line, automargin: true };
+    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickcolor: line };
     const more = figure.layout;
     const bars = figure.traces.some(t => t.type === 'bar');
     const layout = {
       height: 290, hovermode: 'x unified', dragmode: phone ? false : 'zoom',
       showlegend: figure.traces.length > 1, ...more,
-      margin: { l: phone ? 44 : 56, r: 14, t: 10, b: 40 },
+      margin: { l: phone ? 56 : 66, r: 14, t: 10, b: 40 },
       paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
       font: { family: 'system-ui, sans-serif', size: phone ? 11 : 12.5, color: dim },
       legend: { orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom', font: { color: text } },

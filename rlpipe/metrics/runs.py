@@ -7,8 +7,10 @@ that is when a report is needed most. Flow: files -> `RunData` -> figures and ta
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rlpipe.metrics.bus import STEP
@@ -43,6 +45,17 @@ class RunData:
     def names(self) -> list[str]:
         """Every metric observed at least once, sorted."""
         return sorted({name for record in self.records for name in record} - {STEP, "time"})
+
+    def coarse(self, window: int) -> RunData:
+        """The same run with every `window` steps drawn together, for plots of long runs.
+
+        A value becomes the mean of those observed in the window (the extreme, if the name ends in /max
+        or /min) and stands at the window's last step; step 0 stays by itself.
+        """
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for record in self.records:
+            groups.setdefault(ceil(record[STEP] / window), []).append(record)
+        return replace(self, records=[_together(group) for group in groups.values()])
 
     @property
     def steps(self) -> int:
@@ -115,6 +128,16 @@ def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(record.get(STEP), (int, float)):
             by_step.setdefault(int(record[STEP]), {}).update(record)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _together(records: list[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = dict(records[-1])
+    for name in {name for record in records for name in record} - {STEP, "time"}:
+        values = [r[name] for r in records if isinstance(r.get(name), (int, float))]
+        if values:
+            pick = {"max": max, "min": min}.get(name.rsplit("/", 1)[-1], fmean)
+            whole[name] = pick(values)
+    return whole
 
 
 def _parse(text: str) -> dict[str, Any]:

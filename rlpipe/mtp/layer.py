@@ -11,6 +11,7 @@ which predict token t + k + 1. State dict names are the suffixes of `model.mtp_l
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,9 @@ class MtpLayer(nn.Module):
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
 
 
-def unroll(layer: MtpLayer, embed: nn.Module, hidden: Tensor, tokens: Tensor, gamma: int) -> list[Tensor]:
+def unroll(
+    layer: MtpLayer, embed: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, gamma: int
+) -> list[Tensor]:
     """Hidden states of depths 1..gamma at every anchor of a sequence, teacher-forced.
 
     embed: token ids -> embeddings. hidden: [B, T, H], the backbone's final-norm output. tokens: [B, T].

@@ -212,7 +212,9 @@ class Collector:
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
-        context = chat.initial(await self._blocking(attempt, episode.messages))
+        opening = await self._blocking(attempt, episode.messages)
+        attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
+        context = chat.initial(opening)
         trajectory.prompt_length = len(context)
         for turn in range(self._suite.max_turns):
             if len(trajectory.token_ids) + len(context) >= self._rollout.max_context:
@@ -257,7 +259,7 @@ class Collector:
             sampling=SamplingParams(
                 temperature=attempt.temperature,
                 max_new_tokens=budget,
-                stop_token_ids=self._chat.stop_token_ids,
+                stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
                 seed=stream_seed(attempt.seed, turn, start),
             ),
             session_id=attempt.session_id,

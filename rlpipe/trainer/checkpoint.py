@@ -90,10 +90,6 @@ def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    if loading:
-        for optimizer in trainer.optimizer.inner.chained_optimizers:
-            if isinstance(optimizer, DistributedOptimizer):  # torch's AdamW has no state before a step
-                optimizer._init_optimizer_states_with_dummy_values()
     model = trainer.model.sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}

@@ -63,6 +63,14 @@ class MegatronTrainer:
         self._runtime = runtime.start(
             config, rank=rank, world_size=world_size, master=master or runtime.free_address()
         )
+        try:
+            self._build(mtp, total_steps * algo.optimizer_steps)
+        except BaseException:
+            runtime.stop()
+            raise
+        self.policy_version = 0
+
+    def _build(self, mtp: MtpConfig, optimizer_steps: int) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -74,29 +82,27 @@ class MegatronTrainer:
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer
 
-        weights = read_weights(model_path)
+        weights = read_weights(self._path)
 
         def load_policy() -> Any:
-            model = build_model(self._hf_config, config, self._runtime)
+            model = build_model(self._hf_config, self._config, self._runtime)
             load_hf_weights(model, self._hf_config, weights)
             return model
 
         self.model = load_policy()
         if mtp.train is MtpTrain.FROZEN and self.model.mtp_process:
             self.model.mtp.requires_grad_(False)
-        self._reference = load_policy().requires_grad_(False) if algo.kl_coef else None
+        self._reference = load_policy().requires_grad_(False) if self._algo.kl_coef else None
+        sharded = self._config.distributed_optimizer
         self._wrapped = DistributedDataParallel(
             self.model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed_optimizer
-            ),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
             self.model,
         )
         self.model.config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = PolicyOptimizer(config, mtp, self._wrapped, total_steps * algo.optimizer_steps)
+        self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, optimizer_steps)
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
-        self.policy_version = 0
 
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
         """One or more optimizer steps on a batch (ppo_epochs * minibatches).

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
+    MegatronOptimizer,
     OptimizerConfig,
     ParamKey,
     get_megatron_optimizer,
@@ -85,6 +86,8 @@ class PolicyOptimizer:
             override_opt_param_scheduler=True,
         )
         self.scheduler.step(1)
+        for optimizer in self.inner.chained_optimizers:
+            _create_state(optimizer)
 
     def zero_grad(self) -> None:
         """Forget gradients (those of the wrapped model's buffer are zeroed by its owner)."""
@@ -132,3 +135,17 @@ class PolicyOptimizer:
 
 def _tag(group: dict[str, Any]) -> str:
     return group.get("clip_tag", POLICY)
+
+
+def _create_state(optimizer: MegatronOptimizer) -> None:
+    """Make moments and step counts now, not in the first step: a checkpoint may be asked for before it."""
+    if not isinstance(optimizer.optimizer, torch.optim.AdamW):
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        return
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

@@ -33,7 +33,7 @@ class Drafts:
     """Teacher-forced drafts of a batch; one item a depth.
 
     target_logprobs, draft_logprobs: [N_k, V] at the drafted anchors of depth k, T = 1.
-    overlap: [B, T - gamma] sum_v min(p, q), aligned by anchor; anchors: [B, T - gamma] which are drafted.
+    anchors: [B, T - 1 - k], which anchors are drafted; overlap: the same shape, sum_v min(p, q), 0 elsewhere.
     """
 
     target_logprobs: list[Tensor] = field(default_factory=list)
@@ -47,7 +47,8 @@ def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Ten
     with torch.no_grad():
         hidden = backbone.model(input_ids=ids, use_cache=False).last_hidden_state.float()
     head, drafts = backbone.lm_head.weight.detach(), Drafts()
-    states = unroll(layer, backbone.model.embed_tokens, hidden, ids, gamma)
+    table = backbone.model.embed_tokens.weight.detach()
+    states = unroll(layer, lambda tokens: F.embedding(tokens, table), hidden, ids, gamma)
     anchors = written[:, 1:]
     for depth, state in enumerate(states, start=1):
         # anchor t of depth k predicts token t + k + 1, which must exist and be written
@@ -106,13 +107,12 @@ def measure_acceptance(
     result = Acceptance([0.0] * gamma, [0] * gamma, [0.0] * gamma)
     for ids, written in batches:
         drafts = draft(backbone, layer, ids, written, gamma)
-        width = drafts.overlap[-1].shape[1]
-        product = torch.ones(ids.shape[0], width)
+        product = torch.ones(drafts.overlap[0].shape)
         for k in range(gamma):
             overlap, anchors = drafts.overlap[k], drafts.anchors[k]
             result.overlap[k] += overlap[anchors].sum().item()
             result.drafted[k] += int(anchors.sum())
-            product = product * overlap[:, :width]
+            product = product * F.pad(overlap, (0, k))
             result.chain[k] += product.sum().item()
-        result.chains += int(drafts.anchors[0][:, :width].sum())
+        result.chains += int(drafts.anchors[0].sum())
     return result

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE of at most `vocab_size` tokens; fewer when every piece has become one token."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = _splitter(PIECES)
+    bpe.pre_tokenizer = splitter(PIECES)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -41,11 +41,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     bpe.train_from_iterator(texts, trainer)
     bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = _splitter(PRETOKENIZE_REGEX)
+    bpe.pre_tokenizer = splitter(PRETOKENIZE_REGEX)
     return bpe
 
 
-def _splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
+def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Isolates the matches of `pattern`, then maps bytes to characters."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),

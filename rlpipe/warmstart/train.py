@@ -77,7 +77,7 @@ def train_backbone(
     for name, stage, seed in stages:
         if load_finished(name, model, run_dir):
             continue
-        traces = traces_of(records, tokenizer, stage, seed)
+        traces = traces_of(records[: _needed(stage)], tokenizer, stage, seed)
         batches = Batches(traces, stage.batch_tokens, seed, tokenizer.pad_token_id)
         drill = CopyDrill(traces, tokenizer, stage.batch_tokens, seed)
 
@@ -89,6 +89,11 @@ def train_backbone(
             return loss, {"drill_" * drilling + key: value for key, value in figures.items()}
 
         run_stage(name, model, stage, loss_of, run_dir, config.save_every)
+
+
+def _needed(stage: StageConfig) -> int:
+    """More instances than a stage can read: no mix has traces of fewer than 64 tokens on average."""
+    return stage.steps * stage.batch_tokens // 64
 
 
 def train_mtp(
@@ -103,7 +108,7 @@ def train_mtp(
     layer = build_mtp(model)
     if load_finished("mtp", layer, run_dir):
         return layer
-    traces = traces_of(records, tokenizer, stage, config.seed + 2)
+    traces = traces_of(records[: _needed(stage)], tokenizer, stage, config.seed + 2)
     batches = Batches(traces, stage.batch_tokens, config.seed + 2, tokenizer.pad_token_id)
     model.eval()
 

@@ -1,6 +1,6 @@
 # Set-up shared by scripts/quickstart and scripts/test. Sourced by POSIX sh with `root` set.
 #
-# Owns: which Python, the virtual environment, the packages, bubblewrap. Everything slow is announced;
+# Owns: which Python, the virtual environment, its packages, the few system packages they need. Everything slow is announced;
 # its output goes to a log that is shown only when it fails.
 
 started=$(date +%s)
@@ -36,18 +36,33 @@ find_python() {
     die "no Python 3.11 or 3.12 found. Install one, or name it: RLPIPE_PYTHON=/path/to/python3.11 $0"
 }
 
-# debian_package NAME: install it where that needs no question (root on Debian or Ubuntu); else return 1.
+# debian_package NAMES...: install them where that needs no question (root on Debian or Ubuntu); else
+# return 1.
 debian_package() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
-    say "installing the system package $1"
+    say "installing system packages: $*"
     quietly apt-get update
-    quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$1"
+    quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
 }
 
 # need_bubblewrap: the sandbox that model-written commands run in.
 need_bubblewrap() {
     command -v bwrap >/dev/null || debian_package bubblewrap ||
         die "bwrap is missing: install the package 'bubblewrap' (apt-get, dnf, pacman: the same name)."
+}
+
+# need_compiler PYTHON: one dependency (pycosat, which reasoning-gym needs) comes as C source only.
+need_compiler() {
+    headers=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    { command -v cc >/dev/null && [ -e "$headers/Python.h" ]; } || debian_package gcc libc6-dev python3-dev ||
+        die "a C compiler and Python's headers are missing: install the packages gcc and python3-dev."
+}
+
+# install_into DIR WHAT...: at the pinned versions. Modules are compiled on first import: most never are.
+install_into() {
+    environment=$1
+    shift
+    quietly "$environment/bin/python" -m pip install --no-input --no-compile -c "$root/constraints.txt" "$@"
 }
 
 # make_environment DIR EXTRAS: a virtual environment at DIR with rlpipe (editable) and "[extras]".
@@ -61,6 +76,7 @@ make_environment() {
     if [ ! -x "$1/bin/python" ]; then
         python=$(find_python)
         say "making a virtual environment with $("$python" --version)"
+        need_compiler "$python"
         "$python" -c 'import ensurepip' 2>/dev/null || debian_package python3-venv ||
             die "$python cannot make virtual environments: install the package 'python3-venv'."
         quietly "$python" -m venv "$1"
@@ -68,9 +84,9 @@ make_environment() {
     # torch first and alone: whichever build the machine's pip is set up for (CPU or CUDA) then stands, and
     # nothing that is resolved later brings another. Without a GPU the CPU build spares 3 GB.
     say "installing torch"
-    quietly "$1/bin/python" -m pip install --no-input "$(grep '^torch==' "$root/constraints.txt")"
+    install_into "$1" torch
     say "installing rlpipe$2 and what it needs (one to three minutes)"
-    quietly "$1/bin/python" -m pip install --no-input -e "$root$2" -c "$root/constraints.txt"
+    install_into "$1" -e "$root$2"
     printf '%s\n' "$stamp" >"$1/rlpipe-stamp"
     say "installed"
 }

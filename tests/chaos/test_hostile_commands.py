@@ -31,6 +31,7 @@ class Host:
         self.mark = f"hostile{uuid.uuid4().hex}"
         self.runner = make_tree_runner(CONFIG)
         self.most = self.most_rss = 0
+        self.timeout_s = TIMEOUT_S
 
     def run(self, command, tree=TREE):
         """Run a command that is marked by its text and, in what it executes, by its environment."""
@@ -38,11 +39,11 @@ class Host:
         watch = threading.Thread(target=self._count, args=(done,))
         watch.start()
         started = time.monotonic()
-        result, left = self.runner.run(tree, f"export MARK={self.mark}; {command}")
+        result, left = self.runner.run(tree, f"export MARK={self.mark}; {command}", timeout_s=self.timeout_s)
         seconds = time.monotonic() - started
         done.set()
         watch.join()
-        assert seconds < TIMEOUT_S + GRACE_S, f"took {seconds:.1f} s"
+        assert seconds < self.timeout_s + GRACE_S, f"took {seconds:.1f} s"
         return result, left
 
     def _count(self, done):
@@ -77,13 +78,11 @@ def _rss(process):
 def host():
     """Afterwards: nothing lives, nothing lies around, and an ordinary command works."""
     one = Host()
-    directories = set(bubblewrap.scratch().glob("rlpipe-sandbox-*"))
     yield one
     assert one.alive() == []
     result, tree = one.runner.run(TREE, "cat core.py")
     assert (result.output, result.exit_code, tree) == ("x = 1\n", 0, TREE)
-    ours = set(bubblewrap.scratch().glob("rlpipe-sandbox-*")) - directories
-    assert not [path for path in ours if (path / "work" / "core.py").exists()]
+    assert list(bubblewrap.scratch().glob(f"rlpipe-sandbox-{os.getpid()}-*")) == []
 
 
 @pytest.mark.parametrize(
@@ -117,6 +116,7 @@ def test_one_process_cannot_take_more_memory_than_allowed(host):
 
 def test_many_processes_together_cannot_take_more_memory_than_allowed(host):
     hog = "python3 -c 'import time; x = bytearray(10**8); time.sleep(60)'"
+    host.timeout_s = 60.0  # to start twenty interpreters on a busy machine; it ends at its limit
     result, _ = host.run(f"for i in $(seq 20); do {hog} & done; wait")
     assert result.exceeded is Limit.MEMORY
     assert host.most_rss < 2 * 10**9, "without the watch it were 2 GB and more"
@@ -142,7 +142,7 @@ def test_a_huge_file_cannot_be_written(host, place):
         "i=0; while :; do i=$((i+1)); head -c 8000000 /dev/zero > $i; done",
         "i=0; while :; do i=$((i+1)); head -c 8000000 /dev/zero > /tmp/$i; done",
         "i=0; while :; do i=$((i+1)); > $i; done",
-        "python3 -c 'import os\nwhile True: os.mkdir(\"d\"); os.chdir(\"d\")'",
+        'python3 -c \'import os\nwhile True: os.mkdir("d"); os.chdir("d")\'',
     ],
 )
 def test_filling_the_disk_with_files_is_ended_and_undone(host, command):
@@ -201,15 +201,13 @@ def test_the_network_is_out_of_reach_even_on_this_machine(host):
         accepted = server.accept()[0]
         accepted.close()
         server.settimeout(0.2)
-        connect = f"socket.create_connection(('127.0.0.1', {port}), 1)"
-        result, _ = host.run(
-            f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo reached; cat /proc/net/dev; "
-            f'python3 -c "import socket; {connect}; print('reached')"'
-        )
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1); print('reached')"
+        attempt = f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo reached"
+        result, _ = host.run(f'cat /proc/net/dev; ({attempt}); python3 -c "{code}"')
         with pytest.raises(TimeoutError):
             server.accept()
     assert "reached" not in result.output and result.output.count("refused") >= 2
-    devices = [line.split(":")[0].strip() for line in result.output.splitlines() if ": " in line and "|" not in line]
+    devices = [line.split(":")[0].strip() for line in result.output.splitlines() if ":  " in line]
     assert "lo" in devices and not [name for name in devices if name.startswith(("eth", "en", "wl"))]
 
 
@@ -304,8 +302,7 @@ def test_swapping_directories_for_links_while_the_host_looks_reads_and_removes_n
         "sleep 300 & echo done",
         "setsid nohup sleep 300 > /dev/null 2>&1 < /dev/null & echo done",
         "(trap '' HUP TERM INT; while :; do sleep 0.1; done) > /dev/null 2>&1 & echo done",
-        "python3 -c 'import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(300)'; "
-        "echo done",
+        "python3 -c 'import os, time\nif os.fork() == 0: os.setsid(); os.fork(); time.sleep(300)'; echo done",
     ],
 )
 def test_a_background_process_ends_with_its_command(host, command):

@@ -45,6 +45,7 @@ from rlpipe.envs.sandbox.tree import (
     exceeds,
     read_tree,
     remove_tree,
+    scratch,
     write_tree,
 )
 
@@ -64,7 +65,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     def __init__(self, limits: SandboxConfig, tree: Tree) -> None:
         self.limits = limits
         self.tree_limits = TreeLimits(max_bytes=limits.tree_mb << 20, max_entries=limits.tree_files)
-        self.working_dir = Path(tempfile.mkdtemp(prefix="rlpipe-sandbox-", dir=scratch()))
+        self.working_dir = Path(tempfile.mkdtemp(prefix=f"rlpipe-sandbox-{os.getpid()}-", dir=scratch()))
         self.work, tmp = self.working_dir / "work", self.working_dir / "tmp"
         owner = _NOBODY if os.geteuid() == 0 else None
         for directory in (self.working_dir, self.work, tmp):
@@ -170,12 +171,6 @@ def execute(
 
 def _undone(result: CommandResult) -> CommandResult:
     return CommandResult(output=result.output, exit_code=137, exceeded=Limit.FILES, seconds=result.seconds)
-
-
-def scratch() -> Path:
-    """Where work trees live while a command runs: memory when the machine offers it."""
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _end(process: subprocess.Popen[bytes], status: bytes) -> None:

@@ -7,16 +7,15 @@ at a limit. Times, owners and modes are not part of a tree (an executable bit is
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import shutil
 import stat
-import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+_LONGEST_PATH = 1000  # bytes below the root: what a path can name, and looking stays cheap
 _EPOCH_NS = 1_000_000_000 * 10**9  # one time for all files, so that listings are deterministic
 
 
@@ -105,15 +104,6 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
 
     Raises TreeTooLarge; OSError when the disk fails.
     """
-    try:
-        return _read(root, limits)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # deeper than a path can name
-            raise TreeTooLarge from error
-        raise
-
-
-def _read(root: Path, limits: TreeLimits) -> dict[str, Entry]:
     tree: dict[str, Entry] = {}
     used = count = 0
     pending = [""]
@@ -121,7 +111,7 @@ def _read(root: Path, limits: TreeLimits) -> dict[str, Entry]:
         directory = pending.pop()
         entries = _list(root / directory)
         count += len(entries)
-        if count > limits.max_entries:
+        if count > limits.max_entries or len(os.fsencode(directory)) > _LONGEST_PATH:
             raise TreeTooLarge
         if directory and not entries:
             tree[directory] = EmptyDirectory()
@@ -161,9 +151,13 @@ def exceeds(root: Path, limits: TreeLimits) -> bool:
     """Whether a directory that is being written to is over its limits; sparse files count as they are."""
     used = count = 0
     pending = [str(root)]
+    longest = len(os.fsencode(root)) + _LONGEST_PATH
     while pending:
+        directory = pending.pop()
+        if len(os.fsencode(directory)) > longest:
+            return True
         try:
-            with os.scandir(pending.pop()) as entries:
+            with os.scandir(directory) as entries:
                 for entry in entries:
                     info = entry.stat(follow_symlinks=False)
                     count += 1
@@ -172,22 +166,46 @@ def exceeds(root: Path, limits: TreeLimits) -> bool:
                         pending.append(entry.path)
                     if count > limits.max_entries or used > limits.max_bytes:
                         return True
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return True
-            # anything else: the command removed or closed it between two looks; read_tree decides
+        except OSError:
+            continue  # the command removed or closed it between two looks; read_tree has the last word
     return False
 
 
 def remove_tree(root: Path) -> None:
     """Delete a directory that hostile code has written, however deep and whatever its modes.
 
-    Raises OSError when it is still there.
+    Every directory is moved to the top before it is emptied, so no path gets long and the work is linear
+    in what there is. Raises OSError when something cannot be deleted.
     """
+    trash = root.with_name(f"{root.name}.trash")
+    trash.mkdir()
+    root.chmod(0o700)
+    root.rename(trash / "0")
+    top = os.open(trash, os.O_RDONLY)
     try:
-        shutil.rmtree(root)
-    except (OSError, RecursionError):
-        subprocess.run(["chmod", "-R", "u+rwX", str(root)], capture_output=True, check=False)
-        removed = subprocess.run(["rm", "-rf", "--", str(root)], capture_output=True, text=True, check=False)
-        if removed.returncode:
-            raise OSError(f"cannot remove {root}: {removed.stderr.strip()}") from None
+        pending, made = ["0"], 1
+        while pending:
+            directory = pending.pop()
+            here = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                with os.scandir(here) as entries:
+                    for entry in list(entries):
+                        if entry.is_dir(follow_symlinks=False):
+                            os.chmod(entry.name, 0o700, dir_fd=here)
+                            os.rename(entry.name, str(made), src_dir_fd=here, dst_dir_fd=top)
+                            pending.append(str(made))
+                            made += 1
+                        else:
+                            os.unlink(entry.name, dir_fd=here)
+            finally:
+                os.close(here)
+            os.rmdir(directory, dir_fd=top)
+    finally:
+        os.close(top)
+    trash.rmdir()
+
+
+def scratch() -> Path:
+    """Where work trees live while a command runs: memory when the machine offers it."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

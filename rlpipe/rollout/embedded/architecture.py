@@ -87,8 +87,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
             f"model_type={family!r} is not supported by the embedded engine; it runs {', '.join(FAMILIES)}. "
             "Use a checkpoint of one of these families."
         )
-    rope = dict(config.get("rope_parameters") or {})
-    rope.update(config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or {}
     _refuse_unsupported(config, rope)
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     qwen2_like = family in ("qwen2", "mimo")
@@ -115,12 +114,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    scaling = config.get("rope_scaling") or {}
+    types = {rope.get("rope_type"), scaling.get("rope_type"), scaling.get("type")} - {None, "default"}
+    factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
     refused = {
-        f"rope scaling of type {rope_type!r}": rope_type != "default",
-        f"partial_rotary_factor={rope.get('partial_rotary_factor')}": (
-            (config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0) != 1.0
-        ),
+        f"rope scaling of type {', '.join(map(repr, types))}": bool(types),
+        f"partial_rotary_factor={factor}": factor != 1.0,
         "sliding-window attention (use_sliding_window=true)": bool(config.get("use_sliding_window")),
         f"hidden_act={config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
     }

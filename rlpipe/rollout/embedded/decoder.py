@@ -59,136 +59,124 @@ class Decoder:
         self._model, self._table = model, table
         self._mode, self._gamma = spec.mode, spec.drafts
         self._prefill_tokens = prefill_tokens
-        device = model.device
-        self._depths = torch.arange(self._gamma + 1, device=device)
-        self._row_ids = torch.arange(model.rows, device=device)
 
     def prefill(self, first: int, starts: list[int], copies: list[int], top: int) -> Emitted:
         """Process the prompts of joined rows and sample their first tokens.
 
         first: first joined row; rows first.. have their prompt in `table.tokens` and its length in
-        `table.total`. starts: first position to process, of the leading len(starts) rows, ordered by
-        the number of tokens to process. copies: rows whose whole prompt the following rows share.
+        `table.total`. starts: first position to process, of the leading len(starts) rows, best ordered
+        by the number of tokens to process. copies: rows whose whole prompt the following rows share.
         """
-        table = self._table
-        leaders, joined = len(starts), len(starts) + len(copies)
-        ends = table.total[first : first + joined].tolist()
-        filled = self._fill(first, starts, ends[:leaders])
-        ready = torch.cat([f.hidden.index_select(0, f.last) for f in filled])
+        table, leaders = self._table, first + len(starts)
+        rows = slice(first, leaders + len(copies))
+        ends = table.total[rows].tolist()
+        filled = self._fill(first, starts, ends[: len(starts)])
+        ready = torch.cat([part.hidden.index_select(0, part.last) for part in filled])
         if copies:
-            source = torch.tensor([row - first for row in copies], device=ready.device)
+            source = self._upload(np.asarray(copies) - first)
             ready = torch.cat((ready, ready.index_select(0, source)))
-        rows = slice(first, first + joined)
         log_p = log_probs(self._model.logits(ready), self._divisor(rows))
-        next_token = sample_cdf(self._probs(log_p, rows), table.uniforms[rows, 0, Stream.RESIDUAL])
-        table.pending[rows] = next_token
-        table.length[rows] = torch.as_tensor(table.total[rows], device=ready.device)
-        table.position[rows] = 1
-        self._fill_drafts(filled)
-        for target, row in enumerate(copies, first + leaders):
+        uniforms = self._upload(table.uniforms[rows, 0, Stream.RESIDUAL])
+        token = sample_cdf(self._probs(log_p, rows), uniforms).unsqueeze(1)
+        if self._gamma:
+            self._fill_drafts(filled, token.squeeze(1))
+        for target, row in enumerate(copies, leaders):
             table.copy_keys(row, target, int(table.total[target]))
         if self._gamma and copies:
-            followers = slice(first + leaders, first + joined)
-            span = self._span(followers.start, table.length[followers].unsqueeze(1) - 1, max(ends[leaders:]))
-            table.hidden[followers] = self._model.draft(
-                next_token[leaders:].unsqueeze(1), ready[leaders:], span
-            )
-        return self._emit(next_token.unsqueeze(1), None, log_p.unsqueeze(1), top)
+            last = self._upload(table.total[leaders : rows.stop, None] - 1)
+            span = self._model.span(leaders, last, max(ends))
+            done = len(starts)
+            table.hidden[leaders : rows.stop] = self._model.draft(token[done:], ready[done:], span)
+        return self._emit(token, None, log_p.unsqueeze(1), top)
 
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the present weights."""
         table = self._table
         if table.active:
-            ends = (table.total[: table.active] - 1).tolist()
-            self._fill_drafts(self._fill(0, [0] * table.active, ends))
+            ends = table.total[: table.active] - 1
+            pending = self._upload(table.tokens[np.arange(table.active), ends])
+            filled = self._fill(0, [0] * table.active, ends.tolist())
+            if self._gamma:
+                self._fill_drafts(filled, pending)
 
     def step(self, top: int) -> Emitted:
         """One decode step of all active rows."""
-        rows = slice(0, self._table.active)
-        return self._speculate(rows, top) if self._gamma else self._sample(rows, top)
+        table, width = self._table, self._gamma + 1
+        rows = slice(0, table.active)
+        row_ids, last = np.arange(table.active), table.total[rows] - 1
+        pending = self._upload(table.tokens[row_ids, last][:, None])
+        columns = np.arange(width)
+        outputs = (table.total[rows] - table.prompt[rows])[:, None] + columns
+        uniforms = self._upload(table.uniforms[row_ids[:, None], outputs])
+        span = self._model.span(0, self._upload(last[:, None] + columns), int(last.max()) + width)
+        run = self._speculate if self._gamma else self._sample
+        return run(rows, pending, uniforms, span, top)
 
-    def _sample(self, rows: slice, top: int) -> Emitted:
-        table, model = self._table, self._model
-        positions = table.length[rows].unsqueeze(1)
-        hidden = model.forward(table.pending[rows].unsqueeze(1), self._span(0, positions, self._context()))
-        log_p = log_probs(model.logits(hidden), self._divisor(rows))
-        uniforms = table.uniforms[self._row_ids[rows], table.position[rows], Stream.RESIDUAL]
-        next_token = sample_cdf(self._probs(log_p, rows), uniforms)
-        table.pending[rows] = next_token
-        table.length[rows] += 1
-        table.position[rows] += 1
-        return self._emit(next_token.unsqueeze(1), None, log_p.unsqueeze(1), top)
+    def _sample(
+        self, rows: slice, pending: torch.Tensor, uniforms: torch.Tensor, span: Span, top: int
+    ) -> Emitted:
+        hidden = self._model.forward(pending, span)
+        log_p = log_probs(self._model.logits(hidden), self._divisor(rows))
+        token = sample_cdf(self._probs(log_p, rows), uniforms[:, 0, Stream.RESIDUAL])
+        return self._emit(token.unsqueeze(1), None, log_p.unsqueeze(1), top)
 
-    def _speculate(self, rows: slice, top: int) -> Emitted:
+    def _speculate(
+        self, rows: slice, pending: torch.Tensor, uniforms: torch.Tensor, span: Span, top: int
+    ) -> Emitted:
         table, model, gamma = self._table, self._model, self._gamma
-        batch, context = rows.stop, self._context()
-        length, divisor = table.length[rows], self._divisor(rows)
-        steps = table.position[rows].unsqueeze(1) + self._depths
-        uniforms = table.uniforms[self._row_ids[rows].unsqueeze(1), steps]
-
-        hidden, drafts, draft_probs = table.hidden[rows], [], []
+        divisor, target_only = self._divisor(rows), self._mode is SpecMode.TARGET_ONLY
+        hidden, tokens, draft_probs = table.hidden[rows], [pending], []
         for depth in range(gamma):
+            if depth:
+                hidden = model.draft(tokens[-1], hidden, span.column(depth - 1))
             logits = model.logits(hidden)
-            if self._mode is SpecMode.TARGET_ONLY:
-                drafted = logits.argmax(-1)
+            if target_only:
+                tokens.append(logits.argmax(-1, keepdim=True))
             else:
-                q = self._probs(log_probs(logits, divisor), rows)
-                drafted = sample_cdf(q, uniforms[:, depth, Stream.DRAFT])
-                draft_probs.append(q)
-            drafts.append(drafted)
-            if depth + 1 < gamma:
-                span = self._span(0, (length + depth).unsqueeze(1), context)
-                hidden = model.draft(drafted.unsqueeze(1), hidden, span)
+                draft_probs.append(self._probs(log_probs(logits, divisor), rows))
+                drafted = sample_cdf(draft_probs[-1], uniforms[:, depth, Stream.DRAFT])
+                tokens.append(drafted.unsqueeze(1))
 
-        draft_tokens = torch.stack(drafts, 1)
-        span = self._span(0, length.unsqueeze(1) + self._depths, context)
-        true_hidden = model.forward(torch.cat((table.pending[rows].unsqueeze(1), draft_tokens), 1), span)
-        log_p = log_probs(model.logits(true_hidden).view(batch, gamma + 1, -1), divisor)
-        verify = verify_target_only if self._mode is SpecMode.TARGET_ONLY else verify_chain
-        verdict = verify(
-            draft_tokens,
-            torch.stack(draft_probs, 1) if draft_probs else None,
+        verified = torch.cat(tokens, 1)
+        true_hidden = model.forward(verified, span)
+        log_p = log_probs(model.logits(true_hidden).unflatten(0, (-1, gamma + 1)), divisor)
+        verdict = (verify_target_only if target_only else verify_chain)(
+            verified[:, 1:],
+            None if target_only else torch.stack(draft_probs, 1),
             self._probs(log_p, rows),
             uniforms[:, :gamma, Stream.COIN],
             uniforms[:, 0, Stream.RESIDUAL],
         )
-        accepted, next_token = verdict.num_accepted, verdict.next_token
-        tokens = torch.cat((draft_tokens, next_token.unsqueeze(1)), 1)
-        tokens.scatter_(1, accepted.unsqueeze(1), next_token.unsqueeze(1))
-        table.hidden[rows] = model.draft(tokens, true_hidden, span, select=accepted)
-        table.pending[rows] = next_token
-        table.length[rows] += accepted + 1
-        table.position[rows] += accepted + 1
-        return self._emit(tokens, accepted, log_p, top)
+        accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
+        emitted = torch.cat((verified[:, 1:], next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
+        table.hidden[rows] = model.draft(emitted, true_hidden, span, select=accepted)
+        return self._emit(emitted, accepted, log_p, top)
 
     def _fill(self, first: int, starts: list[int], ends: list[int]) -> list[_Filled]:
         """Run the target over tokens [start, end) of consecutive rows, in passes of similar lengths."""
-        table, device = self._table, self._model.device
-        filled = []
+        table, filled = self._table, []
         for begin, stop in self._buckets([end - start for start, end in zip(starts, ends, strict=True)]):
             width = max(ends[i] - starts[i] for i in range(begin, stop))
             columns = np.asarray(starts[begin:stop])[:, None] + np.arange(width)
             columns = np.minimum(columns, self._model.slots - 1)  # padding writes to a slot nobody reads
             rows = np.arange(first + begin, first + stop)[:, None]
-            tokens = torch.as_tensor(table.tokens[rows, columns], device=device)
-            span = self._span(first + begin, torch.as_tensor(columns, device=device), max(ends[begin:stop]))
+            tokens = self._upload(table.tokens[rows, columns])
+            span = self._model.span(first + begin, self._upload(columns), max(ends[begin:stop]))
             last = [i * width + ends[begin + i] - starts[begin + i] - 1 for i in range(stop - begin)]
             hidden = self._model.forward(tokens, span)
-            filled.append(_Filled(span, hidden, tokens, torch.tensor(last, device=device)))
+            filled.append(_Filled(span, hidden, tokens, self._upload(np.asarray(last))))
         return filled
 
-    def _fill_drafts(self, filled: list[_Filled]) -> None:
-        """Run the MTP layer over the same tokens, each with the token after it (`pending` at the end)."""
-        if not self._gamma:
-            return
+    def _fill_drafts(self, filled: list[_Filled], following: torch.Tensor) -> None:
+        """Run the MTP layer over the same tokens; following: [rows], the token after each row's last."""
+        first = filled[0].span.first
         for part in filled:
-            rows = slice(part.span.first, part.span.first + part.span.batch)
-            following = part.tokens.roll(-1, 1).view(-1)
-            following[part.last] = self._table.pending[rows]
-            offsets = torch.arange(part.span.batch, device=following.device) * part.span.width
-            self._table.hidden[rows] = self._model.draft(
-                following.view_as(part.tokens), part.hidden, part.span, select=part.last - offsets
-            )
+            span = part.span
+            rows = slice(span.first, span.first + span.batch)
+            tokens = part.tokens.roll(-1, 1)
+            tokens.view(-1)[part.last] = following[rows.start - first : rows.stop - first]
+            select = part.last - torch.arange(span.batch, device=tokens.device) * span.width
+            self._table.hidden[rows] = self._model.draft(tokens, part.hidden, span, select=select)
 
     def _buckets(self, sizes: list[int]) -> list[tuple[int, int]]:
         """Split consecutive rows so that little is padded and a pass stays within the token budget."""
@@ -203,21 +191,18 @@ class Decoder:
             begin = index
         return buckets
 
-    def _span(self, first: int, positions: torch.Tensor, context: int) -> Span:
-        return self._model.span(first, positions, context)
-
-    def _context(self) -> int:
-        return int(self._table.total[: self._table.active].max()) + self._gamma
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device)
 
     def _divisor(self, rows: slice) -> torch.Tensor | None:
         """Temperatures of the rows, None when all are 1; greedy rows have 1."""
-        return self._table.temperature[rows] if self._table.divides[rows].any() else None
+        temperature = self._table.temperature[rows]
+        return self._upload(temperature) if (temperature != 1).any() else None
 
     def _probs(self, log_p: torch.Tensor, rows: slice) -> torch.Tensor:
-        probs = log_p.exp()
-        if self._table.takes_best[rows].any():
-            probs = greedy_rows(probs, self._table.greedy[rows])
-        return probs
+        """[J, ..., V] of the rows' own kind: greedy rows get a one at their argmax."""
+        greedy = self._table.greedy[rows]
+        return greedy_rows(log_p.exp(), self._upload(greedy)) if greedy.any() else log_p.exp()
 
     def _emit(
         self, tokens: torch.Tensor, accepted: torch.Tensor | None, log_p: torch.Tensor, top: int

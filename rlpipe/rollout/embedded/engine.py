@@ -106,17 +106,20 @@ class EmbeddedEngine:
         self._check(request)
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        job = Job(request, self._answer)
+        pending = (loop, future)
+        job = Job(request, lambda result: self._answer(pending, result))
         with self._wake:
             self._require_running()
             if request.request_id in self._pending:
                 raise ValueError(f"request_id={request.request_id!r} is already running; ids must be unique.")
-            self._pending[request.request_id] = (loop, future)
+            self._pending[request.request_id] = pending
             self._inbox.append((lambda: self._scheduler.submit(job), None))
             self._wake.notify()
         try:
             return await future
         except asyncio.CancelledError:
+            with self._wake:
+                self._pending.pop(request.request_id, None)
             self.abort([request.request_id])
             raise
 
@@ -233,9 +236,10 @@ class EmbeddedEngine:
             self._table.drop_idle()
             self._decoder.rebuild()
 
-    def _answer(self, result: GenerateResult) -> None:
+    def _answer(self, pending: Pending, result: GenerateResult) -> None:
         with self._wake:
-            pending = self._pending.pop(result.request_id)
+            if self._pending.get(result.request_id) is pending:  # else its caller was cancelled
+                del self._pending[result.request_id]
         _settle(pending, lambda future: future.set_result(result))
 
     def _fail(self, error: BaseException) -> None:

@@ -27,8 +27,8 @@ from rlpipe.rollout.embedded.linear import Linear
 class Span:
     """A pass over rows first..first+batch-1, `width` tokens each, of which `context` slots are seen.
 
-    slots: [B*q] flat cache slot of each token. rotation: [B*q, 1, D/2] complex64.
-    mask: [B, 1, q, context], 0 or -inf.
+    slots: [B, q] flat cache slot of each token. rotation: [B, q, D/2] complex64.
+    mask: [B, q, context], 0 or -inf.
     """
 
     first: int
@@ -38,6 +38,18 @@ class Span:
     slots: torch.Tensor
     rotation: torch.Tensor
     mask: torch.Tensor
+
+    def column(self, index: int) -> Span:
+        """The pass over token `index` of each row alone."""
+        return Span(
+            first=self.first,
+            batch=self.batch,
+            width=1,
+            context=self.context,
+            slots=self.slots[:, index],
+            rotation=self.rotation[:, index : index + 1],
+            mask=self.mask[:, index : index + 1],
+        )
 
 
 @dataclass(slots=True)
@@ -110,19 +122,16 @@ class Model:
         context: slots seen, more than any position that matters.
         """
         batch, width = positions.shape
-        flat = positions.reshape(-1)
-        hidden = self._slot_ids[:context] > positions.unsqueeze(-1)
-        mask = torch.zeros(hidden.shape, device=self.device, dtype=self.dtype).masked_fill_(
-            hidden, float("-inf")
-        )
+        unseen = self._slot_ids[:context] > positions.unsqueeze(-1)
+        mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
         return Span(
             first=first,
             batch=batch,
             width=width,
             context=context,
-            slots=(positions + self._row_offsets[first : first + batch]).view(-1),
-            rotation=self._rotations.index_select(0, flat).unsqueeze(1),
-            mask=mask.unsqueeze(1),
+            slots=positions + self._row_offsets[first : first + batch],
+            rotation=self._rotations[positions],
+            mask=mask.masked_fill_(unseen, float("-inf")),
         )
 
     def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
@@ -158,19 +167,19 @@ class Model:
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), layer.q_norm, arch.norm_eps)
             keys = qkv[:, heads : heads + kv_heads]
             keys.copy_(F.rms_norm(keys, (head_dim,), layer.k_norm, arch.norm_eps))
-        self._rotate(qkv[:, : heads + kv_heads], span.rotation)
-        self._flat[index].index_copy_(0, span.slots, qkv[:, heads:])
+        self._rotate(qkv[:, : heads + kv_heads], span.rotation.view(-1, 1, head_dim // 2))
+        self._flat[index].index_copy_(0, span.slots.view(-1), qkv[:, heads:])
         seen = self.cache[index, span.first : span.first + span.batch, : span.context].transpose(1, 2)
         if select is not None:
             flat = select + torch.arange(span.batch, device=self.device) * width
             x, qkv = x.index_select(0, flat), qkv.index_select(0, flat)
-            mask = mask.view(-1, span.context).index_select(0, flat).view(-1, 1, 1, span.context)
+            mask = mask.view(-1, span.context).index_select(0, flat).unsqueeze(1)
             width = 1
         attended = F.scaled_dot_product_attention(
             qkv[:, :heads].view(span.batch, width, heads, head_dim).transpose(1, 2),
             seen[:, :kv_heads],
             seen[:, kv_heads:],
-            attn_mask=mask,
+            attn_mask=mask.unsqueeze(1),
             enable_gqa=heads != kv_heads,
         )
         x = x + layer.output(attended.transpose(1, 2).reshape(-1, heads * head_dim))

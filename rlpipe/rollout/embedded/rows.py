@@ -1,11 +1,12 @@
 """The KV rows of the engine: who holds which row, and everything known per row.
 
 Invariant: rows [0, active) run requests, rows [active, used) hold idle conversations, the rest are
-free. So every pass works on a contiguous slice and no gather of keys is needed; the price is that a
-row's contents are exchanged with another's when a request joins or leaves.
+free. So every pass works on a contiguous slice and no keys are gathered; the price is that a row's
+contents move when a request joins or leaves.
 
-Tensors (device) are what the passes read; arrays (host) are what the requests get back. A row with
-`total` tokens has keys for the first total - 1; the last one is `pending`.
+Only keys, values and the draft's hidden state live on the device. The rest is arrays on the host,
+which a pass uploads as it needs them: the host has seen every token anyway. A row with `total` tokens
+has keys for the first total - 1 of them; the last one is the next pass's input.
 """
 
 from __future__ import annotations
@@ -21,36 +22,27 @@ from rlpipe.spec.sampling import Stream
 
 
 class RowTable:
-    """State of all rows of a model's cache."""
+    """State of all rows of a model's cache. drafts: gamma, 0 without speculation."""
 
     def __init__(self, model: Model, drafts: int) -> None:
-        rows, slots, device = model.rows, model.slots, model.device
-        self.cache = model.cache
+        rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
-        self.pending = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.length = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperature = torch.ones(rows, device=device)
-        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.hidden = torch.zeros(rows, model.arch.hidden, dtype=model.dtype, device=device)
-        self.uniforms = torch.zeros(rows, slots, len(Stream), dtype=torch.float64, device=device)
-        self._tensors = [self.pending, self.length, self.position, self.temperature, self.greedy]
-        self._tensors += [self.hidden, self.uniforms]
+        self.cache = model.cache
+        self.hidden = torch.zeros(rows, model.arch.hidden, dtype=model.dtype, device=model.device)
         self.tokens = np.zeros((rows, slots), np.int64)
+        self.total = np.zeros(rows, np.int64)
+        self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
+        self.end = np.zeros(rows, np.int64)  # total at which the request's length is exhausted
         self.logprobs = np.zeros((rows, slots))
         self.entropies = np.zeros((rows, slots))
         self.versions = np.zeros((rows, slots), np.int64)
-        self.total = np.zeros(rows, np.int64)
-        self.end = np.zeros(rows, np.int64)  # total at which the request's length is exhausted
-        self.stops = np.full((rows, 1), -1, np.int64)
+        self.uniforms = np.zeros((rows, slots, len(Stream)))  # by index among the output tokens
         self.accepted = np.zeros((rows, drafts + 1), np.int64)  # verify steps by number accepted
-        self._arrays = [self.tokens, self.logprobs, self.entropies, self.versions, self.total, self.end]
-        self._arrays.append(self.accepted)
-        self.divides = np.zeros(rows, bool)  # logits must be divided: temperature neither 0 nor 1
-        self.takes_best = np.zeros(rows, bool)  # temperature 0
-        self._arrays += [self.divides, self.takes_best]
+        self.temperature = np.ones(rows, np.float32)  # 1 for greedy rows
+        self.greedy = np.zeros(rows, bool)
+        self.stops = np.full((rows, 1), -1, np.int64)
         self.jobs: list[Any] = [None] * rows
-        self.owner: list[str | None] = [None] * rows
+        self._owner: list[str | None] = [None] * rows
         self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
 
     def idle_row(self, session_id: str | None) -> int | None:
@@ -58,26 +50,25 @@ class RowTable:
         return self._sessions.get(session_id) if session_id is not None else None
 
     def take(self, session_id: str | None) -> tuple[int, bool]:
-        """Make row `active` the row of a joining request.
+        """Make row `active` the row of a joining request; needs active < rows.
 
-        Returns (row, whether it holds the conversation's keys). Needs active < rows.
+        Returns (row, whether it holds the conversation's keys).
         """
-        row, known = self.idle_row(session_id), True
-        if row is None:
-            known = False
-            if self.used < len(self.jobs):
-                row, self.used = self.used, self.used + 1
-            else:
-                row = next(iter(self._sessions.values()))
-        if self.owner[row] is not None:
-            del self._sessions[self.owner[row]]
-            self.owner[row] = None
-        target = self.active
-        self._exchange(row, target)
+        target, row = self.active, self.idle_row(session_id)
+        known = row is not None
+        if known:
+            del self._sessions[session_id]
+            self._exchange(row, target)
+        elif self.used < self.rows:
+            if self.used > target:
+                self._move(target, self.used)
+            self.used += 1
+        else:
+            _, oldest = self._sessions.popitem(last=False)
+            if oldest != target:
+                self._move(target, oldest)
         self.active += 1
-        if not known:
-            self.total[target] = 0
-        self.owner[target] = session_id
+        self._owner[target] = session_id
         return target, known
 
     def seat(
@@ -89,43 +80,45 @@ class RowTable:
         end: int,
         temperature: float,
         stops: tuple[int, ...],
-        uniforms: torch.Tensor,
+        uniforms: np.ndarray,
     ) -> None:
         """Write a request into its row; its keys are the caller's business."""
         self.jobs[row] = job
         self.tokens[row, : len(prompt)] = prompt
-        self.total[row], self.end[row] = len(prompt), end
+        self.total[row] = self.prompt[row] = len(prompt)
+        self.end[row] = end
+        self.uniforms[row, : len(uniforms)] = uniforms
         self.accepted[row] = 0
+        self.greedy[row] = temperature == 0
+        self.temperature[row] = temperature or 1.0
         missing = len(stops) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
-        self.takes_best[row] = temperature == 0
-        self.divides[row] = temperature not in (0, 1)
-        self.greedy[row] = temperature == 0
-        self.temperature[row] = temperature or 1.0
-        self.uniforms[row, : len(uniforms)] = uniforms
 
     def release(self, row: int) -> None:
         """End the request of an active row; its keys stay for its conversation, if it has one."""
-        self.jobs[row] = None
-        session, self.owner[row] = self.owner[row], None
-        self.active -= 1
-        self._exchange(row, self.active)
+        session, last = self._owner[row], self.active - 1
+        self.jobs[row], self._owner[row] = None, None
         if session is None:
-            self._free(self.active)
-            return
-        self._drop(session)  # an older row of the same conversation
-        self.owner[self.active] = session
-        self._sessions[session] = self.active
+            if row != last:
+                self._move(last, row)
+            self.active = last
+            self._vacate(last)
+        else:
+            self._drop(session)  # an older row of the same conversation
+            self._exchange(row, last)
+            self.active = last
+            self._owner[last] = session
+            self._sessions[session] = last
 
     def end_session(self, session_id: str) -> None:
         """Free a conversation's row: now if it is idle, else when its request ends."""
         self._drop(session_id)
         for row in range(self.active):
-            if self.owner[row] == session_id:
-                self.owner[row] = None
+            if self._owner[row] == session_id:
+                self._owner[row] = None
 
     def drop_idle(self) -> None:
         """Free all idle conversations."""
@@ -139,25 +132,45 @@ class RowTable:
     def _drop(self, session_id: str) -> None:
         row = self._sessions.pop(session_id, None)
         if row is not None:
-            self.owner[row] = None
-            self._free(row)
+            self._owner[row] = None
+            self._vacate(row)
 
-    def _free(self, row: int) -> None:
+    def _vacate(self, row: int) -> None:
+        """Close the hole that a freed row leaves before `used`."""
         self.used -= 1
-        self._exchange(row, self.used)
+        if row != self.used:
+            self._move(self.used, row)
+
+    def _move(self, source: int, target: int) -> None:
+        """Overwrite a row with another one, which becomes free."""
+        self.copy_keys(source, target, int(self.total[source]))
+        self.hidden[target] = self.hidden[source]
+        for array in self._arrays():
+            array[target] = array[source]
+        self.jobs[target], self.jobs[source] = self.jobs[source], None
+        self._set_owner(target, self._owner[source])
+        self._owner[source] = None
 
     def _exchange(self, a: int, b: int) -> None:
         if a == b:
             return
-        pair, swapped = [a, b], [b, a]
-        length = int(self.total[pair].max())
+        pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))
         self.cache[:, pair, :length] = self.cache[:, swapped, :length]
-        for tensor in self._tensors:
-            tensor[pair] = tensor[swapped]
-        for array in (*self._arrays, self.stops):
+        self.hidden[pair] = self.hidden[swapped]
+        for array in self._arrays():
             array[pair] = array[swapped]
         self.jobs[a], self.jobs[b] = self.jobs[b], self.jobs[a]
-        self.owner[a], self.owner[b] = self.owner[b], self.owner[a]
-        for row in pair:
-            if self.owner[row] in self._sessions and row >= self.active:
-                self._sessions[self.owner[row]] = row
+        owners = self._owner[b], self._owner[a]
+        for row, owner in zip(pair, owners, strict=True):
+            self._set_owner(row, owner)
+
+    def _set_owner(self, row: int, owner: str | None) -> None:
+        self._owner[row] = owner
+        if owner in self._sessions and row >= self.active:
+            self._sessions[owner] = row
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return (
+            self.tokens, self.total, self.prompt, self.end, self.logprobs, self.entropies, self.versions,
+            self.uniforms, self.accepted, self.temperature, self.greedy, self.stops,
+        )  # fmt: skip

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from rlpipe.rollout.embedded.decoder import Decoder, Emitted
 from rlpipe.rollout.embedded.rows import RowTable
@@ -158,7 +157,7 @@ class Scheduler:
             end=end,
             temperature=sampling.temperature,
             stops=sampling.stop_token_ids,
-            uniforms=torch.from_numpy(request_uniforms(sampling.seed, end - length + self._gamma + 1)),
+            uniforms=request_uniforms(sampling.seed, end - length + self._gamma + 1),
         )
         return start
 

@@ -33,8 +33,8 @@ def test_a_value_survives_the_way_in_and_out(value):
     )
 
 
-def test_an_unknown_value_is_refused_and_the_possible_ones_are_listed():
-    with pytest.raises(ValidationError, match=r"'mean'.*none, token-mean"):
+def test_an_unknown_value_is_refused():
+    with pytest.raises(ValidationError, match="Invalid value 'mean'"):
         OmegaConf.merge(OmegaConf.structured(Settings), {"agg": "mean"})
 
 

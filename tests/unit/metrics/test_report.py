@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlpipe.metrics.bus import STEP
-from rlpipe.metrics.figures import figures, smooth
+from rlpipe.metrics.figures import figures, smooth, window
 from rlpipe.metrics.report import MAX_TRAJECTORY_BYTES, write_report
 from rlpipe.metrics.runs import load_run
 from rlpipe.report import main
@@ -176,6 +176,19 @@ def test_entropy_and_acceptance_share_their_x_axis(run: Path) -> None:
     assert [trace["name"] for trace in figure.traces] == ["entropy", "depth 1", "depth 2"]
     assert len({tuple(trace["x"]) for trace in figure.traces}) == 1
     assert all("xaxis" not in trace for trace in figure.traces)
+
+
+def test_a_long_run_is_drawn_in_windows_that_keep_means_extremes_and_validation(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path / "long", steps=1000, **{"num_turns/max": 8}))
+    run.records[500]["num_turns/max"] = 99
+    assert window([run]) == 4 and window([load_run(make_run(tmp_path / "short"))]) == 1
+    coarse = run.coarse(4)
+    steps, rewards = coarse.series("critic/rewards/mean")
+    assert steps == list(range(4, 1001, 4))
+    assert rewards[0] == pytest.approx(0.3 + (1 + 2 + 3 + 4) / 4 / 100)
+    assert max(coarse.series("num_turns/max")[1]) == 99
+    assert coarse.series("val/reward") == ([0, 1000], [0.3, 0.5])
+    assert all(len(trace["x"]) <= 251 for figure in figures([run]) for trace in figure.traces)
 
 
 def test_smoothing_starts_without_bias() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,10 +44,10 @@ def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
         end=9,
         temperature=1.0,
         stops=(),
-        uniforms=torch.full((2, 3), float(mark)),
+        uniforms=np.full((2, 3), float(mark)),
     )
     table.cache[:, row, :4] = mark if session is None else float(session[1:])
-    table.pending[row] = mark
+    table.hidden[row] = mark
     return known
 
 
@@ -57,7 +58,7 @@ def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
         mark = table.jobs[row]
         key = mark if running[mark] is None else int(running[mark][1:])
         assert table.tokens[row, 0] == mark
-        assert table.pending[row] == mark
+        assert table.hidden[row, 0] == mark
         assert table.uniforms[row, 1, 2] == mark
         assert table.cache[:, row, :4].unique().tolist() == [key]
 

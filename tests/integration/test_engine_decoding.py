@@ -1,0 +1,299 @@
+"""The embedded engine end to end on random checkpoints: what it returns is what transformers computes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.types import FinishReason
+from tests.helpers.engines import (
+    generate,
+    recomputed,
+    request,
+    running_engine,
+    transformers_logits,
+    worst_logprob_error,
+)
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.integration
+MODES = ("none", "target_only", "rejection")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_random_checkpoint(tmp_path_factory.mktemp("mimo"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    return transformers_logits(checkpoint)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 64, (3 + 7 * i % 23,), generator=generator).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_logprobs_and_entropies_equal_transformers(checkpoint, reference, mode, temperature):
+    """20 ragged requests over 8 rows, so they join and leave all the time."""
+    prompts = _prompts(20)
+    with running_engine(checkpoint, mode) as engine:
+        results = generate(
+            engine,
+            *(
+                request(i, prompt, max_new_tokens=10 + 3 * i, temperature=temperature)
+                for i, prompt in enumerate(prompts)
+            ),
+        )
+    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        assert len(result.output_ids) == 10 + 3 * i
+        assert result.finish_reason is FinishReason.LENGTH
+        assert worst_logprob_error(reference, prompt, result, temperature or 1.0) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["target_only", "rejection"])
+def test_greedy_output_is_the_same_with_and_without_speculation(checkpoint, reference, mode):
+    requests = [
+        request(i, prompt, max_new_tokens=40, temperature=0.0) for i, prompt in enumerate(_prompts(12))
+    ]
+    with running_engine(checkpoint, "none") as engine:
+        plain = generate(engine, *requests)
+    with running_engine(checkpoint, mode) as engine:
+        speculative = generate(engine, *requests)
+    assert [r.output_ids for r in plain] == [r.output_ids for r in speculative]
+    ids = [*requests[0].prompt_ids, *plain[0].output_ids]
+    assert reference(ids).argmax(-1)[len(requests[0].prompt_ids) - 1 : -1].tolist() == plain[0].output_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_requests_output_depends_on_its_seed_and_not_on_what_else_runs(checkpoint, mode):
+    prompts = _prompts(13)
+    requests = [request(i, prompt, max_new_tokens=24, seed=i % 5) for i, prompt in enumerate(prompts)]
+    with running_engine(checkpoint, mode) as engine:
+        together = generate(engine, *requests)
+    with running_engine(checkpoint, mode, max_running=1) as engine:
+        alone = [generate(engine, one)[0] for one in requests]
+    for one, other in zip(together, alone, strict=True):
+        assert one.output_ids == other.output_ids
+        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=TOLERANCE)
+    with running_engine(checkpoint, mode) as engine:
+        (reseeded,) = generate(engine, request(0, prompts[0], max_new_tokens=24, seed=99))
+    assert reseeded.output_ids != together[0].output_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_siblings_of_one_prompt_are_prefilled_once_and_differ_by_seed(checkpoint, reference, mode):
+    prompt = _prompts(1)[0] * 5
+    with running_engine(checkpoint, mode) as engine:
+        engine.pause()
+
+        async def run():
+            tasks = [
+                asyncio.ensure_future(engine.generate(request(i, prompt, max_new_tokens=16)))
+                for i in range(6)
+            ]
+            await asyncio.sleep(0)
+            engine.resume()
+            return await asyncio.gather(*tasks)
+
+        results = asyncio.run(run())
+        assert engine.stats().prefill_tokens == len(prompt)
+    assert len({tuple(result.output_ids) for result in results}) == 6
+    assert max(worst_logprob_error(reference, prompt, result) for result in results) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversation_prefills_only_what_is_new(checkpoint, reference, mode):
+    with running_engine(checkpoint, mode, max_running=3) as engine:
+        ids = dict(zip("abc", _prompts(3), strict=True))
+        processed = 0
+        for turn in range(3):
+            before = engine.stats().prefill_tokens
+            results = generate(
+                engine,
+                *(
+                    request(10 * turn + i, ids[name], session=name, max_new_tokens=8)
+                    for i, name in enumerate(ids)
+                ),
+            )
+            processed = engine.stats().prefill_tokens - before
+            for name, result in zip(ids, results, strict=True):
+                assert worst_logprob_error(reference, ids[name], result) < TOLERANCE
+                ids[name] = [*ids[name], *result.output_ids, 3, 4, 5]
+        # 3 new tokens, the last sampled one, and with drafts the one before it.
+        assert processed == 3 * (4 if mode == "none" else 5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversation_that_changes_its_past_is_recomputed_from_there(checkpoint, reference, mode):
+    prompt = _prompts(2)[1]
+    with running_engine(checkpoint, mode) as engine:
+        (first,) = generate(engine, request(0, prompt, session="s", max_new_tokens=12))
+        edited = [*prompt, *first.output_ids[:5], 2, 2, 2]
+        (second,) = generate(engine, request(1, edited, session="s", max_new_tokens=12))
+        (shorter,) = generate(engine, request(2, edited[:4], session="s", max_new_tokens=12))
+    assert worst_logprob_error(reference, edited, second) < TOLERANCE
+    assert worst_logprob_error(reference, edited[:4], shorter) < TOLERANCE
+
+
+def test_more_conversations_than_rows_evict_the_oldest_and_stay_right(checkpoint, reference):
+    with running_engine(checkpoint, max_running=2) as engine:
+        ids = dict(enumerate(_prompts(5)))
+        for turn in range(2):
+            results = generate(
+                engine, *(request(10 * turn + i, ids[i], session=str(i), max_new_tokens=6) for i in ids)
+            )
+            for i, result in enumerate(results):
+                assert worst_logprob_error(reference, ids[i], result) < TOLERANCE
+                ids[i] = [*ids[i], *result.output_ids, 9]
+
+
+def _mtp_hidden(path, ids: list[int]) -> torch.Tensor:
+    """Depth-1 output of the reference MTP module at the last token but one, from transformers' hiddens."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlpipe.mtp.layer import MtpLayer
+
+    weights = read_weights(path)
+    layer = MtpLayer(AutoConfig.from_pretrained(path))
+    layer.load_state_dict({k.removeprefix(MTP_PREFIX): v for k, v in weights.items() if MTP_PREFIX in k})
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        hidden = AutoModelForCausalLM.from_pretrained(path).model(tokens[:, :-1]).last_hidden_state
+        positions, count = torch.arange(len(ids) - 1)[None], len(ids) - 1
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        return layer(hidden, weights["model.embed_tokens.weight"][tokens[:, 1:]], positions, mask)[0, -1]
+
+
+@pytest.mark.parametrize("mode", ["target_only", "rejection"])
+def test_drafts_start_from_true_hidden_states_after_steps_and_turns(checkpoint, mode):
+    """The state from which depth 1 is drafted equals the reference module over the whole sequence.
+
+    It is read from the row after two turns of a conversation: prefill, delta prefill and catch-up after
+    partial acceptance all left their mark on the draft's keys.
+    """
+    with running_engine(checkpoint, mode) as engine:
+        prompt = _prompts(2)[1]
+        (first,) = generate(engine, request(0, prompt, session="s", max_new_tokens=17))
+        second_prompt = [*prompt, *first.output_ids, 7, 8]
+        steps = engine.stats().spec.verify_steps
+        (second,) = generate(engine, request(1, second_prompt, session="s", max_new_tokens=1))
+        assert engine.stats().spec.verify_steps == steps  # one token: straight from the prefill
+        row = engine._table.idle_row("s")
+        ids = [*second_prompt, *second.output_ids]
+        assert (engine._table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max() < TOLERANCE
+        # And after steps: the state is the one of the last token only if nothing was cut off.
+        for seed in range(20):
+            (third,) = generate(
+                engine, request(f"t{seed}", second_prompt, session="s", max_new_tokens=9, seed=seed)
+            )
+            spec = third.spec
+            if 1 + spec.verify_steps + sum(spec.accepted) == 9:
+                ids = [*second_prompt, *third.output_ids]
+                row = engine._table.idle_row("s")
+                assert (engine._table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max() < TOLERANCE
+                return
+    pytest.fail("no step ended exactly at the limit")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stop_token_ends_the_turn_even_inside_accepted_drafts(checkpoint, mode):
+    prompts = _prompts(16)
+    with running_engine(checkpoint, mode) as engine:
+        free = generate(engine, *(request(i, p, max_new_tokens=40) for i, p in enumerate(prompts)))
+        stopped = generate(
+            engine,
+            *(
+                request(i, p, max_new_tokens=40, stop_token_ids=(5, 17, 30, 41))
+                for i, p in enumerate(prompts)
+            ),
+        )
+    cut = 0
+    for whole, part in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole.output_ids) if token in (5, 17, 30, 41)]
+        expected = whole.output_ids[: ends[0] + 1] if ends else whole.output_ids
+        assert part.output_ids == expected
+        assert part.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+        cut += bool(ends)
+    assert cut > 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_context_limit_ends_the_turn(checkpoint, reference, mode):
+    prompt = _prompts(2)[1]
+    with running_engine(checkpoint, mode, max_context=len(prompt) + 6) as engine:
+        (result,) = generate(engine, request(0, prompt, max_new_tokens=50))
+        (full,) = generate(engine, request(1, [*prompt, *result.output_ids], max_new_tokens=50))
+    assert len(result.output_ids) == 6
+    assert result.finish_reason is FinishReason.LENGTH
+    assert worst_logprob_error(reference, prompt, result) < TOLERANCE
+    assert (full.output_ids, full.finish_reason) == ([], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_logprobs_are_the_largest_of_the_target(checkpoint, reference, mode):
+    prompt = _prompts(1)[0]
+    with running_engine(checkpoint, mode) as engine:
+        asked, other = generate(
+            engine,
+            request(0, prompt, max_new_tokens=11, top_logprobs=3),
+            request(1, prompt, max_new_tokens=11),
+        )
+    assert other.top_logprobs is None
+    rows = reference([*prompt, *asked.output_ids])[len(prompt) - 1 : -1].log_softmax(-1)
+    assert len(asked.top_logprobs) == 11
+    for row, top in zip(rows, asked.top_logprobs, strict=True):
+        values, ids = row.topk(3)
+        assert [token for token, _ in top] == ids.tolist()
+        assert torch.allclose(torch.tensor([value for _, value in top]), values, atol=TOLERANCE)
+
+
+def test_counts_add_up_to_the_emitted_tokens(checkpoint):
+    """All tokens but the first come from verify steps: accepted drafts plus one each."""
+    with running_engine(checkpoint, gamma=2) as engine:
+        results = generate(engine, *(request(i, p, max_new_tokens=30) for i, p in enumerate(_prompts(8))))
+        total = engine.stats()
+    for result in results:
+        spec = result.spec
+        assert spec.proposed == 2 * spec.verify_steps
+        assert spec.drafted[0] == spec.verify_steps
+        assert spec.drafted[1] == spec.accepted[0]
+        emitted = 1 + spec.verify_steps + sum(spec.accepted)
+        assert 0 <= emitted - len(result.output_ids) <= 2  # the last step may go beyond the limit
+    assert total.spec.verify_steps == sum(result.spec.verify_steps for result in results)
+    assert total.spec.accepted == [sum(r.spec.accepted[k] for r in results) for k in range(2)]
+    assert total.generated_tokens == sum(len(result.output_ids) for result in results)
+
+
+def test_mixed_temperatures_share_a_batch(checkpoint, reference):
+    temperatures = (0.0, 0.5, 1.0, 2.0)
+    prompts = _prompts(4)
+    with running_engine(checkpoint) as engine:
+        mixed = generate(
+            engine,
+            *(
+                request(i, p, max_new_tokens=20, temperature=t)
+                for i, (p, t) in enumerate(zip(prompts, temperatures, strict=True))
+            ),
+        )
+        (alone,) = generate(engine, request(0, prompts[0], max_new_tokens=20, temperature=0.0))
+    assert alone.output_ids == mixed[0].output_ids
+    for prompt, result, temperature in zip(prompts, mixed, temperatures, strict=True):
+        assert worst_logprob_error(reference, prompt, result, temperature or 1.0) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_runs_and_stays_near_its_own_transformers_model(tmp_path, mode):
+    path = write_random_checkpoint(tmp_path, dtype=torch.bfloat16, hidden=64)
+    prompt = _prompts(1)[0]
+    with running_engine(path, mode, dtype="bfloat16") as engine:
+        (result,) = generate(engine, request(0, prompt, max_new_tokens=24))
+    logprobs, _ = recomputed(transformers_logits(path), prompt, result)
+    assert (logprobs - torch.tensor(result.logprobs)).abs().max() < 0.1

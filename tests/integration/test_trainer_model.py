@@ -1,0 +1,224 @@
+"""The Megatron model is the Hugging Face model: weights, logits, logprobs, gradients, draft."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpipe.config.algo import AlgoConfig, Correction
+from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.trainer import runtime
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.helpers.trainers import make_batch, make_trainer
+from tests.helpers.trajectories import make_groups
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """A test that fails with a trainer open must not fail the next one."""
+    yield
+    if torch.distributed.is_initialized():
+        runtime.stop()
+
+
+FAMILIES = {
+    "mimo": {"family": "mimo"},
+    "qwen2 tied": {"family": "qwen2", "tie": True},
+    "qwen3 wide heads": {"family": "qwen3", "head_dim": 12},
+    "qwen3 all heads grouped": {"family": "qwen3", "kv_heads": 1, "tie": True},
+    "llama theta": {"family": "llama", "kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
+def checkpoint(request, tmp_path):
+    return write_random_checkpoint(tmp_path / "model", **FAMILIES[request.param])
+
+
+@pytest.fixture
+def trainer_of():
+    """Trainers that are closed at the end: a process has one at a time."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(make_trainer(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def token_logprobs_of(model, ids, temperature=1.0):
+    """[T - 1] logprobs of a Hugging Face model at the tokens that follow."""
+    logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_weights_come_back_bit_for_bit(checkpoint, trainer_of):
+    weights, exported = read_weights(checkpoint), trainer_of(checkpoint).export_weights()
+    assert exported.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(exported[name], weight), name
+
+
+def test_logits_equal_transformers(checkpoint, trainer_of):
+    trainer = trainer_of(checkpoint)
+    ids = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(checkpoint)(ids).logits
+        found = trainer.model.logits(ids)
+    assert (found - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # the comparison is not of zeros
+
+
+def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trainer_of):
+    trainer, groups = trainer_of(checkpoint), make_groups()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    found = trainer.logprobs(make_batch(groups, AlgoConfig(), temperature=0.7))
+    trajectories = [t for g in groups for t in g.trajectories]
+    for trajectory, own in zip(trajectories, found, strict=True):
+        mask = torch.tensor(trajectory.loss_mask[1:])
+        with torch.no_grad():
+            expected = token_logprobs_of(model, trajectory.token_ids, 0.7) * mask
+        assert own[0] == 0.0
+        torch.testing.assert_close(torch.tensor(own[1:]), expected, atol=1e-4, rtol=0)
+
+
+def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(checkpoint, trainer_of):
+    """Clipping off, so the gradient itself is compared through its norm and the direction of SGD-like Adam."""
+    groups, algo = make_groups(), AlgoConfig()
+    trainer = trainer_of(checkpoint, TrainerConfig(lr=1e-2, clip_grad=0.0, eps=1e-3))
+    batch = make_batch(groups, algo)
+    metrics = trainer.train_step(batch)
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.0)
+    trajectories = [t for g in groups for t in g.trajectories]
+    tokens = sum(t.response_length for t in trajectories)
+    loss = 0.0
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories])
+        for t, advantage in zip(group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+            logprobs = token_logprobs_of(model, t.token_ids)
+            weight = (logprobs.detach() - torch.tensor(t.rollout_logprobs[1:])).exp().clamp(max=2.0)
+            ratio = (logprobs - logprobs.detach()).exp()
+            loss = loss - (ratio * advantage * weight * torch.tensor(t.loss_mask[1:])).sum() / tokens
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    optimizer.step()
+
+    assert metrics["actor/grad_norm"].value() == pytest.approx(norm, rel=1e-5)
+    assert metrics["actor/pg_loss"].value() == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
+    exported = trainer.export_weights()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(exported[name], weight, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_recomputation_changes_nothing(tmp_path, trainer_of):
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+    norms = []
+    for recompute in Recompute:
+        trainer = make_trainer(path, TrainerConfig(lr=1e-2, recompute=recompute))
+        norms.append(trainer.train_step(make_batch(make_groups(), AlgoConfig()))["actor/grad_norm"].value())
+        trainer.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_of):
+    from transformers import AutoConfig
+
+    from rlpipe.mtp.head import draft_hidden_states
+    from rlpipe.mtp.layer import MtpLayer, unroll
+
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+    trainer = trainer_of(path)
+    reference = MtpLayer(AutoConfig.from_pretrained(path))
+    weights = read_weights(path)
+    reference.load_state_dict(
+        {k.removeprefix(MTP_PREFIX): w for k, w in weights.items() if k.startswith(MTP_PREFIX)}
+    )
+    ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        hidden, rotary = trainer.model.hidden_states(ids)
+        found = draft_hidden_states(trainer.model, hidden, ids, rotary, depths=3)
+        embed = torch.nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
+        expected = unroll(reference, embed, hidden.transpose(0, 1), ids, gamma=3)
+    for depth, (mine, theirs) in enumerate(zip(found, expected, strict=True), start=1):
+        torch.testing.assert_close(mine.transpose(0, 1)[:, : 17 - depth], theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of, recompute):
+    """A detached input plus recomputation silently gives zero gradients, unless the input requires one."""
+    from rlpipe.mtp.head import draft_hidden_states
+
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+    trainer = trainer_of(path, TrainerConfig(recompute=recompute))
+    model = trainer.model
+    model.mtp.requires_grad_(True)
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    hidden, rotary = model.hidden_states(ids)
+    sum(h.square().sum() for h in draft_hidden_states(model, hidden, ids, rotary, depths=2)).backward()
+    for name, parameter in model.named_parameters():
+        got = parameter.grad is not None and bool(parameter.grad.any())
+        assert got == name.startswith("mtp."), name
+
+
+def test_an_unfrozen_draft_gets_its_own_learning_rate(tmp_path, trainer_of):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from rlpipe.config.mtp import MtpConfig
+    from rlpipe.trainer.optimizer import PolicyOptimizer
+
+    model = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo")).model
+    assert not any(p.requires_grad for p in model.mtp.parameters())
+    model.mtp.requires_grad_(True)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    optimizer = PolicyOptimizer(TrainerConfig(lr=1e-2), MtpConfig(lr=3e-3), wrapped, 10)
+    wrapped.zero_grad_buffer()
+    outcome = optimizer.step()
+    assert outcome.lrs == {"policy": pytest.approx(1e-2), "mtp": pytest.approx(3e-3)}
+    assert outcome.grad_norms == {"policy": 0.0, "mtp": 0.0}
+
+
+def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path):
+    path = write_random_checkpoint(tmp_path / "model", "llama")
+    config = json.loads((path / "config.json").read_text()) | {"model_type": "gpt2"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported by the trainer"):
+        make_trainer(path)
+    path = write_random_checkpoint(tmp_path / "other", "llama")
+    make_trainer(path).close()  # the failure left no process group behind
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused_by_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks \['model.layers.1.mlp.up_proj.weight'\]"):
+        make_trainer(path)
+
+
+def test_without_correction_staleness_does_not_weigh_tokens(tmp_path, trainer_of):
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+    groups = make_groups()
+    for t in (t for g in groups for t in g.trajectories):
+        t.rollout_logprobs = [x - 3.0 for x in t.rollout_logprobs]
+    losses = {}
+    for correction in (Correction.NONE, Correction.TIS_TOKEN):
+        algo = AlgoConfig(correction=correction)
+        trainer = make_trainer(path, algo=algo)
+        losses[correction] = trainer.train_step(make_batch(groups, algo))["actor/pg_loss"].value()
+        trainer.close()
+    assert not np.isclose(*losses.values())

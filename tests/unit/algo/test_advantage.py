@@ -1,0 +1,74 @@
+"""Group-normalised advantages: who takes part, and the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlpipe.algo.advantage import compute_advantages
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.types import TrajectoryStatus
+from tests.helpers.trajectories import make_groups
+
+pytestmark = pytest.mark.unit
+
+
+def groups_with_rewards(*rewards: list[float]):
+    groups = make_groups(groups=len(rewards), siblings=len(rewards[0]))
+    for group, values in zip(groups, rewards, strict=True):
+        for trajectory, reward in zip(group.trajectories, values, strict=True):
+            trajectory.reward = reward
+    return groups
+
+
+def per_trajectory(groups, config=None):
+    """The one advantage of each trajectory, after checking that it stands on sampled tokens alone."""
+    values = compute_advantages(groups, config or AlgoConfig())
+    flat = [t for g in groups for t in g.trajectories]
+    for trajectory, own in zip(flat, values, strict=True):
+        mask = np.array(trajectory.loss_mask, dtype=bool)
+        assert len(own) == len(trajectory.token_ids)
+        assert np.all(own[~mask] == 0) and np.all(own[mask] == own[mask][0])
+    return [own[np.flatnonzero(t.loss_mask)[0]] for t, own in zip(flat, values, strict=True)]
+
+
+def test_advantages_are_rewards_normalised_within_their_group():
+    rewards = [1.0, 0.0, 0.0, 3.0], [5.0, 5.0, 6.0, 4.0]
+    expected = [(np.array(r) - np.mean(r)) / (np.std(r, ddof=1) + 1e-6) for r in rewards]
+    np.testing.assert_allclose(per_trajectory(groups_with_rewards(*rewards)), np.concatenate(expected), rtol=1e-5)
+
+
+def test_dr_grpo_leaves_out_the_standard_deviation():
+    found = per_trajectory(groups_with_rewards([1.0, 0.0, 0.0, 3.0]), AlgoConfig(normalize_std=False))
+    np.testing.assert_allclose(found, [0.0, -1.0, -1.0, 2.0])
+
+
+def test_equal_rewards_teach_nothing():
+    assert per_trajectory(groups_with_rewards([1.0, 1.0, 1.0])) == [0.0, 0.0, 0.0]
+
+
+def test_a_masked_trajectory_is_left_out_and_does_not_move_its_siblings():
+    groups = groups_with_rewards([1.0, 0.0, 0.0, 0.0])
+    masked = groups[0].trajectories[3]
+    masked.status, masked.reward = TrajectoryStatus.MASKED, None
+    alone = per_trajectory(groups_with_rewards([1.0, 0.0, 0.0]))
+    np.testing.assert_allclose(per_trajectory(groups), [*alone, 0.0])
+
+
+def test_a_group_with_one_complete_trajectory_has_advantage_zero():
+    groups = groups_with_rewards([1.0, 0.0])
+    groups[0].trajectories[1] = replace(groups[0].trajectories[1], status=TrajectoryStatus.MASKED, reward=None)
+    assert per_trajectory(groups) == [0.0, 0.0]
+
+
+def test_two_admissions_of_one_prompt_are_two_groups():
+    groups = groups_with_rewards([1.0, 0.0], [3.0, 3.0])
+    groups[1].prompt = groups[0].prompt
+    assert per_trajectory(groups)[2:] == [0.0, 0.0]
+
+
+def test_other_estimators_are_reached_by_name():
+    found = per_trajectory(groups_with_rewards([1.0, 0.0, 0.0, 0.0]), AlgoConfig(advantage="rloo"))
+    np.testing.assert_allclose(found, [1.0, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)

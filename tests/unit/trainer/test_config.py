@@ -1,0 +1,79 @@
+"""Settings that cannot work are refused with what, the value and the remedy."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rlpipe.config.algo import AlgoConfig, LossAgg
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.trainer import TrainerConfig, check_parallel
+
+pytestmark = pytest.mark.unit
+
+MODEL = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "hidden_size": 64,
+}
+
+
+def test_tensor_parallelism_must_divide_the_query_groups_and_the_message_says_what_fits():
+    with pytest.raises(ValueError, match=r"tp=4 does not divide .*num_key_value_heads=2.* one of \[1, 2\]"):
+        check_parallel(TrainerConfig(tp=4), MODEL)
+
+
+def test_tensor_parallelism_must_divide_the_heads():
+    with pytest.raises(ValueError, match=r"tp=3 does not divide .*num_attention_heads=8"):
+        check_parallel(TrainerConfig(tp=3), MODEL)
+
+
+def test_a_checkpoint_without_query_groups_has_one_per_head():
+    model = {k: v for k, v in MODEL.items() if k != "num_key_value_heads"}
+    check_parallel(TrainerConfig(tp=8), model)
+
+
+def test_parallel_sizes_must_multiply_to_the_ranks():
+    with pytest.raises(ValueError, match=r"2 \* 2 = 4, but there are 2 ranks"):
+        check_parallel(TrainerConfig(tp=2, dp=2), MODEL, world_size=2)
+    check_parallel(TrainerConfig(tp=2, dp=2), MODEL, world_size=4)
+
+
+def test_pipeline_parallelism_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"trainer.pp=2: .*Set trainer.pp=1"):
+        TrainerConfig(pp=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainerConfig(tp=0), r"trainer.tp must be at least 1, got 0"),
+        (lambda: TrainerConfig(lr=1e-5, min_lr=1e-4), r"min_lr <= lr .*min_lr=0.0001, lr=1e-05"),
+        (lambda: TrainerConfig(beta2=1.0), r"trainer.beta2 must be in \[0, 1\), got 1.0"),
+        (lambda: TrainerConfig(clip_grad=-1.0), r"trainer.clip_grad must be >= 0, got -1.0"),
+        (lambda: AlgoConfig(clip_high=0.0), r"algo.clip_high must be positive, got 0.0"),
+        (lambda: AlgoConfig(kl_coef=-0.1), r"algo.kl_coef must be >= 0"),
+        (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be >= 1"),
+        (lambda: AlgoConfig(loss_agg=LossAgg.SEQ_MEAN_TOKEN_SUM_NORM), r"loss_scale_factor, which is None"),
+        (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"min_lr=1.0, lr=0.0"),
+    ],
+)
+def test_single_settings_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_zero_advantage_trajectories_are_kept_when_another_loss_term_reads_them():
+    assert AlgoConfig().skips_zero_advantage
+    assert not AlgoConfig(kl_coef=0.1).skips_zero_advantage
+    assert not AlgoConfig(entropy_coef=0.1).skips_zero_advantage
+
+
+def test_configuration_imports_no_torch():
+    import subprocess
+
+    code = "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.pipeline.batcher, sys; "
+    code += "assert not {'torch', 'verl', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
