@@ -18,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlpipe.config.run import Config
 from rlpipe.metrics.bus import MetricsBus
@@ -34,6 +34,8 @@ from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.pipeline.staleness import StalenessGate
 from rlpipe.types import Group, Prompt, Trajectory
+
+T = TypeVar("T")
 
 
 class Cluster(Protocol):
@@ -131,10 +133,12 @@ class Controller:
     async def _train(self) -> None:
         """The training loop: take a batch, step, publish, open the gate."""
         settings = self.config.run
-        await self._validate()
+        if self.version == 0:
+            await self._validate()
+            self.bus.commit(0)
         while self.version < settings.steps:
             started = time.monotonic()
-            groups = await self._take_or_stop()
+            groups = await self._unless_stopped(self._buffer.take(self.config.pipeline.prompts_per_step))
             if groups is None:
                 return
             waited = time.monotonic() - started
@@ -162,16 +166,16 @@ class Controller:
         """Whether something done every so many steps is due; after the last step it always is."""
         return self.version == self.config.run.steps or bool(every and self.version % every == 0)
 
-    async def _take_or_stop(self) -> list[Group] | None:
-        """The next batch, or None once a stop was requested."""
-        take = asyncio.ensure_future(self._buffer.take(self.config.pipeline.prompts_per_step))
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None as soon as a stop was requested."""
+        working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
         stopping = self._stop.is_set()
-        for future in (take, stop):
+        for future in (working, stop):
             if stopping or not future.done():
                 future.cancel()
-        return None if stopping else take.result()
+        return None if stopping else working.result()
 
     async def _validate(self) -> None:
         """Reward on the held-out sets at the current version, reported under the current step."""
@@ -182,12 +186,14 @@ class Controller:
         metrics: dict[str, Value] = {}
         self.bus.event("phase", message=f"validating version {self.version}")
         for number, (split, ids) in enumerate(self.held_out.items()):
-            played = await self.cluster.evaluate(ids, settings.samples, settings.temperature)
+            played = await self._unless_stopped(
+                self.cluster.evaluate(ids, settings.samples, settings.temperature)
+            )
+            if played is None:
+                return
             metrics |= validation_metrics(split, played, primary=number == 0)
         metrics["timing_s/validate"] = Mean(time.monotonic() - started, 1)
         self.bus.emit(self.version, metrics)
-        if self.version == 0:
-            self.bus.commit(0)
 
     async def _save(self) -> float:
         """Write the checkpoint of this version; returns the seconds it took."""

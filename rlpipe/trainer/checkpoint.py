@@ -98,8 +98,8 @@ def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
 def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     """Megatron's load with two defects of 0.16.1 made good, both met with torch's AdamW.
 
-    The distributed optimizer asks every saved parameter for a `step` it did not save, and afterwards all
-    parameters share one `step` tensor, which each of them would advance.
+    The distributed optimizer asks every saved parameter for a `step` it did not save; and afterwards all
+    parameters share one `step` tensor, which each of them would advance (or have none, if it was 0).
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -109,9 +109,9 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     chained.load_state_dict(state)
     for optimizer in chained.chained_optimizers:
         vars(optimizer).pop("_set_main_param_and_optimizer_states", None)
-        for parameter_state in optimizer.optimizer.state.values():
-            if torch.is_tensor(parameter_state.get("step")):
-                parameter_state["step"] = parameter_state["step"].clone()
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            for parameter_state in optimizer.optimizer.state.values():
+                parameter_state["step"] = torch.tensor(float(parameter_state.get("step", 0.0)))
 
 
 def _set_states_keeping_step(

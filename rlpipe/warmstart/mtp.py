@@ -23,6 +23,7 @@ def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:
     last = backbone.model.layers[-1].state_dict()
     layer.load_state_dict(last, strict=False)
     size = backbone.config.hidden_size
+    layer.final_layernorm.load_state_dict(backbone.model.norm.state_dict())
     with torch.no_grad():
         layer.input_proj.weight.copy_(torch.cat([torch.eye(size), torch.eye(size)], dim=1) * 0.5)
     return layer

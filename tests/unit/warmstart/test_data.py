@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("models/tiny"))
+    return AutoTokenizer.from_pretrained(resolve("shipped:models/tiny"))
 
 
 def _encoded(tokenizer, who: Demonstrator, mask_wrong: bool):

@@ -67,10 +67,10 @@ def test_training_lowers_the_divergence_from_the_frozen_backbone(backbone):
     layer = build_mtp(backbone)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     first = mtp_loss(backbone, layer, ids, written, GAMMA)[0].item()
-    for _ in range(60):
+    for _ in range(40):
         loss, _ = mtp_loss(backbone, layer, ids, written, GAMMA)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.5 * first
+    assert loss.item() < 0.8 * first
     assert backbone.lm_head.weight.grad is None
