@@ -92,6 +92,10 @@ def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
     }
     model = trainer.model.sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    if not loading:
+        states = optimizer.get("optimizer", optimizer).get("state")
+        if states is not None:  # Megatron leaves out a step count of 0, and fails without one
+            states.setdefault("common_step", torch.tensor(0.0))
     return {"model": model, "optimizer": optimizer}
 
 

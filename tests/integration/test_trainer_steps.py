@@ -48,21 +48,22 @@ def run(trainer, work):
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "distributed optimizer"])
 @pytest.mark.parametrize("precision", Precision)
-def test_a_resumed_run_equals_an_uninterrupted_one_at_every_later_step(path, tmp_path, sharded, precision):
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_resumed_run_equals_an_uninterrupted_one_at_every_later_step(path, tmp_path, sharded, precision, done):
     """Every step is compared: a shared optimizer `step` tensor shows from the second one on only."""
     config = replace(CONFIG, distributed_optimizer=sharded, precision=precision)
     algo = AlgoConfig(kl_coef=0.1)
-    work = batches(algo)
+    work = batches(algo, count=5)
     trainer = make_trainer(path, config, algo)
-    run(trainer, work[:2])
+    run(trainer, work[:done])
     trainer.save(tmp_path / "checkpoint")
-    uninterrupted, weights = run(trainer, work[2:]), trainer.export_weights()
+    uninterrupted, weights = run(trainer, work[done:]), trainer.export_weights()
     trainer.close()
 
     trainer = make_trainer(path, config, algo)
     trainer.load(tmp_path / "checkpoint")
-    assert trainer.policy_version == 2
-    resumed, resumed_weights = run(trainer, work[2:]), trainer.export_weights()
+    assert trainer.policy_version == done
+    resumed, resumed_weights = run(trainer, work[done:]), trainer.export_weights()
     trainer.close()
     assert resumed == uninterrupted
     for name, weight in weights.items():

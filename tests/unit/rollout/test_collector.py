@@ -160,8 +160,8 @@ def test_a_trajectory_holds_prompt_turns_and_observations_in_order_with_what_was
     assert not trajectory.truncated and trajectory.status is TrajectoryStatus.COMPLETE
     assert trajectory.spec.verify_steps == 2
     assert trajectory.info["submitted"] and trajectory.info["exit_reason"] == "done"
-    assert trajectory.info[
-        {"role": "user", "text": "p"},"turns"] == [
+    assert trajectory.info["turns"] == [
+        {"role": "user", "text": "p"},
         {"action": "ls", "observation": "LS"},
         {"action": "submit", "observation": ""},
     ]
