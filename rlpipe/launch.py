@@ -120,6 +120,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
 
         return InlineCluster(config)
     logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
     import ray
 
     from rlpipe.actors.ray_cluster import RayCluster

@@ -98,7 +98,8 @@ def _shipped_held_out() -> dict[str, str]:
 class EnvConfig:
     """The environment.
 
-    train_file, held_out_files: JSONL of SWE instances (held-out set name -> file, the first is primary).
+    train_file, held_out_files: JSONL of SWE instances (held-out set name -> file, the first is primary;
+        an empty file name leaves out a set that is there by default).
     max_turns: actions an episode may take. max_observation_chars: of one observation, before the marker.
     system_prompt: replaces the action mode's own (plain mode has none).
     test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
@@ -126,9 +127,9 @@ class EnvConfig:
                 raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")
         if self.retries < 0:
             raise ValueError(f"env.retries must be 0 or more, got {self.retries}.")
-        if not self.held_out_files:
+        if not any(self.held_out_files.values()):
             raise ValueError(
-                "env.held_out_files is empty: give at least one held-out set, name: file, "
+                "env.held_out_files names no file: give at least one held-out set, name: file, "
                 "validation needs instances that training never sees."
             )
         if "train" in self.held_out_files:

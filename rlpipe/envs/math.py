@@ -52,12 +52,21 @@ class MathEpisode:
         ]
 
     def step(self, action: str) -> StepResult:
-        """Score the last <answer>...</answer> of the text; none at all scores 0."""
+        """Score the last <answer>...</answer> of the text; none at all scores 0.
+
+        Some of the library's scorers raise on an answer they cannot read; that scores 0 and is recorded.
+        """
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action)
-        score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
-        return self._end(score, submitted=answer is not None, answer=(answer or "")[:200])
+        if answer is None:
+            return self._end(0.0, submitted=False)
+        info = {"submitted": True, "answer": answer[:200]}
+        try:
+            score = float(self._dataset.score_answer(answer, self._entry))
+        except Exception as error:  # whatever a scorer of 100 data sets trips over
+            score, info["unreadable"] = 0.0, repr(error)[:200]
+        return self._end(score, **info)
 
     def finish(self) -> StepResult:
         """No answer was given."""

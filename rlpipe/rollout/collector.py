@@ -52,6 +52,7 @@ class ExitReason(StrEnum):
     DONE = "done"  # the episode ended it: submitted, answered
     MAX_TURNS = "max_turns"
     CONTEXT = "context"  # the next turn does not fit into the context
+    PROMPT = "prompt"  # masked: not even the first turn fits
     INFRASTRUCTURE = "infrastructure"  # masked
     CLOSED = "closed"  # masked: the collector was closed meanwhile
 
@@ -80,8 +81,15 @@ class _Attempt:
     turns: list[dict[str, str]] = field(default_factory=list)
 
 
-class _Closed(Exception):
-    """The collector was closed while a turn was running."""
+class _Unplayable(Exception):
+    """The trajectory is masked, and trying again is of no use."""
+
+    def __init__(self, reason: ExitReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+_CLOSED = (ExitReason.CLOSED, "the collector was closed")
 
 
 class Collector:
@@ -176,8 +184,8 @@ class Collector:
                 break
             except InfrastructureError as failure:
                 reason, error = ExitReason.INFRASTRUCTURE, str(failure)
-            except _Closed:
-                reason, error = ExitReason.CLOSED, "the collector was closed"
+            except _Unplayable as failure:
+                reason, error = failure.reason, str(failure)
                 break
             finally:
                 self._engine.end_session(attempt.session_id)
@@ -196,9 +204,9 @@ class Collector:
         return attempt
 
     async def _play_once(self, attempt: _Attempt) -> None:
-        """Play to the end. Raises InfrastructureError, _Closed."""
+        """Play to the end. Raises InfrastructureError, _Unplayable."""
         if self._closing:
-            raise _Closed
+            raise _Unplayable(*_CLOSED)
         episode = await self._blocking(attempt, self._suite.episode, attempt.trajectory.instance_id)
         try:
             result, reason = await self._take_turns(attempt, episode)
@@ -216,8 +224,12 @@ class Collector:
         attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
         context = chat.initial(opening)
         trajectory.prompt_length = len(context)
+        room = self._rollout.max_context
+        if len(context) >= room:
+            message = f"the prompt has {len(context)} tokens: raise rollout.max_context={room}"
+            raise _Unplayable(ExitReason.PROMPT, message)
         for turn in range(self._suite.max_turns):
-            if len(trajectory.token_ids) + len(context) >= self._rollout.max_context:
+            if len(trajectory.token_ids) + len(context) >= room:
                 return await self._blocking(attempt, episode.finish), ExitReason.CONTEXT
             trajectory.append_context(context)
             generated = await self._generate(attempt, turn)
@@ -239,7 +251,7 @@ class Collector:
         started = time.monotonic()
         while whole is None or whole.finish_reason is FinishReason.ABORT:
             if self._closing:
-                raise _Closed
+                raise _Unplayable(*_CLOSED)
             done = [] if whole is None else whole.output_ids
             part = await self._request(attempt, turn, prompt + done, budget - len(done))
             fruitless = 0 if part.output_ids else fruitless + 1

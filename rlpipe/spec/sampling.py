@@ -46,10 +46,17 @@ def log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.T
     logits: [B, ..., V], any float dtype. temperature: [B] > 0, or None for 1.
     Returns [B, ..., V] float32.
     """
+    return _tempered(logits, temperature).log_softmax(-1)
+
+
+def softmax(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """exp of `log_probs`, where the logarithms are not needed."""
+    return _tempered(logits, temperature).softmax(-1)
+
+
+def _tempered(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
     logits = logits.float()
-    if temperature is not None:
-        logits = logits / temperature.view(-1, *[1] * (logits.dim() - 1))
-    return logits.log_softmax(-1)
+    return logits if temperature is None else logits / temperature.view(-1, *[1] * (logits.dim() - 1))
 
 
 def sample_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class MegatronTrainer:
     ) -> None:
         """Load the model of `model_path` and get ready to train.
 
-        master: `host:port` of rank 0 (a free local port when there is one rank).
+        master: `host:port` of rank 0, where the ranks meet (not needed by one rank alone).
         total_steps: batches of the run; the learning rate schedule ends there.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
@@ -60,9 +60,7 @@ class MegatronTrainer:
         check_names(algo)
         self._config, self._algo, self._path = config, algo, Path(model_path)
         self._temperature = 1.0  # of the batch in hand
-        self._runtime = runtime.start(
-            config, rank=rank, world_size=world_size, master=master or runtime.free_address()
-        )
+        self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         try:
             self._build(mtp, total_steps * algo.optimizer_steps)
         except BaseException:

@@ -51,8 +51,8 @@ class Runtime:
             "use_cpu_initialization": not gpu,
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
-            "persist_layer_norm": self.te,
-            "bias_activation_fusion": gpu,
+            "persist_layer_norm": False,
+            "bias_activation_fusion": self.te,
             "bias_dropout_fusion": False,
             "apply_rope_fusion": self.te,
             "cross_entropy_loss_fusion": False,
@@ -70,13 +70,15 @@ def free_address(host: str = "127.0.0.1") -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
-def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> Runtime:
+def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | None) -> Runtime:
     """Join the process group, build Megatron's groups, seed everything.
 
-    master: `host:port` of rank 0, the same on every rank.
+    master: `host:port` of rank 0, the same on every rank; one rank alone needs none.
     Raises ValueError when this process already runs a trainer, or TransformerEngine is asked for
     where it cannot run.
     """
+    if master is None and world_size > 1:
+        raise ValueError(f"{world_size} ranks need the address of rank 0 to meet at: pass master='host:port'.")
     if dist.is_initialized():
         raise ValueError("this process already runs a trainer: close() it before starting another.")
     _quiet_megatron()
@@ -92,7 +94,8 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str) -> 
 
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        init_method=f"tcp://{master}",
+        init_method=f"tcp://{master}" if master else None,
+        store=None if master else dist.HashStore(),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(minutes=30),

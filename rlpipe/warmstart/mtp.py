@@ -44,12 +44,17 @@ class Drafts:
 
 
 def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Tensor, gamma: int) -> Drafts:
-    """Drafts at every anchor of a batch. ids, written: [B, T]; written marks the model's own tokens."""
-    with torch.no_grad():
+    """Drafts at every anchor of a batch. ids, written: [B, T]; written marks the model's own tokens.
+
+    While the layer is in training mode the layers (not the logits) run in bfloat16.
+    """
+    fast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=layer.training)
+    with torch.no_grad(), fast:
         hidden = backbone.model(input_ids=ids, use_cache=False).last_hidden_state.float()
     head, drafts = backbone.lm_head.weight.detach(), Drafts()
     table = backbone.model.embed_tokens.weight.detach()
-    states = unroll(layer, lambda tokens: F.embedding(tokens, table), hidden, ids, gamma)
+    with fast:
+        states = unroll(layer, lambda tokens: F.embedding(tokens, table), hidden, ids, gamma)
     anchors = written[:, 1:]
     for depth, state in enumerate(states, start=1):
         # anchor t of depth k predicts token t + k + 1, which must exist and be written

@@ -44,9 +44,7 @@ def load_tokenizer(
     return Tokenizer.from_file(str(path / "tokenizer.json")), AutoTokenizer.from_pretrained(path)
 
 
-def weighted_loss(
-    model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+def weighted_loss(model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Cross entropy of the next token, weighted; logits are computed where the weight is positive only.
 
     ids, weights: [B, T]. The forward pass runs in bfloat16 (weights stay float32), the logits in float32.
@@ -114,8 +112,7 @@ def train_mtp(
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         ids, weights = batches(step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return mtp_loss(model, layer, ids, weights == 1, config.gamma)
+        return mtp_loss(model, layer, ids, weights == 1, config.gamma)
 
     run_stage("mtp", layer, stage, loss_of, run_dir, config.save_every)
     return layer

@@ -1,7 +1,7 @@
 # Set-up shared by scripts/quickstart and scripts/test. Sourced by POSIX sh with `root` set.
 #
-# Owns: which Python, the virtual environment, its packages, the few system packages they need. Everything slow is announced;
-# its output goes to a log that is shown only when it fails.
+# Owns: which Python, the virtual environment, its packages, the few system packages they need.
+# Everything slow is announced; its output goes to a log that is shown only when it fails.
 
 started=$(date +%s)
 log=$(mktemp "${TMPDIR:-/tmp}/rlpipe-setup.XXXXXX")

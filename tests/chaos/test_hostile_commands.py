@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.sandbox import bubblewrap, make_tree_runner
 from rlpipe.envs.sandbox.base import Limit
 from rlpipe.envs.sandbox.local import TreeSandbox
-from rlpipe.envs.sandbox.tree import Link, tree_of
+from rlpipe.envs.sandbox.tree import Link, remove_tree, tree_of
 
 pytestmark = pytest.mark.chaos
 
@@ -342,3 +343,27 @@ def test_many_hostile_commands_at_once_leave_the_others_alone(host):
     for thread in attackers:
         thread.join()
     assert results == [f"{number}\n42\n" for number in range(10)]
+
+
+def test_when_this_process_is_killed_its_commands_die_with_it(host, tmp_path):
+    command = f"export MARK={host.mark}; (sleep 60 & sleep 60)"
+    code = (
+        "from rlpipe.config.env import SandboxConfig; from rlpipe.envs.sandbox import make_tree_runner; "
+        f"make_tree_runner(SandboxConfig(timeout_s=60)).run({{}}, {command!r})"
+    )
+    worker = psutil.Popen([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=str(Path.cwd())))
+    try:
+        _await(lambda: len(host.alive()) >= 4)
+    finally:
+        worker.kill()
+        worker.wait()
+    _await(lambda: host.alive() == [])
+    for directory in bubblewrap.scratch().glob(f"rlpipe-sandbox-{worker.pid}-*"):
+        remove_tree(directory)  # nobody else can: its owner was killed
+
+
+def _await(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.pipeline.batcher import PackedBatch, pack
 from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Group
 
 
@@ -56,27 +59,57 @@ def make_batch(
     )
 
 
-def train(
-    rank: int,
-    world_size: int,
-    runs: dict[str, tuple[Path, TrainerConfig, AlgoConfig, str]],
-    groups: Sequence[Sequence[Group]],
-) -> dict[str, dict[str, Any]]:
-    """Train each named run on all groups: logprobs before, metrics, weights after, by run name.
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A trainer to start in every rank, and what it does.
 
-    A run is (model, trainer settings, algorithm, address of rank 0): process groups share no address.
+    groups: one batch of groups per step.
+    load: checkpoint to continue from. save: where to write one at the end.
+    """
+
+    path: Path
+    config: TrainerConfig
+    algo: AlgoConfig
+    groups: Sequence[Sequence[Group]]
+    load: Path | None = None
+    save: Path | None = None
+
+
+def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """Do the named runs one after another: logprobs before, metrics of each step, weights after.
+
+    folder: where rank 0 tells the others the address of each run.
     """
     torch.set_num_threads(1)
     told = {}
-    for name, (path, config, algo, address) in runs.items():
-        trainer = make_trainer(path, config, algo, rank=rank, world_size=world_size, master=address)
-        logprobs = trainer.logprobs(make_batch(groups[0], algo, config.dp))
-        metrics = [trainer.train_step(make_batch(batch, algo, config.dp)) for batch in groups]
+    for number, (name, run) in enumerate(runs.items()):
+        master = _meet(rank, folder / f"address{number}") if world_size > 1 else None
+        trainer = make_trainer(run.path, run.config, run.algo, rank=rank, world_size=world_size, master=master)
+        if run.load:
+            trainer.load(run.load)
+        batches = [make_batch(groups, run.algo, run.config.dp) for groups in run.groups]
+        logprobs = trainer.logprobs(batches[0])
+        metrics = [trainer.train_step(batch) for batch in batches]
         weights = trainer.export_weights()
         told[name] = {
             "logprobs": logprobs,
-            "metrics": [{k: v.value() for k, v in step.items()} for step in metrics],
+            "metrics": [
+                {k: v.value() for k, v in step.items() if not k.startswith("timing_s")} for step in metrics
+            ],
             "weights": None if weights is None else {k: np.asarray(v) for k, v in weights.items()},
         }
+        if run.save:
+            trainer.save(run.save)
         trainer.close()
     return told
+
+
+def _meet(rank: int, file: Path) -> str:
+    """An address that rank 0 chooses at the last moment, so that its port is still free."""
+    if rank == 0:
+        draft = file.with_suffix(".draft")
+        draft.write_text(free_address())
+        draft.rename(file)
+    while not file.exists():
+        time.sleep(0.02)
+    return file.read_text()

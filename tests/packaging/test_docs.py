@@ -54,7 +54,7 @@ def broken_links(document):
 
 def bash_commands(text):
     for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             yield from (shlex.split(part) for part in re.split(r" && ", line) if part.strip())
 
 

@@ -154,6 +154,6 @@ def _shape_mutants(line: str) -> Iterator[tuple[str, BugKind]]:
     yield re.sub(r"\bif (not )?", lambda m: "if " if m.group(1) else "if not ", line), BugKind.INVERTED
     for match in re.finditer(rf"{_OPERAND} - {_OPERAND}", line):
         yield line[: match.start()] + f"{match[2]} - {match[1]}" + line[match.end() :], BugKind.SWAPPED
-    for match in re.finditer(rf'(?:("[^"]*") \+ (\w+)|(\w+) \+ ("[^"]*"))$', line):
+    for match in re.finditer(r'(?:("[^"]*") \+ (\w+)|(\w+) \+ ("[^"]*"))$', line):
         left, right = match[1] or match[3], match[2] or match[4]
         yield line[: match.start()] + f"{right} + {left}" + line[match.end() :], BugKind.SWAPPED

@@ -28,17 +28,22 @@ CONNECTIVES = {"and": "and", "or": "or"}
 INDICES = {"0": "first", "-1": "last", "1": "second"}
 STRINGS = ("-", ",", ";", ":", "/", "ok", "no", "yes", "hi", "low", "high", "big", "odd", "x", "red", "top")
 
-NUMBER_NAMES = tuple(
-    "price cost width height age score level speed count size rate depth weight rank left right base".split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NUMBER_NAMES = _words(
+    "price cost width height age score level speed count size rate depth weight rank left right base"
 )
-LIST_NAMES = tuple("items values nums rows marks prices scores sizes data cells".split())
-STRING_NAMES = tuple("text name word label tag user city line".split())
-FUNCTION_NAMES = tuple(
+LIST_NAMES = _words("items values nums rows marks prices scores sizes data cells")
+STRING_NAMES = _words("text name word label tag user city line")
+FUNCTION_NAMES = _words(
     "get find make calc read pick check build load show scan run take give form tax stock order cart bill "
     "note page book game team road tree fish farm ship coin card bank desk lamp shop door wall plan trip "
-    "seat ring band song ball".split()
+    "seat ring band song ball"
 )
-MODULE_NAMES = tuple("utils core tools store helper model parts logic basic common".split())
+MODULE_NAMES = _words("utils core tools store helper model parts logic basic common")
 
 CHOICES = {
     "op": OPERATORS,
@@ -86,65 +91,112 @@ def _indent(line: str) -> str:
 
 def _table(text: str) -> dict[str, Family]:
     families = {}
-    for row in text.strip().splitlines():
+    for row in text.strip().replace("\n    @", " @").splitlines():
         name, params, body, spec = (cell.strip() for cell in row.split("@"))
         body = "\n".join(_indent(line) for line in body.split("; "))
         families[name] = Family(name=name, params=tuple(params.split()), body=body, spec=spec)
     return families
 
 
-# Columns: name @ parameters @ body ("; " ends a line, each leading ">" indents) @ specification.
+# name @ parameters @ body ("; " ends a line, each leading ">" indents it) @ specification
 TRAIN_FAMILIES = _table("""
-two_numbers   @ a b   @ return {a} {op} {b}                                 @ {a} {op_} {b}
-number_const  @ a     @ return {a} {op} {k}                                 @ {a} {op_} {k}
-two_steps     @ a b   @ r = {a} {op} {b}; return r {op2} {k}                @ {a} {op_} {b}, then {op2_} {k}
-compare       @ a b   @ return {a} {cmp} {b}                                @ whether {a} is {cmp_} {b}
-compare_const @ a     @ return {a} {cmp} {k}                                @ whether {a} is {cmp_} {k}
-choose        @ a b c @ if {a} {cmp} {b}:; >return {c}; return {a}          @ {c} if {a} is {cmp_} {b}, else {a}
-choose_const  @ a b   @ if {a} {cmp} {k}:; >return {a}; return {b}          @ {a} if {a} is {cmp_} {k}, else {b}
-replace       @ a     @ if {a} {cmp} {k}:; >return {m}; return {a}          @ {m} if {a} is {cmp_} {k}, else {a}
-combine_if    @ a b   @ if {a} {cmp} {k}:; >return {a} {op} {b}; return {b} @ {a} {op_} {b} if {a} is {cmp_} {k}, else {b}
-label         @ a     @ if {a} {cmp} {k}:; >return "{q}"; return "{w}"      @ "{q}" if {a} is {cmp_} {k}, else "{w}"
-both          @ a b   @ return {a} {cmp} {k} {conn} {b} {cmp2} {m}          @ whether {a} is {cmp_} {k} {conn_} {b} is {cmp2_} {m}
-count         @ xs    @ n = 0; for v in {xs}:; >if v {cmp} {k}:; >>n += 1; return n @ the count of {xs} that are {cmp_} {k}
-sum_if        @ xs    @ n = 0; for v in {xs}:; >if v {cmp} {k}:; >>n += v; return n @ the sum of {xs} that are {cmp_} {k}
-sum_from      @ xs    @ n = {k}; for v in {xs}:; >n += v; return n          @ {k} plus the sum of {xs}
-keep          @ xs    @ out = []; for v in {xs}:; >if v {cmp} {k}:; >>out.append(v); return out @ a list of {xs} that are {cmp_} {k}
-keep_short    @ xs    @ return [v for v in {xs} if v {cmp} {k}]             @ a list of {xs} that are {cmp_} {k}
-index         @ xs    @ return {xs}[{i}]                                    @ the {i_} of {xs}
-index_op      @ xs    @ return {xs}[{i}] {op} {k}                           @ the {i_} of {xs} {op_} {k}
-index_compare @ xs    @ return {xs}[{i}] {cmp} {k}                          @ whether the {i_} of {xs} is {cmp_} {k}
-drop          @ xs    @ return {xs}[{d}:]                                   @ {xs} from index {d}
-upto          @ xs    @ return {xs}[:{d}]                                   @ {xs} before index {d}
-case          @ s     @ return {s}.{case}()                                 @ {s} in {case_}
-case_prefix   @ s     @ return "{q}" + {s}.{case}()                         @ "{q}", then {s} in {case_}
-case_each     @ ss    @ return [v.{case}() for v in {ss}]                   @ each of {ss} in {case_}
-prefix        @ s     @ return "{q}" + {s}                                  @ "{q}", then {s}
-suffix        @ s     @ return {s} + "{q}"                                  @ {s}, then "{q}"
-join          @ ss    @ return "{q}".join({ss})                             @ {ss} joined by "{q}"
-affix         @ s     @ return {s}.{affix}("{q}")                           @ whether {s} {affix_} with "{q}"
-affix_if      @ s     @ if {s}.{affix}("{q}"):; >return {k}; return {m}     @ {k} if {s} {affix_} with "{q}", else {m}
-each          @ xs    @ return [v {op} {k} for v in {xs}]                   @ each of {xs} {op_} {k}
-each_loop     @ xs    @ out = []; for v in {xs}:; >out.append(v {op} {k}); return out @ each of {xs} {op_} {k}
-aggregate     @ xs    @ return {agg}({xs})                                  @ the {agg_} of {xs}
-aggregate_op  @ xs    @ return {agg}({xs}) {op} {k}                         @ the {agg_} of {xs} {op_} {k}
-aggregate_arg @ xs a  @ r = {agg}({xs}); return r {op} {a}                  @ the {agg_} of {xs} {op_} {a}
-quantify      @ xs    @ return {quant}(v {cmp} {k} for v in {xs})           @ whether {quant_} of {xs} is {cmp_} {k}
-empty         @ xs    @ if not {xs}:; >return {k}; return {xs}[{i}]         @ {k} if {xs} is empty, else the {i_} of {xs}
+two_numbers @ a b @ return {a} {op} {b}
+    @ {a} {op_} {b}
+number_const @ a @ return {a} {op} {k}
+    @ {a} {op_} {k}
+two_steps @ a b @ r = {a} {op} {b}; return r {op2} {k}
+    @ {a} {op_} {b}, then {op2_} {k}
+compare @ a b @ return {a} {cmp} {b}
+    @ whether {a} is {cmp_} {b}
+compare_const @ a @ return {a} {cmp} {k}
+    @ whether {a} is {cmp_} {k}
+choose @ a b c @ if {a} {cmp} {b}:; >return {c}; return {a}
+    @ {c} if {a} is {cmp_} {b}, else {a}
+choose_const @ a b @ if {a} {cmp} {k}:; >return {a}; return {b}
+    @ {a} if {a} is {cmp_} {k}, else {b}
+replace @ a @ if {a} {cmp} {k}:; >return {m}; return {a}
+    @ {m} if {a} is {cmp_} {k}, else {a}
+combine_if @ a b @ if {a} {cmp} {k}:; >return {a} {op} {b}; return {b}
+    @ {a} {op_} {b} if {a} is {cmp_} {k}, else {b}
+label @ a @ if {a} {cmp} {k}:; >return "{q}"; return "{w}"
+    @ "{q}" if {a} is {cmp_} {k}, else "{w}"
+both @ a b @ return {a} {cmp} {k} {conn} {b} {cmp2} {m}
+    @ whether {a} is {cmp_} {k} {conn_} {b} is {cmp2_} {m}
+count @ xs @ n = 0; for v in {xs}:; >if v {cmp} {k}:; >>n += 1; return n
+    @ the count of {xs} that are {cmp_} {k}
+sum_if @ xs @ n = 0; for v in {xs}:; >if v {cmp} {k}:; >>n += v; return n
+    @ the sum of {xs} that are {cmp_} {k}
+sum_from @ xs @ n = {k}; for v in {xs}:; >n += v; return n
+    @ {k} plus the sum of {xs}
+keep @ xs @ out = []; for v in {xs}:; >if v {cmp} {k}:; >>out.append(v); return out
+    @ a list of {xs} that are {cmp_} {k}
+keep_short @ xs @ return [v for v in {xs} if v {cmp} {k}]
+    @ a list of {xs} that are {cmp_} {k}
+index @ xs @ return {xs}[{i}]
+    @ the {i_} of {xs}
+index_op @ xs @ return {xs}[{i}] {op} {k}
+    @ the {i_} of {xs} {op_} {k}
+index_compare @ xs @ return {xs}[{i}] {cmp} {k}
+    @ whether the {i_} of {xs} is {cmp_} {k}
+drop @ xs @ return {xs}[{d}:]
+    @ {xs} from index {d}
+upto @ xs @ return {xs}[:{d}]
+    @ {xs} before index {d}
+case @ s @ return {s}.{case}()
+    @ {s} in {case_}
+case_prefix @ s @ return "{q}" + {s}.{case}()
+    @ "{q}", then {s} in {case_}
+case_each @ ss @ return [v.{case}() for v in {ss}]
+    @ each of {ss} in {case_}
+prefix @ s @ return "{q}" + {s}
+    @ "{q}", then {s}
+suffix @ s @ return {s} + "{q}"
+    @ {s}, then "{q}"
+join @ ss @ return "{q}".join({ss})
+    @ {ss} joined by "{q}"
+affix @ s @ return {s}.{affix}("{q}")
+    @ whether {s} {affix_} with "{q}"
+affix_if @ s @ if {s}.{affix}("{q}"):; >return {k}; return {m}
+    @ {k} if {s} {affix_} with "{q}", else {m}
+each @ xs @ return [v {op} {k} for v in {xs}]
+    @ each of {xs} {op_} {k}
+each_loop @ xs @ out = []; for v in {xs}:; >out.append(v {op} {k}); return out
+    @ each of {xs} {op_} {k}
+aggregate @ xs @ return {agg}({xs})
+    @ the {agg_} of {xs}
+aggregate_op @ xs @ return {agg}({xs}) {op} {k}
+    @ the {agg_} of {xs} {op_} {k}
+aggregate_arg @ xs a @ r = {agg}({xs}); return r {op} {a}
+    @ the {agg_} of {xs} {op_} {a}
+quantify @ xs @ return {quant}(v {cmp} {k} for v in {xs})
+    @ whether {quant_} of {xs} is {cmp_} {k}
+empty @ xs @ if not {xs}:; >return {k}; return {xs}[{i}]
+    @ {k} if {xs} is empty, else the {i_} of {xs}
 """)
 
 HELD_OUT_FAMILIES = _table("""
-two_constants @ a     @ r = {a} {op} {k}; return r {op2} {m}                @ {a} {op_} {k}, then {op2_} {m}
-combine_cmp   @ a b   @ return {a} {op} {b} {cmp} {k}                       @ whether {a} {op_} {b} is {cmp_} {k}
-aggregate_cmp @ xs    @ return {agg}({xs}) {cmp} {k}                        @ whether the {agg_} of {xs} is {cmp_} {k}
-index_arg     @ xs a  @ return {xs}[{i}] {op} {a}                           @ the {i_} of {xs} {op_} {a}
-case_suffix   @ s     @ return {s}.{case}() + "{q}"                         @ {s} in {case_}, then "{q}"
-wrap          @ s     @ return "{q}" + {s} + "{w}"                          @ "{q}", then {s}, then "{w}"
-each_arg      @ xs a  @ return [v {op} {a} for v in {xs}]                   @ each of {xs} {op_} {a}
-quantify_arg  @ xs a  @ return {quant}(v {cmp} {a} for v in {xs})           @ whether {quant_} of {xs} is {cmp_} {a}
-keep_arg      @ xs a  @ out = []; for v in {xs}:; >if v {cmp} {a}:; >>out.append(v); return out @ a list of {xs} that are {cmp_} {a}
-empty_arg     @ xs a  @ if not {xs}:; >return {a}; return {agg}({xs})       @ {a} if {xs} is empty, else the {agg_} of {xs}
-replace_other @ a b   @ if {a} {cmp} {k}:; >return {m}; return {b}          @ {m} if {a} is {cmp_} {k}, else {b}
+two_constants @ a @ r = {a} {op} {k}; return r {op2} {m}
+    @ {a} {op_} {k}, then {op2_} {m}
+combine_cmp @ a b @ return {a} {op} {b} {cmp} {k}
+    @ whether {a} {op_} {b} is {cmp_} {k}
+aggregate_cmp @ xs @ return {agg}({xs}) {cmp} {k}
+    @ whether the {agg_} of {xs} is {cmp_} {k}
+index_arg @ xs a @ return {xs}[{i}] {op} {a}
+    @ the {i_} of {xs} {op_} {a}
+case_suffix @ s @ return {s}.{case}() + "{q}"
+    @ {s} in {case_}, then "{q}"
+wrap @ s @ return "{q}" + {s} + "{w}"
+    @ "{q}", then {s}, then "{w}"
+each_arg @ xs a @ return [v {op} {a} for v in {xs}]
+    @ each of {xs} {op_} {a}
+quantify_arg @ xs a @ return {quant}(v {cmp} {a} for v in {xs})
+    @ whether {quant_} of {xs} is {cmp_} {a}
+keep_arg @ xs a @ out = []; for v in {xs}:; >if v {cmp} {a}:; >>out.append(v); return out
+    @ a list of {xs} that are {cmp_} {a}
+empty_arg @ xs a @ if not {xs}:; >return {a}; return {agg}({xs})
+    @ {a} if {xs} is empty, else the {agg_} of {xs}
+replace_other @ a b @ if {a} {cmp} {k}:; >return {m}; return {b}
+    @ {m} if {a} is {cmp_} {k}, else {b}
 """)
 
 FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES

@@ -121,7 +121,9 @@ def _assemble(
     fixed, broken = module_text(function.lines), module_text(apply(function.lines, bug))
     if fixed.count("\n") > MAX_FILE_LINES:
         return None
-    line = next(i for i, (a, b) in enumerate(zip(fixed.split("\n"), broken.split("\n"), strict=True)) if a != b)
+    line = next(
+        i for i, (a, b) in enumerate(zip(fixed.split("\n"), broken.split("\n"), strict=True)) if a != b
+    )
     target = f"{modules[0]}.py"
     files = {target: broken}
     files |= {f"{m}.py": "\n".join(n.lines) + "\n" for m, n in neighbours.items()}
@@ -255,7 +257,9 @@ def generate(out: Path, *, train: int, held: int, seed: int, workers: int = 2) -
     refuse = {key for records in held_sets.values() for record in records for key in dedup_keys(record)}
     for name, records in held_sets.items():
         write_jsonl(out / f"{name}.jsonl", records)
-    write_jsonl(out / "train.jsonl", take(stream("train", 2 * seed, refuse=refuse, workers=workers), train, "train"))
+    write_jsonl(
+        out / "train.jsonl", take(stream("train", 2 * seed, refuse=refuse, workers=workers), train, "train")
+    )
 
 
 def held_out_sets(count: int, seed: int, workers: int = 2) -> dict[str, list[Record]]:

@@ -22,7 +22,8 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
     """
     splits = {TRAIN: load_instances(config.train_file, "env.train_file")}
     for name, file in config.held_out_files.items():
-        splits[name] = load_instances(file, f"env.held_out_files.{name}")
+        if file:
+            splits[name] = load_instances(file, f"env.held_out_files.{name}")
     seen: dict[str, str] = {}
     for split, instances in splits.items():
         for instance in instances.values():

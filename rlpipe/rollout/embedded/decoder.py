@@ -21,7 +21,7 @@ import torch
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.embedded.model import Model, Span
 from rlpipe.rollout.embedded.rows import RowTable
-from rlpipe.spec.sampling import Stream, greedy_rows, log_probs, sample_cdf
+from rlpipe.spec.sampling import Stream, greedy_rows, log_probs, sample_cdf, softmax
 from rlpipe.spec.verify import verify_chain, verify_target_only
 
 
@@ -76,8 +76,9 @@ class Decoder:
             source = self._upload(np.asarray(copies) - first)
             ready = torch.cat((ready, ready.index_select(0, source)))
         log_p = log_probs(self._model.logits(ready), self._divisor(rows))
+        probs = log_p.exp()
         uniforms = self._upload(table.uniforms[rows, 0, Stream.RESIDUAL])
-        token = sample_cdf(self._probs(log_p, rows), uniforms).unsqueeze(1)
+        token = sample_cdf(self._choices(probs, rows), uniforms).unsqueeze(1)
         if self._gamma:
             self._fill_drafts(filled, token.squeeze(1))
         for target, row in enumerate(copies, leaders):
@@ -87,7 +88,7 @@ class Decoder:
             span = self._model.span(leaders, last, max(ends))
             done = len(starts)
             table.hidden[leaders : rows.stop] = self._model.draft(token[done:], ready[done:], span)
-        return self._emit(token, None, log_p.unsqueeze(1), top)
+        return self._emit(token, None, log_p.unsqueeze(1), probs.unsqueeze(1), top)
 
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the present weights."""
@@ -117,8 +118,9 @@ class Decoder:
     ) -> Emitted:
         hidden = self._model.forward(pending, span)
         log_p = log_probs(self._model.logits(hidden), self._divisor(rows))
-        token = sample_cdf(self._probs(log_p, rows), uniforms[:, 0, Stream.RESIDUAL])
-        return self._emit(token.unsqueeze(1), None, log_p.unsqueeze(1), top)
+        probs = log_p.exp()
+        token = sample_cdf(self._choices(probs, rows), uniforms[:, 0, Stream.RESIDUAL])
+        return self._emit(token.unsqueeze(1), None, log_p.unsqueeze(1), probs.unsqueeze(1), top)
 
     def _speculate(
         self, rows: slice, pending: torch.Tensor, uniforms: torch.Tensor, span: Span, top: int
@@ -133,24 +135,25 @@ class Decoder:
             if target_only:
                 tokens.append(logits.argmax(-1, keepdim=True))
             else:
-                draft_probs.append(self._probs(log_probs(logits, divisor), rows))
+                draft_probs.append(self._choices(softmax(logits, divisor), rows))
                 drafted = sample_cdf(draft_probs[-1], uniforms[:, depth, Stream.DRAFT])
                 tokens.append(drafted.unsqueeze(1))
 
         verified = torch.cat(tokens, 1)
         true_hidden = model.forward(verified, span)
         log_p = log_probs(model.logits(true_hidden).unflatten(0, (-1, gamma + 1)), divisor)
+        probs = log_p.exp()
         verdict = (verify_target_only if target_only else verify_chain)(
             verified[:, 1:],
             None if target_only else torch.stack(draft_probs, 1),
-            self._probs(log_p, rows),
+            self._choices(probs, rows),
             uniforms[:, :gamma, Stream.COIN],
             uniforms[:, 0, Stream.RESIDUAL],
         )
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         emitted = torch.cat((verified[:, 1:], next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
         table.hidden[rows] = model.draft(emitted, true_hidden, span, select=accepted)
-        return self._emit(emitted, accepted, log_p, top)
+        return self._emit(emitted, accepted, log_p, probs, top)
 
     def _fill(self, first: int, starts: list[int], ends: list[int]) -> list[_Filled]:
         """Run the target over tokens [start, end) of consecutive rows, in passes of similar lengths."""
@@ -199,18 +202,23 @@ class Decoder:
         temperature = self._table.temperature[rows]
         return self._upload(temperature) if (temperature != 1).any() else None
 
-    def _probs(self, log_p: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[J, ..., V] of the rows' own kind: greedy rows get a one at their argmax."""
+    def _choices(self, probs: torch.Tensor, rows: slice) -> torch.Tensor:
+        """What is sampled from: [J, ..., V], where greedy rows have a one at their argmax."""
         greedy = self._table.greedy[rows]
-        return greedy_rows(log_p.exp(), self._upload(greedy)) if greedy.any() else log_p.exp()
+        return greedy_rows(probs, self._upload(greedy)) if greedy.any() else probs
 
     def _emit(
-        self, tokens: torch.Tensor, accepted: torch.Tensor | None, log_p: torch.Tensor, top: int
+        self,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor | None,
+        log_p: torch.Tensor,
+        probs: torch.Tensor,
+        top: int,
     ) -> Emitted:
         """The one transfer to the host of a pass."""
         width = tokens.shape[1]
         logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        entropies = -torch.linalg.vecdot(log_p.exp(), log_p)
+        entropies = -torch.linalg.vecdot(probs, log_p)
         parts = [tokens, logprobs, entropies]
         if accepted is not None:
             parts.append(accepted.unsqueeze(1))

@@ -13,43 +13,52 @@ not change, because q and k are permuted alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from rlpipe.hf_layout import MTP_PREFIX
 from rlpipe.rollout.embedded.architecture import Architecture
+from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, use_products
 from rlpipe.rollout.embedded.linear import Linear
 
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """A pass over rows first..first+batch-1, `width` tokens each, of which `context` slots are seen.
+    """A pass over rows first..first+batch-1, `width` tokens each; what all its layers share.
 
-    slots: [B, q] flat cache slot of each token. rotation: [B, q, D/2] complex64.
-    mask: [B, q, context], 0 or -inf.
+    slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
+    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
+    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when `products`.
     """
 
     first: int
     batch: int
     width: int
-    context: int
+    products: bool
     slots: torch.Tensor
     rotation: torch.Tensor
     mask: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
 
     def column(self, index: int) -> Span:
         """The pass over token `index` of each row alone."""
-        return Span(
-            first=self.first,
-            batch=self.batch,
+        column = slice(index, index + 1)
+        return replace(
+            self,
             width=1,
-            context=self.context,
-            slots=self.slots[:, index],
-            rotation=self.rotation[:, index : index + 1],
-            mask=self.mask[:, index : index + 1],
+            slots=self.slots[:, column],
+            rotation=self.rotation[:, column],
+            mask=self.mask[:, column],
         )
+
+    def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
+        """The mask of one token per row; select: [B] int64."""
+        if self.products:
+            select = select.repeat_interleave(len(self.mask) // self.batch)
+        return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
 
 
 @dataclass(slots=True)
@@ -69,8 +78,8 @@ class Layer:
 class Model:
     """Target and (optionally) MTP draft over one KV cache.
 
-    The cache is [layers (+ 1 for the draft), rows, slots, 2 * kv_heads, head_dim]; keys of a slot
-    come before its values. The draft's keys live in the last layer.
+    The cache is [layers (+ 1 for the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
+    The draft's live in the last layer.
     """
 
     def __init__(
@@ -86,17 +95,19 @@ class Model:
     ) -> None:
         self.arch, self.mtp, self.device, self.dtype = arch, mtp, device, dtype
         self.rows, self.slots = rows, slots
-        self.cache = torch.zeros(
-            arch.layers + mtp, rows, slots, 2 * arch.kv_heads, arch.head_dim, device=device, dtype=dtype
-        )
-        self._flat = [layer.view(rows * slots, 2 * arch.kv_heads, arch.head_dim) for layer in self.cache]
+        layers, kv_heads, head_dim = arch.layers + mtp, arch.kv_heads, arch.head_dim
+        self.cache = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
+        heads = torch.arange(2 * kv_heads, device=device)
+        self._head_offsets = (heads // kv_heads * rows * kv_heads + heads % kv_heads) * slots
+        self._row_offsets = torch.arange(rows, device=device).unsqueeze(1) * (kv_heads * slots)
         frequencies = arch.rope_theta ** (
             -torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
         )
         angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
         self._slot_ids = torch.arange(slots, device=device)
-        self._row_offsets = torch.arange(rows, device=device).unsqueeze(1) * slots
+        self._eps = torch.tensor(arch.norm_eps)
         half = arch.head_dim // 2
         self._interleave = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
         self.load(weights)
@@ -122,16 +133,25 @@ class Model:
         context: slots seen, more than any position that matters.
         """
         batch, width = positions.shape
+        arch, products = self.arch, use_products(width, self.device)
         unseen = self._slot_ids[:context] > positions.unsqueeze(-1)
         mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
+        mask.masked_fill_(unseen, float("-inf"))
+        seen = self.cache[:, :, first : first + batch, :, :context]
+        if products:
+            mask = expand_mask(mask, arch.kv_heads, arch.heads // arch.kv_heads)
+            seen = seen.flatten(2, 3)
+        slots = positions + self._row_offsets[first : first + batch]
         return Span(
             first=first,
             batch=batch,
             width=width,
-            context=context,
-            slots=positions + self._row_offsets[first : first + batch],
+            products=products,
+            slots=slots.unsqueeze(-1) + self._head_offsets,
             rotation=self._rotations[positions],
-            mask=mask.masked_fill_(unseen, float("-inf")),
+            mask=mask,
+            keys=seen[:, 0].unbind(0),
+            values=seen[:, 1].unbind(0),
         )
 
     def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
@@ -160,7 +180,7 @@ class Model:
     def _run(
         self, layer: Layer, index: int, x: torch.Tensor, span: Span, select: torch.Tensor | None = None
     ) -> torch.Tensor:
-        arch, width, mask = self.arch, span.width, span.mask
+        arch, mask = self.arch, span.mask
         heads, kv_heads, head_dim = arch.heads, arch.kv_heads, arch.head_dim
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
         if layer.q_norm is not None:
@@ -168,26 +188,23 @@ class Model:
             keys = qkv[:, heads : heads + kv_heads]
             keys.copy_(F.rms_norm(keys, (head_dim,), layer.k_norm, arch.norm_eps))
         self._rotate(qkv[:, : heads + kv_heads], span.rotation.view(-1, 1, head_dim // 2))
-        self._flat[index].index_copy_(0, span.slots.view(-1), qkv[:, heads:])
-        seen = self.cache[index, span.first : span.first + span.batch, : span.context].transpose(1, 2)
+        written = qkv[:, heads:].reshape(-1, head_dim)
+        self._flat[index].index_copy_(0, span.slots.reshape(-1), written)
         if select is not None:
-            flat = select + torch.arange(span.batch, device=self.device) * width
-            x, qkv = x.index_select(0, flat), qkv.index_select(0, flat)
-            mask = mask.view(-1, span.context).index_select(0, flat).unsqueeze(1)
-            width = 1
-        attended = F.scaled_dot_product_attention(
-            qkv[:, :heads].view(span.batch, width, heads, head_dim).transpose(1, 2),
-            seen[:, :kv_heads],
-            seen[:, kv_heads:],
-            attn_mask=mask.unsqueeze(1),
-            enable_gqa=heads != kv_heads,
-        )
-        x = x + layer.output(attended.transpose(1, 2).reshape(-1, heads * head_dim))
+            flat = select + torch.arange(span.batch, device=self.device) * span.width
+            x, qkv, mask = x.index_select(0, flat), qkv.index_select(0, flat), span.selected_mask(select)
+        query = qkv[:, :heads].unflatten(0, (span.batch, -1))
+        run = attend_products if span.products else attend
+        x = x + layer.output(run(query, span.keys[index], span.values[index], mask))
         gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
         return x.add_(layer.down(F.silu(gate).mul_(up)))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
+        """RMSNorm; F.rms_norm runs about nine kernels on a CPU, this five."""
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
+        squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
+        return (x * torch.add(self._eps, squares, alpha=1 / self.arch.hidden).rsqrt_()).mul_(weight)
 
     @staticmethod
     def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> None:

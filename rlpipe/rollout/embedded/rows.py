@@ -127,7 +127,7 @@ class RowTable:
 
     def copy_keys(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of a row, target's and draft's."""
-        self.cache[:, target, :length] = self.cache[:, source, :length]
+        self.cache[:, :, target, :, :length] = self.cache[:, :, source, :, :length]
 
     def _drop(self, session_id: str) -> None:
         row = self._sessions.pop(session_id, None)
@@ -155,7 +155,7 @@ class RowTable:
         if a == b:
             return
         pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))
-        self.cache[:, pair, :length] = self.cache[:, swapped, :length]
+        self.cache[:, :, pair, :, :length] = self.cache[:, :, swapped, :, :length]
         self.hidden[pair] = self.hidden[swapped]
         for array in self._arrays():
             array[pair] = array[swapped]

@@ -109,6 +109,13 @@ def splits(tmp_path, train, held, backend=SandboxBackend.BUBBLEWRAP):
     return load_splits(config)
 
 
+def test_a_held_out_set_without_a_file_is_left_out(tmp_path):
+    train = str(write(tmp_path, GOOD, name="train.jsonl"))
+    held = str(write(tmp_path, GOOD | {"instance_id": "two"}, name="held.jsonl"))
+    splits = load_splits(EnvConfig(train_file=train, held_out_files={"held_families": "", "mine": held}))
+    assert list(splits) == ["train", "mine"]
+
+
 def test_a_held_out_instance_that_is_also_trained_on_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'one' is in both 'train' and 'held'"):
         splits(tmp_path, GOOD, GOOD)

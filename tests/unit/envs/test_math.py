@@ -36,6 +36,13 @@ def test_the_oracles_answer_scores_one_and_others_do_not():
         assert suite.episode(instance_id).finish().reward == 0.0
 
 
+def test_an_answer_the_librarys_scorer_cannot_read_scores_zero_and_is_recorded():
+    suite = make_suite(config(tasks=["prime_factorization"]))
+    instance_id = suite.instance_ids("held_out")[0]
+    step = play(suite, instance_id, "<answer>two times three</answer>")
+    assert step.reward == 0.0 and step.info["submitted"] and "ValueError" in step.info["unreadable"]
+
+
 def test_messages_ask_for_answer_tags_and_show_the_question():
     system, user = make_suite(config()).episode("gcd:3").messages()
     assert system["role"] == "system" and "<answer>" in system["content"]

@@ -199,6 +199,15 @@ def test_context_limit_is_never_exceeded_and_ends_the_trajectory():
     assert all(len(r.prompt_ids) + r.sampling.max_new_tokens <= 30 for r in engine.requests)
 
 
+def test_a_prompt_that_does_not_fit_is_masked_not_punished_and_says_which_setting():
+    suite = EchoSuite()
+    [trajectory] = collect(ScriptedEngine(["ls"]), suite, max_context=2).trajectories
+    assert trajectory.status is TrajectoryStatus.MASKED and trajectory.reward is None
+    assert trajectory.info["exit_reason"] == "prompt" and trajectory.info["retries"] == 0
+    assert "2 tokens: raise rollout.max_context=2" in trajectory.info["error"]
+    assert suite.episodes[0].closed == 1
+
+
 def test_a_turn_cut_by_length_is_played_and_closed_before_the_observation():
     engine, suite = ScriptedEngine(["abcdef", "ls"]), EchoSuite(max_turns=2)
     [trajectory] = collect(engine, suite, max_new_tokens=3).trajectories

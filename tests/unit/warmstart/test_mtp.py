@@ -43,13 +43,13 @@ def _text():
 def test_a_draft_equal_to_the_target_is_always_accepted_and_one_position_late_is_not(backbone):
     ids, written = _text()
     hidden = backbone.model(input_ids=ids).last_hidden_state
-    perfect = measure_acceptance(backbone, PerfectLayer(hidden), [(ids, written)], GAMMA)
+    perfect = measure_acceptance(backbone, PerfectLayer(hidden).eval(), [(ids, written)], GAMMA)
     assert perfect.rates == pytest.approx([1.0] * GAMMA)
     # 10 anchors a row draft a first token, 9 a second, 8 a third
     assert perfect.length == pytest.approx(1 + (10 + 9 + 8) / 10)
-    late = measure_acceptance(backbone, PerfectLayer(hidden, late=1), [(ids, written)], GAMMA)
+    late = measure_acceptance(backbone, PerfectLayer(hidden, late=1).eval(), [(ids, written)], GAMMA)
     assert max(late.rates) < 0.9
-    loss, _ = mtp_loss(backbone, PerfectLayer(hidden), ids, written, GAMMA)
+    loss, _ = mtp_loss(backbone, PerfectLayer(hidden).eval(), ids, written, GAMMA)
     assert loss.item() == pytest.approx(0, abs=1e-5)
 
 

@@ -43,9 +43,7 @@ def test_the_gold_fix_passes_and_the_broken_repository_fails_only_its_own_test()
     for record in _instances(20):
         assert last_test_line(edited(record, record["fixed_line"])) == "OK"
         assert last_test_line(record["files"]) in ("FAILED (failures=1)", "FAILED (errors=1)")
-        assert record["FAIL_TO_PASS"] == [
-            f"test_{Path(record['file']).stem}.Test.test_{record['function']}"
-        ]
+        assert record["FAIL_TO_PASS"] == [f"test_{Path(record['file']).stem}.Test.test_{record['function']}"]
         assert record["PASS_TO_PASS"]
 
 

@@ -36,7 +36,7 @@ def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
     """Seat a job and write its mark everywhere; returns whether the conversation's keys were there."""
     row, known = table.take(session)
     if known:
-        assert table.cache[:, row, :4].unique().tolist() == [float(session[1:])]
+        assert table.cache[:, :, row, :, :4].unique().tolist() == [float(session[1:])]
     table.seat(
         row,
         mark,
@@ -46,7 +46,7 @@ def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
         stops=(),
         uniforms=np.full((2, 3), float(mark)),
     )
-    table.cache[:, row, :4] = mark if session is None else float(session[1:])
+    table.cache[:, :, row, :, :4] = mark if session is None else float(session[1:])
     table.hidden[row] = mark
     return known
 
@@ -60,7 +60,7 @@ def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
         assert table.tokens[row, 0] == mark
         assert table.hidden[row, 0] == mark
         assert table.uniforms[row, 1, 2] == mark
-        assert table.cache[:, row, :4].unique().tolist() == [key]
+        assert table.cache[:, :, row, :, :4].unique().tolist() == [key]
 
 
 def test_rows_survive_a_thousand_random_joins_and_ends(table):
