@@ -10,6 +10,11 @@ import enum
 
 
 class _ByValue(enum.EnumMeta):
+    @property
+    def __members__(cls) -> dict[str, enum.Enum]:
+        """Members by value: what an error message lists."""
+        return {member.value: member for member in cls}
+
     def __getitem__(cls, name: str) -> enum.Enum:
         """The member of that value, or of that name (how OmegaConf and pickles ask)."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from rlpipe.config.choice import Choice
 
@@ -87,19 +88,16 @@ class ReasoningConfig:
             )
 
 
-def _shipped_held_out() -> dict[str, str]:
-    return {
-        "held_instances": "shipped:data/swe/held_instances.jsonl",
-        "held_families": "shipped:data/swe/held_families.jsonl",
-    }
+def _shipped_held_out() -> list[str]:
+    return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
 
 
 @dataclass(slots=True, kw_only=True)
 class EnvConfig:
     """The environment.
 
-    train_file, held_out_files: JSONL of SWE instances (held-out set name -> file, the first is primary;
-        an empty file name leaves out a set that is there by default).
+    train_file, held_out_files: JSONL of SWE instances; a held-out set is named by its file (without
+        .jsonl), the first is the primary one.
     max_turns: actions an episode may take. max_observation_chars: of one observation, before the marker.
     system_prompt: replaces the action mode's own (plain mode has none).
     test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
@@ -109,7 +107,7 @@ class EnvConfig:
 
     name: EnvName = EnvName.SWE
     train_file: str = "shipped:data/swe/train.jsonl"
-    held_out_files: dict[str, str] = field(default_factory=_shipped_held_out)
+    held_out_files: list[str] = field(default_factory=_shipped_held_out)
     action_mode: ActionMode = ActionMode.PLAIN
     max_turns: int = 8
     max_observation_chars: int = 400
@@ -127,14 +125,27 @@ class EnvConfig:
                 raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")
         if self.retries < 0:
             raise ValueError(f"env.retries must be 0 or more, got {self.retries}.")
-        if not any(self.held_out_files.values()):
+        if not self.held_out_files:
             raise ValueError(
-                "env.held_out_files names no file: give at least one held-out set, name: file, "
+                "env.held_out_files names no file: give at least one held-out set, "
                 "validation needs instances that training never sees."
             )
-        if "train" in self.held_out_files:
-            raise ValueError("env.held_out_files must not name a set 'train': that is env.train_file.")
+        names = self.held_out_names
+        if len(set(names)) < len(names) or "train" in names:
+            raise ValueError(
+                f"env.held_out_files={self.held_out_files} gives the set names {names}: rename the files, "
+                "each set needs a name of its own, and 'train' is env.train_file."
+            )
         if "{tests}" not in self.test_command:
             raise ValueError(
                 f"env.test_command={self.test_command!r} must contain {{tests}}, where the test ids go."
             )
+
+    @property
+    def held_out_names(self) -> list[str]:
+        """Names of the held-out sets, in the order of the files.
+
+        >>> EnvConfig().held_out_names
+        ['held_instances', 'held_families']
+        """
+        return [PurePath(file.removeprefix("shipped:")).stem for file in self.held_out_files]

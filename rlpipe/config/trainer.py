@@ -81,7 +81,9 @@ class TrainerConfig:
                 "trainer.tp and trainer.dp."
             )
         if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"trainer: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}.")
+            raise ValueError(
+                f"trainer: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}."
+            )
         for name in ("warmup_steps", "weight_decay", "clip_grad", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} must be >= 0, got {getattr(self, name)}.")
@@ -95,7 +97,9 @@ class TrainerConfig:
         return self.tp * self.pp * self.dp
 
 
-def check_parallel(config: TrainerConfig, hf_config: Mapping[str, Any], world_size: int | None = None) -> None:
+def check_parallel(
+    config: TrainerConfig, hf_config: Mapping[str, Any], world_size: int | None = None
+) -> None:
     """Refuse parallel sizes that cannot work for a model, before anything is started.
 
     hf_config: the checkpoint's `config.json`. world_size: ranks that exist, when known.

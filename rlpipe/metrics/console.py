@@ -111,6 +111,9 @@ def duration(seconds: float) -> str:
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
 
 
+_ASCII = str.maketrans({"±": "+-", "→": "->", "≤": "<=", "×": "x"})
+
+
 class ConsoleSink:
     """Shows a run. `console` is given by tests; by default the one on standard output."""
 
@@ -219,7 +222,7 @@ class ConsoleSink:
     # --- plain -------------------------------------------------------------------------------------
 
     def _plain(self, line: str) -> None:
-        text = line.replace("±", "+-").replace("→", "->").encode("ascii", "replace").decode()
+        text = line.translate(_ASCII).encode("ascii", "replace").decode()
         self._console.file.write(text + "\n")
         self._console.file.flush()
 

@@ -82,13 +82,13 @@ class WandbSink:
 
         Raises ValueError when mode is ONLINE and no API key is at hand.
         """
-        logged_in = _logged_in()
-        if self._mode is WandbMode.ONLINE and not logged_in:
+        known = logged_in()
+        if self._mode is WandbMode.ONLINE and not known:
             raise ValueError(
                 "metrics.wandb=online needs a login: run `wandb login`, or set metrics.wandb=offline and "
                 "upload later with `wandb sync`."
             )
-        online = logged_in and self._mode is not WandbMode.OFFLINE
+        online = known and self._mode is not WandbMode.OFFLINE
         import wandb
 
         (self._dir / "wandb").mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class WandbSink:
         return file.read_text().strip()
 
 
-def _logged_in() -> bool:
+def logged_in() -> bool:
     """Whether W&B would find an API key, without importing wandb or asking the network."""
     if os.environ.get("WANDB_API_KEY"):
         return True

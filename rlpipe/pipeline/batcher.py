@@ -129,7 +129,11 @@ def _deal(rows: list[int], spans: dict[int, int], budget: int, dp_size: int) -> 
     order = sorted(rows, key=lambda i: (-spans[i], i))
     ranks: list[list[list[int]]] = []
     for rank in range(dp_size):
-        mine = [i for n, i in enumerate(order) if rank == min(n % (2 * dp_size), 2 * dp_size - 1 - n % (2 * dp_size))]
+        mine = [
+            i
+            for n, i in enumerate(order)
+            if rank == min(n % (2 * dp_size), 2 * dp_size - 1 - n % (2 * dp_size))
+        ]
         chunks: list[list[int]] = []
         for i in mine:  # the first row of a chunk is its longest
             if chunks and (len(chunks[-1]) + 1) * spans[chunks[-1][0]] <= budget:
@@ -142,7 +146,10 @@ def _deal(rows: list[int], spans: dict[int, int], budget: int, dp_size: int) -> 
 
 
 def _micro_batch(
-    rows: list[int], trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray], spans: dict[int, int]
+    rows: list[int],
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    spans: dict[int, int],
 ) -> MicroBatch:
     """Pad rows; tokens after the last sampled one are cut off, nothing is learnt from them."""
     shape = (max(1, len(rows)), max([1, *(spans[i] for i in rows)]))

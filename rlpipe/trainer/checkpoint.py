@@ -64,7 +64,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     Raises ValueError when the directory holds no checkpoint.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise ValueError(f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part.")
+        raise ValueError(
+            f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part."
+        )
     state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
     trainer.model.load_state_dict(state["model"])
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])

@@ -37,7 +37,9 @@ class Entry:
     vocab: bool = False
 
 
-def load_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+def load_hf_weights(
+    model: PolicyModel, hf_config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> None:
     """Copy HF tensors into the model's parameters, this rank's shard of each.
 
     Raises ValueError naming what is missing, left over or of the wrong shape.
@@ -128,7 +130,9 @@ def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dic
         return [t.reshape(-1, *full.shape[1:]) for t in grouped]
 
     def merge_gate_up(tensors: Tensors) -> torch.Tensor:
-        return torch.cat([part for pair in zip(*(t.chunk(tp) for t in tensors), strict=True) for part in pair])
+        return torch.cat(
+            [part for pair in zip(*(t.chunk(tp) for t in tensors), strict=True) for part in pair]
+        )
 
     def split_gate_up(full: torch.Tensor) -> Tensors:
         parts = full.chunk(2 * tp)
@@ -144,7 +148,10 @@ def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dic
         ours + "mlp.linear_fc1.layer_norm_weight": mlp_norm,
         **{
             ours + f"self_attention.linear_qkv.{kind}": Entry(
-                hf=[attention + f"{x}_proj.{kind}" for x in "qkv"], shard_dim=0, merge=merge_qkv, split=split_qkv
+                hf=[attention + f"{x}_proj.{kind}" for x in "qkv"],
+                shard_dim=0,
+                merge=merge_qkv,
+                split=split_qkv,
             )
             for kind in ("weight", "bias")
         },

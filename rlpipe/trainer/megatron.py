@@ -113,9 +113,7 @@ class MegatronTrainer:
         shards = [m.shards[self._dp_rank] for m in minibatches]
         several = self._algo.optimizer_steps > 1
         old = [self._scores(self.model, s) if several else None for s in shards]
-        reference = [
-            self._scores(self._reference, s) if self._reference else None for s in shards
-        ]
+        reference = [self._scores(self._reference, s) if self._reference else None for s in shards]
         mine: list[dict[str, Value]] = []
         shared: list[dict[str, Value]] = []
         for _ in range(self._algo.ppo_epochs):

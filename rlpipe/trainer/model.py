@@ -55,7 +55,9 @@ class PolicyModel(GPTModel):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
         return logits.squeeze(1)[:, : self.local_vocab]
 
@@ -97,7 +99,9 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     return model.to(device=runtime.device, dtype=runtime.dtype)
 
 
-def transformer_config(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
+def transformer_config(
+    hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime
+) -> TransformerConfig:
     """Megatron's description of a Hugging Face model."""
     heads = int(hf_config["num_attention_heads"])
     family = hf_config["model_type"]

@@ -47,7 +47,9 @@ class PolicyOptimizer:
     does not begin with a step of size 0 and the last step reaches min_lr.
     """
 
-    def __init__(self, config: TrainerConfig, mtp: MtpConfig, model: DistributedDataParallel, steps: int) -> None:
+    def __init__(
+        self, config: TrainerConfig, mtp: MtpConfig, model: DistributedDataParallel, steps: int
+    ) -> None:
         self._clip = {POLICY: config.clip_grad, MTP: mtp.clip_grad}
         optimizer_config = OptimizerConfig(
             optimizer="adam",

@@ -78,7 +78,9 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
     where it cannot run.
     """
     if master is None and world_size > 1:
-        raise ValueError(f"{world_size} ranks need the address of rank 0 to meet at: pass master='host:port'.")
+        raise ValueError(
+            f"{world_size} ranks need the address of rank 0 to meet at: pass master='host:port'."
+        )
     if dist.is_initialized():
         raise ValueError("this process already runs a trainer: close() it before starting another.")
     _quiet_megatron()

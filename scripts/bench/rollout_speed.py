@@ -56,7 +56,7 @@ def swe_prompts(model: Path) -> tuple[Prompts, tuple[int, ...]]:
     from rlpipe.envs.swe.instances import load_instances
 
     config, chat = EnvConfig(), ChatFormat.from_pretrained(model)
-    instances = load_instances(next(iter(config.held_out_files.values())), "held_out")
+    instances = load_instances(config.held_out_files[0], "held_out")
     return [chat.initial(opening(one, config)) for one in instances.values()], chat.stop_token_ids
 
 

@@ -84,7 +84,9 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     told = {}
     for number, (name, run) in enumerate(runs.items()):
         master = _meet(rank, folder / f"address{number}") if world_size > 1 else None
-        trainer = make_trainer(run.path, run.config, run.algo, rank=rank, world_size=world_size, master=master)
+        trainer = make_trainer(
+            run.path, run.config, run.algo, rank=rank, world_size=world_size, master=master
+        )
         if run.load:
             trainer.load(run.load)
         batches = [make_batch(groups, run.algo, run.config.dp) for groups in run.groups]

@@ -49,7 +49,7 @@ def suite(tmp_path_factory):
     (directory / "held.jsonl").write_text(json.dumps(PACKAGE))
     config = EnvConfig(
         train_file=str(directory / "train.jsonl"),
-        held_out_files={"held": str(directory / "held.jsonl")},
+        held_out_files=[str(directory / "held.jsonl")],
         sandbox=SandboxConfig(timeout_s=3),
         test_timeout_s=3,
     )

@@ -33,7 +33,11 @@ FAMILIES = {
     "qwen2 tied": {"family": "qwen2", "tie": True},
     "qwen3 wide heads": {"family": "qwen3", "head_dim": 12},
     "qwen3 all heads grouped": {"family": "qwen3", "kv_heads": 1, "tie": True},
-    "llama theta": {"family": "llama", "kv_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "llama theta": {
+        "family": "llama",
+        "kv_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
 }
 
 
@@ -106,7 +110,9 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(check
     loss = 0.0
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories])
-        for t, advantage in zip(group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+        for t, advantage in zip(
+            group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True
+        ):
             logprobs = token_logprobs_of(model, t.token_ids)
             weight = (logprobs.detach() - torch.tensor(t.rollout_logprobs[1:])).exp().clamp(max=2.0)
             ratio = (logprobs - logprobs.detach()).exp()
@@ -119,7 +125,9 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(check
     assert metrics["actor/pg_loss"].value() == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
     exported = trainer.export_weights()
     for name, weight in model.state_dict().items():
-        torch.testing.assert_close(exported[name], weight, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            exported[name], weight, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_recomputation_changes_nothing(tmp_path, trainer_of):
@@ -172,21 +180,38 @@ def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of
         assert got == name.startswith("mtp."), name
 
 
-def test_an_unfrozen_draft_gets_its_own_learning_rate(tmp_path, trainer_of):
+def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_resume(tmp_path, trainer_of):
+    """Groups that differ in nothing but their learning rate are mixed up by Megatron's load."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from rlpipe.config.mtp import MtpConfig
     from rlpipe.trainer.optimizer import PolicyOptimizer
 
-    model = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo")).model
-    assert not any(p.requires_grad for p in model.mtp.parameters())
-    model.mtp.requires_grad_(True)
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-    optimizer = PolicyOptimizer(TrainerConfig(lr=1e-2), MtpConfig(lr=3e-3), wrapped, 10)
-    wrapped.zero_grad_buffer()
-    outcome = optimizer.step()
-    assert outcome.lrs == {"policy": pytest.approx(1e-2), "mtp": pytest.approx(3e-3)}
-    assert outcome.grad_norms == {"policy": 0.0, "mtp": 0.0}
+    trainer = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo"))
+    assert not any(p.requires_grad for p in trainer.model.mtp.parameters())
+    trainer.model.mtp.requires_grad_(True)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(trainer.model.config, ddp, trainer.model)
+    config, mtp = TrainerConfig(lr=1e-2, clip_grad=0.5), MtpConfig(lr=3e-3, clip_grad=0.25)
+
+    def step():
+        for parameter in trainer.model.parameters():
+            parameter.main_grad.fill_(1.0)
+        return trainer.optimizer.step()
+
+    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, 10)
+    outcome = step()
+    sizes = {"policy": 0, "mtp": 0}
+    for name, parameter in trainer.model.named_parameters():
+        sizes["mtp" if name.startswith("mtp.") else "policy"] += parameter.numel()
+    assert outcome.grad_norms == {tag: pytest.approx(size**0.5) for tag, size in sizes.items()}
+    for tag, clip in (("policy", 0.5), ("mtp", 0.25)):
+        gradients = [p.grad.flatten() for p in trainer.optimizer._parameters(tag)]
+        assert torch.cat(gradients).norm().item() == pytest.approx(clip, rel=1e-3)
+    trainer.save(tmp_path / "checkpoint")
+    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, 10)
+    trainer.load(tmp_path / "checkpoint")
+    assert step().lrs == {"policy": pytest.approx(1e-2), "mtp": pytest.approx(3e-3)}
 
 
 def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path):

@@ -45,7 +45,9 @@ def outcomes(tmp_path_factory):
     alone["then"] = run("mimo", ALONE, groups[2:], load=folder / "saved")
     alone["first sharded"] = run("mimo", sharded, groups[:2], save=folder / "saved sharded")
     split = {
-        f"{model}/{name}": run(model, config, groups[:2]) for model in models for name, config in SPLITS.items()
+        f"{model}/{name}": run(model, config, groups[:2])
+        for model in models
+        for name, config in SPLITS.items()
     }
     for name, saved in (("tp", "saved"), ("dp", "saved"), ("dp_sharded", "saved sharded")):
         split[f"then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / saved)

@@ -10,8 +10,8 @@ import torch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.trainer import LrSchedule, Precision, TrainerConfig
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights
-from rlpipe.types import TrajectoryStatus
 from rlpipe.trainer import runtime
+from rlpipe.types import TrajectoryStatus
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
@@ -49,7 +49,9 @@ def run(trainer, work):
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "distributed optimizer"])
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("done", [0, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_at_every_later_step(path, tmp_path, sharded, precision, done):
+def test_a_resumed_run_equals_an_uninterrupted_one_at_every_later_step(
+    path, tmp_path, sharded, precision, done
+):
     """Every step is compared: a shared optimizer `step` tensor shows from the second one on only."""
     config = replace(CONFIG, distributed_optimizer=sharded, precision=precision)
     algo = AlgoConfig(kl_coef=0.1)

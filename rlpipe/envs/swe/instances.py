@@ -50,10 +50,10 @@ class Instance:
         """The container image: the instance's own, else SWE-bench's naming.
 
         >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
-        'docker.io/swebench/sweb.eval.x86_64.a_1776_b-1:latest'
+        'swebench/sweb.eval.x86_64.a_1776_b-1:latest'
         """
         name = self.instance_id.replace("__", "_1776_").lower()
-        return self.image or f"docker.io/swebench/sweb.eval.x86_64.{name}:latest"
+        return self.image or f"swebench/sweb.eval.x86_64.{name}:latest"
 
     @property
     def patched_tests(self) -> list[str]:

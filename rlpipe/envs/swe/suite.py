@@ -21,9 +21,8 @@ def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
     Raises ValueError for a bad file, a set shared between splits, or a backend that cannot play them.
     """
     splits = {TRAIN: load_instances(config.train_file, "env.train_file")}
-    for name, file in config.held_out_files.items():
-        if file:
-            splits[name] = load_instances(file, f"env.held_out_files.{name}")
+    for name, file in zip(config.held_out_names, config.held_out_files, strict=True):
+        splits[name] = load_instances(file, "env.held_out_files")
     seen: dict[str, str] = {}
     for split, instances in splits.items():
         for instance in instances.values():

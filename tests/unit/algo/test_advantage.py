@@ -37,7 +37,9 @@ def per_trajectory(groups, config=None):
 def test_advantages_are_rewards_normalised_within_their_group():
     rewards = [1.0, 0.0, 0.0, 3.0], [5.0, 5.0, 6.0, 4.0]
     expected = [(np.array(r) - np.mean(r)) / (np.std(r, ddof=1) + 1e-6) for r in rewards]
-    np.testing.assert_allclose(per_trajectory(groups_with_rewards(*rewards)), np.concatenate(expected), rtol=1e-5)
+    np.testing.assert_allclose(
+        per_trajectory(groups_with_rewards(*rewards)), np.concatenate(expected), rtol=1e-5
+    )
 
 
 def test_dr_grpo_leaves_out_the_standard_deviation():
@@ -59,7 +61,9 @@ def test_a_masked_trajectory_is_left_out_and_does_not_move_its_siblings():
 
 def test_a_group_with_one_complete_trajectory_has_advantage_zero():
     groups = groups_with_rewards([1.0, 0.0])
-    groups[0].trajectories[1] = replace(groups[0].trajectories[1], status=TrajectoryStatus.MASKED, reward=None)
+    groups[0].trajectories[1] = replace(
+        groups[0].trajectories[1], status=TrajectoryStatus.MASKED, reward=None
+    )
     assert per_trajectory(groups) == [0.0, 0.0]
 
 

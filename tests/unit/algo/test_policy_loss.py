@@ -133,7 +133,9 @@ def test_probability_metrics_equal_their_definition_over_all_tokens():
     chosen = data["mask"].bool()
     x, y = data["rollout_logprobs"][chosen].exp(), data["old_logprobs"][chosen].exp()
     correlation = torch.corrcoef(torch.stack([x, y]))[0, 1].item()
-    assert metrics["training/rollout_actor_probs_pearson_corr"].value() == pytest.approx(correlation, abs=1e-5)
+    assert metrics["training/rollout_actor_probs_pearson_corr"].value() == pytest.approx(
+        correlation, abs=1e-5
+    )
     assert metrics["training/rollout_probs_diff_mean"].value() == pytest.approx((x - y).abs().mean().item())
     assert metrics["training/rollout_probs_diff_max"].value() == pytest.approx((x - y).abs().max().item())
     weight = (y / x).clamp(max=2.0)

@@ -37,8 +37,12 @@ def test_token_mean_divides_by_the_tokens_of_the_global_batch():
 
 
 def test_sequence_means_divide_by_the_sequences_of_the_global_batch():
-    assert verl_door.agg_loss(torch.ones(2, 3), MASK, "seq-mean-token-sum", **INFO).item() == pytest.approx(5 / 4)
-    assert verl_door.agg_loss(torch.ones(2, 3), MASK, "seq-mean-token-mean", **INFO).item() == pytest.approx(2 / 4)
+    assert verl_door.agg_loss(torch.ones(2, 3), MASK, "seq-mean-token-sum", **INFO).item() == pytest.approx(
+        5 / 4
+    )
+    assert verl_door.agg_loss(torch.ones(2, 3), MASK, "seq-mean-token-mean", **INFO).item() == pytest.approx(
+        2 / 4
+    )
 
 
 @pytest.mark.parametrize("mode", LossAgg)

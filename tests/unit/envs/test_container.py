@@ -109,7 +109,7 @@ def graded(monkeypatch, diff="the diff", passed="PASSED t/test_a.py::test_x\nPAS
 def test_an_image_is_graded_in_a_fresh_container_with_the_instances_tests(monkeypatch):
     grade, played, fresh, images = graded(monkeypatch)
     assert grade.solved and grade.required == 2
-    assert images == ["docker.io/swebench/sweb.eval.x86_64.a_1776_b-1:latest"] * 2
+    assert images == ["swebench/sweb.eval.x86_64.a_1776_b-1:latest"] * 2
     assert "--cached --binary abc" in played.seen[-1][0], "against the commit it started from"
     (apply, patch), (apply_tests, tests), (run, _) = fresh.seen
     assert patch == "the diff" and "--exclude=t/test_a.py" in apply and "--exclude=conftest.py" in apply

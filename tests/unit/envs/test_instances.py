@@ -103,17 +103,15 @@ def test_a_duplicate_names_both_lines(tmp_path):
 def splits(tmp_path, train, held, backend=SandboxBackend.BUBBLEWRAP):
     config = EnvConfig(
         train_file=str(write(tmp_path, train, name="train.jsonl")),
-        held_out_files={"held": str(write(tmp_path, held, name="held.jsonl"))},
+        held_out_files=[str(write(tmp_path, held, name="held.jsonl"))],
         sandbox=SandboxConfig(backend=backend),
     )
     return load_splits(config)
 
 
-def test_a_held_out_set_without_a_file_is_left_out(tmp_path):
-    train = str(write(tmp_path, GOOD, name="train.jsonl"))
-    held = str(write(tmp_path, GOOD | {"instance_id": "two"}, name="held.jsonl"))
-    splits = load_splits(EnvConfig(train_file=train, held_out_files={"held_families": "", "mine": held}))
-    assert list(splits) == ["train", "mine"]
+def test_held_out_sets_are_named_by_their_files_and_replace_the_shipped_ones(tmp_path):
+    held = GOOD | {"instance_id": "two"}
+    assert list(splits(tmp_path, GOOD, held)) == ["train", "held"]
 
 
 def test_a_held_out_instance_that_is_also_trained_on_is_refused(tmp_path):

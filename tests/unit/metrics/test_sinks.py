@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpipe.config.metrics import MetricsConfig, WandbMode
-from rlpipe.metrics.sinks import WandbSink, _logged_in, make_sinks, run_header
+from rlpipe.metrics.sinks import WandbSink, logged_in, make_sinks, run_header
 
 pytestmark = pytest.mark.unit
 
@@ -44,21 +44,21 @@ def test_being_logged_in_is_seen_in_the_environment_and_in_netrc(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert not _logged_in()
+    assert not logged_in()
     (tmp_path / "netrc").write_text("machine example.org login user password x\n")
-    assert not _logged_in()
+    assert not logged_in()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert _logged_in()
+    assert logged_in()
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert _logged_in()
+    assert logged_in()
 
 
 def test_online_without_a_login_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpipe.metrics.sinks._logged_in", lambda: False)
+    monkeypatch.setattr("rlpipe.metrics.sinks.logged_in", lambda: False)
     sink = WandbSink(run_dir=tmp_path, mode=WandbMode.ONLINE, project="p", group="", config={})
     with pytest.raises(ValueError, match=r"wandb login.*offline"):
         sink.open()
@@ -84,7 +84,7 @@ def test_records_go_online_only_when_wanted_and_possible(
 
     fake = SimpleNamespace(init=init, Settings=lambda **settings: settings)
     monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
-    monkeypatch.setattr("rlpipe.metrics.sinks._logged_in", lambda: logged_in)
+    monkeypatch.setattr("rlpipe.metrics.sinks.logged_in", lambda: logged_in)
     for _ in range(2):  # the second is a resumed run
         WandbSink(run_dir=tmp_path, mode=mode, project="p", group="g", config={}).open()
     assert [arguments["mode"] for arguments in seen] == [expected] * 2

@@ -39,7 +39,9 @@ def micro_batches(batch):
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 3), st.integers(60, 200), st.sets(st.integers(0, 11)))
 @settings(max_examples=60, deadline=None)
-def test_every_trainable_token_is_packed_exactly_once_with_what_belongs_to_it(shapes, dp, minis, budget, masked):
+def test_every_trainable_token_is_packed_exactly_once_with_what_belongs_to_it(
+    shapes, dp, minis, budget, masked
+):
     trajectories, advantages = build(shapes, masked)
     batch = pack(trajectories, advantages, budget, dp, minibatches=minis)
     seen: dict[tuple[int, int], int] = {}
@@ -109,7 +111,9 @@ def test_a_batch_without_anything_to_train_on_has_one_empty_micro_batch_per_rank
 
 def test_a_trajectory_longer_than_the_budget_is_refused_with_the_remedy():
     trajectories, advantages = build([(3, [4], 0)])
-    with pytest.raises(ValueError, match=r"micro_batch_tokens=5 is less than one trajectory of 6 tokens \(0\): raise"):
+    with pytest.raises(
+        ValueError, match=r"micro_batch_tokens=5 is less than one trajectory of 6 tokens \(0\): raise"
+    ):
         pack(trajectories, advantages, 5)
 
 

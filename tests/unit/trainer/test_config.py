@@ -74,6 +74,8 @@ def test_zero_advantage_trajectories_are_kept_when_another_loss_term_reads_them(
 def test_configuration_imports_no_torch():
     import subprocess
 
-    code = "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.pipeline.batcher, sys; "
+    code = (
+        "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.pipeline.batcher, sys; "
+    )
     code += "assert not {'torch', 'verl', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
