@@ -58,7 +58,7 @@ class TrainerConfig:
     layers: LayerSpec = LayerSpec.AUTO
     recompute: Recompute = Recompute.NONE
     distributed_optimizer: bool = False
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     lr: float = 1e-5
     min_lr: float = 0.0
     warmup_steps: int = 0

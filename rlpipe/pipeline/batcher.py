@@ -129,11 +129,8 @@ def _deal(rows: list[int], spans: dict[int, int], budget: int, dp_size: int) -> 
     order = sorted(rows, key=lambda i: (-spans[i], i))
     ranks: list[list[list[int]]] = []
     for rank in range(dp_size):
-        mine = [
-            i
-            for n, i in enumerate(order)
-            if rank == min(n % (2 * dp_size), 2 * dp_size - 1 - n % (2 * dp_size))
-        ]
+        there, back = order[rank :: 2 * dp_size], order[2 * dp_size - 1 - rank :: 2 * dp_size]
+        mine = sorted(there + back, key=lambda i: -spans[i])
         chunks: list[list[int]] = []
         for i in mine:  # the first row of a chunk is its longest
             if chunks and (len(chunks[-1]) + 1) * spans[chunks[-1][0]] <= budget:

@@ -130,9 +130,8 @@ def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dic
         return [t.reshape(-1, *full.shape[1:]) for t in grouped]
 
     def merge_gate_up(tensors: Tensors) -> torch.Tensor:
-        return torch.cat(
-            [part for pair in zip(*(t.chunk(tp) for t in tensors), strict=True) for part in pair]
-        )
+        pairs = zip(*(t.chunk(tp) for t in tensors), strict=True)  # a slice of gate and of up per rank
+        return torch.cat([part for pair in pairs for part in pair])
 
     def split_gate_up(full: torch.Tensor) -> Tensors:
         parts = full.chunk(2 * tp)
@@ -141,20 +140,18 @@ def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dic
     attention, mlp = theirs + "self_attn.", theirs + "mlp."
     input_norm = Entry(hf=[theirs + "input_layernorm.weight"])
     mlp_norm = Entry(hf=[theirs + "post_attention_layernorm.weight"])
+
+    def qkv(kind: str) -> Entry:
+        names = [f"{attention}{x}_proj.{kind}" for x in "qkv"]
+        return Entry(hf=names, shard_dim=0, merge=merge_qkv, split=split_qkv)
+
     return {
         ours + "input_layernorm.weight": input_norm,
         ours + "self_attention.linear_qkv.layer_norm_weight": input_norm,  # TransformerEngine fuses it
         ours + "pre_mlp_layernorm.weight": mlp_norm,
         ours + "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        **{
-            ours + f"self_attention.linear_qkv.{kind}": Entry(
-                hf=[attention + f"{x}_proj.{kind}" for x in "qkv"],
-                shard_dim=0,
-                merge=merge_qkv,
-                split=split_qkv,
-            )
-            for kind in ("weight", "bias")
-        },
+        ours + "self_attention.linear_qkv.weight": qkv("weight"),
+        ours + "self_attention.linear_qkv.bias": qkv("bias"),
         ours + "self_attention.q_layernorm.weight": Entry(hf=[attention + "q_norm.weight"]),
         ours + "self_attention.k_layernorm.weight": Entry(hf=[attention + "k_norm.weight"]),
         ours + "self_attention.linear_proj.weight": Entry(hf=[attention + "o_proj.weight"], shard_dim=1),

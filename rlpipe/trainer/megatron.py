@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
-from rlpipe.pipeline.batcher import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.trainer import runtime
+
+if TYPE_CHECKING:  # the batcher is a layer above: its packed batches are what the trainer is handed
+    from rlpipe.pipeline.batcher import MicroBatch, MiniBatch, PackedBatch
 
 Scores = list[torch.Tensor]  # per micro-batch [B, S] float32
 

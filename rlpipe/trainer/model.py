@@ -55,9 +55,8 @@ class PolicyModel(GPTModel):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
         return logits.squeeze(1)[:, : self.local_vocab]
 

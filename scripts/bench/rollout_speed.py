@@ -1,4 +1,4 @@
-"""How fast does the embedded engine decode: against transformers `generate`, and with speculation against without?
+"""How fast does the embedded engine decode: against transformers `generate`, and with against without drafts?
 
 Every arm answers the same prompts on the same model in the same process: `--rounds` batches of B prompts,
 sampled at temperature 1. transformers decodes them batch after batch; the engine has B rows and takes

@@ -97,7 +97,7 @@ def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trai
 
 
 def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(checkpoint, trainer_of):
-    """Clipping off, so the gradient itself is compared through its norm and the direction of SGD-like Adam."""
+    """A large epsilon makes AdamW nearly linear in the gradient, so the weights tell of its direction."""
     groups, algo = make_groups(), AlgoConfig()
     trainer = trainer_of(checkpoint, TrainerConfig(lr=1e-2, clip_grad=0.0, eps=1e-3))
     batch = make_batch(groups, algo)
@@ -110,9 +110,8 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(check
     loss = 0.0
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories])
-        for t, advantage in zip(
-            group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True
-        ):
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for t, advantage in zip(group.trajectories, advantages, strict=True):
             logprobs = token_logprobs_of(model, t.token_ids)
             weight = (logprobs.detach() - torch.tensor(t.rollout_logprobs[1:])).exp().clamp(max=2.0)
             ratio = (logprobs - logprobs.detach()).exp()
@@ -125,9 +124,7 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(check
     assert metrics["actor/pg_loss"].value() == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
     exported = trainer.export_weights()
     for name, weight in model.state_dict().items():
-        torch.testing.assert_close(
-            exported[name], weight, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert (exported[name] - weight).abs().max() < 2e-5, name
 
 
 def test_recomputation_changes_nothing(tmp_path, trainer_of):

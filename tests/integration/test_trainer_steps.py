@@ -49,9 +49,7 @@ def run(trainer, work):
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "distributed optimizer"])
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("done", [0, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_at_every_later_step(
-    path, tmp_path, sharded, precision, done
-):
+def test_a_resumed_run_equals_an_uninterrupted_one_at_every_step(path, tmp_path, sharded, precision, done):
     """Every step is compared: a shared optimizer `step` tensor shows from the second one on only."""
     config = replace(CONFIG, distributed_optimizer=sharded, precision=precision)
     algo = AlgoConfig(kl_coef=0.1)
@@ -230,7 +228,7 @@ def test_a_checkpoint_appears_complete_or_not_at_all(path, tmp_path, monkeypatch
 
 
 def test_unknown_algorithm_names_are_refused_at_launch(path):
-    with pytest.raises(ValueError, match="algo.policy_loss='grpo' is not registered"):
+    with pytest.raises(ValueError, match=r"algo.policy_loss='grpo' is not registered"):
         make_trainer(path, algo=AlgoConfig(policy_loss="grpo"))
 
 
