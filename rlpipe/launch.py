@@ -119,24 +119,30 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
         from rlpipe.actors.inline_cluster import InlineCluster
 
         return InlineCluster(config)
-    logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
     import ray
 
     from rlpipe.actors.ray_cluster import RayCluster
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
     package_root = str(Path(__file__).resolve().parent.parent)
     actors = config.rollout.workers + config.trainer.world_size
     local = {} if config.cluster.address else {"num_cpus": max(actors, os.cpu_count() or 1)}
-    ray.init(
-        address=config.cluster.address or "local",
-        include_dashboard=False,
-        log_to_driver=True,
-        logging_level="ERROR",
-        configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}},
-        **local,
-    )
+    try:
+        ray.init(
+            address=config.cluster.address or "local",
+            include_dashboard=False,
+            logging_level="ERROR",
+            configure_logging=False,
+            runtime_env={"env_vars": {"PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}},
+            **local,
+        )
+    except Exception as error:  # Ray raises bare Exception
+        raise ValueError(
+            f"Ray did not start ({str(error).splitlines()[0]}). Is the machine overloaded, or "
+            f"cluster.address={config.cluster.address!r} wrong? cluster=inline runs without Ray."
+        ) from error
     return RayCluster(config, bus.event)
 
 

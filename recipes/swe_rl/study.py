@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ SETS = {"held_instances": "new instances", "held_families": "new families"}
 
 
 def run(directory: Path, seed: int, mode: str, overrides: list[str]) -> None:
-    """One run of the main job; returns when it is complete."""
+    """One run of the main job, unless it is complete already."""
+    events = directory / "events.jsonl"
+    if events.exists() and '"outcome": "done"' in events.read_text():
+        return
     command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", f"run.dir={directory}"]
     subprocess.run([*command, f"run.seed={seed}", f"spec.mode={mode}", *overrides], check=True)
 
@@ -33,7 +37,11 @@ def curve(directory: Path) -> dict[str, object]:
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
         "acceptance_length": [r.get("spec/acceptance_length") for r in steps],
         "seconds": round(records[-1]["time"] - records[0]["time"], 1),
-        "median_tokens_per_s_rollout": sorted(r["perf/tokens_per_s/rollout"] for r in steps)[len(steps) // 2],
+        "median_tokens_per_s_rollout": round(
+            statistics.median(
+                r["perf/tokens_per_s/rollout"] for r in steps if "perf/tokens_per_s/rollout" in r
+            )
+        ),
     }
     for split in SETS:
         points = [
@@ -77,7 +85,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
 
 def main() -> None:
     """Run, collect, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Three seeds, rejection against none.")
     parser.add_argument("--runs", type=Path, default=Path("runs/swe_rl_study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--modes", nargs="+", default=["rejection", "none"])

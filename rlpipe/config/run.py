@@ -148,6 +148,11 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} exceeds the model's "
             f"max_position_embeddings={longest}: lower rollout.max_context."
         )
+    if config.rollout.max_context > config.trainer.micro_batch_tokens:
+        raise ValueError(
+            f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one trajectory of "
+            f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
+        )
     check_parallel(config.trainer, hf_config)
     ranks = config.trainer.world_size
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):

@@ -1,12 +1,16 @@
 """How fast does the embedded engine decode: against transformers `generate`, and with against without drafts?
 
-Every arm answers the same prompts on the same model in the same process: `--rounds` batches of B prompts,
-sampled at temperature 1. transformers decodes them batch after batch; the engine has B rows and takes
-the next prompt when a row is free. Arms take turns within a repeat, so a disturbance hits all of them;
-the median over repeats and its spread are reported. Tokens per second of wall time, prefill included.
+Arms run in the same process on the same prompts, sampled at temperature 1, and take turns within a
+repeat, so that a disturbance hits all of them. The median over repeats and its spread are reported, in
+tokens per second of wall time, prefill included. Two workloads, `--rounds` times B prompts each:
 
-Workloads: `fixed` samples exactly 128 tokens and ignores stop tokens. `turns` (shipped model only, engine
-only) lets stop tokens end a turn, as in a rollout; there the acceptance is that of real turns.
+`fixed`  exactly 128 tokens a prompt, stop tokens ignored. transformers decodes batches of B one after
+         another; the engine has B rows and takes the next prompt when a row is free.
+`turns`  shipped model, engine only: the turns of conversations with held-out SWE instances (a
+         demonstrator's, so that all arms see the same past), B conversations at once, a turn ends at a stop
+         token, keys of the past are reused. This is what a rollout does, and its acceptance is a rollout's;
+         beyond a turn's end, where `fixed` goes, neither model nor draft was trained.
+
 Models: the shipped one on held-out SWE statements, and a random one of 27M parameters in bfloat16.
 Acceptance of a random draft means nothing: that model shows the speed of `none` and the price of drafts.
 
@@ -20,12 +24,15 @@ import asyncio
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +42,6 @@ import transformers
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rlpipe.config.env import EnvConfig  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
@@ -50,14 +56,31 @@ GAMMA = 3
 Prompts = list[list[int]]
 
 
-def swe_prompts(model: Path) -> tuple[Prompts, tuple[int, ...]]:
-    """First turns of the held-out SWE instances, and the tokens that end a turn."""
-    from rlpipe.envs.swe.episode import opening
-    from rlpipe.envs.swe.instances import load_instances
+@dataclass(slots=True)
+class Workload:
+    """Conversations, each the prompts of its turns, and the tokens that end a turn (none: fixed length)."""
 
-    config, chat = EnvConfig(), ChatFormat.from_pretrained(model)
-    instances = load_instances(config.held_out_files[0], "held_out")
-    return [chat.initial(opening(one, config)) for one in instances.values()], chat.stop_token_ids
+    conversations: list[Prompts]
+    stops: tuple[int, ...]
+    max_new_tokens: int
+
+
+def swe_workloads(model: Path) -> dict[str, Workload]:
+    """First prompts of held-out SWE instances, and whole conversations with them."""
+    from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
+
+    chat = ChatFormat.from_pretrained(model)
+    file = Path(resolve("shipped:data/swe/held_instances.jsonl"))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    traces = [demonstrate(random.Random(i), r, Demonstrator.CAREFUL) for i, r in enumerate(records)]
+    conversations = [
+        [chat.initial(trace[:i]) for i, message in enumerate(trace) if message["role"] == "assistant"]
+        for trace in traces
+    ]
+    return {
+        "fixed": Workload([turns[:1] for turns in conversations], (), NEW_TOKENS),
+        "turns": Workload(conversations, chat.stop_token_ids, TURN_TOKENS),
+    }
 
 
 def random_model(path: Path) -> Path:
@@ -85,9 +108,9 @@ class TransformersArm:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model.eval().generation_config.eos_token_id = None
 
-    def run(self, prompts: Prompts, batch: int, stops: tuple[int, ...]) -> tuple[int, SpecCounts]:
+    def run(self, work: Workload, batch: int) -> tuple[int, SpecCounts]:
         """Tokens generated, and no acceptance."""
-        tokens = 0
+        prompts, tokens = [turns[0] for turns in work.conversations], 0
         for start in range(0, len(prompts), batch):
             chunk = prompts[start : start + batch]
             width = max(map(len, chunk))
@@ -97,7 +120,7 @@ class TransformersArm:
                 out = self._model.generate(
                     ids,
                     attention_mask=mask,
-                    max_new_tokens=NEW_TOKENS,
+                    max_new_tokens=work.max_new_tokens,
                     do_sample=True,
                     temperature=1.0,
                     top_k=0,
@@ -105,7 +128,7 @@ class TransformersArm:
                     pad_token_id=0,
                 )
             tokens += out[:, width:].numel()
-        assert tokens == len(prompts) * NEW_TOKENS, "transformers stopped early"
+        assert tokens == len(prompts) * work.max_new_tokens, "transformers stopped early"
         return tokens, SpecCounts()
 
     def close(self) -> None:
@@ -123,41 +146,47 @@ class EngineArm:
         self._engine = EmbeddedEngine(config, SpecConfig(mode=mode, gamma=GAMMA), model)
         self._runs = 0
 
-    def run(self, prompts: Prompts, batch: int, stops: tuple[int, ...]) -> tuple[int, SpecCounts]:
+    def run(self, work: Workload, batch: int) -> tuple[int, SpecCounts]:
         """Tokens generated, and counts of drafts."""
         self._runs += 1
-        limit = TURN_TOKENS if stops else NEW_TOKENS
+        tokens, spec = 0, SpecCounts()
 
-        async def all_of_them() -> list[Any]:
-            return await asyncio.gather(
-                *(
-                    self._engine.generate(
+        async def play(number: int, turns: Prompts, room: asyncio.Semaphore) -> None:
+            nonlocal tokens
+            session = f"{self._runs}/{number}"
+            async with room:
+                for turn, prompt in enumerate(turns):
+                    sampling = SamplingParams(
+                        max_new_tokens=work.max_new_tokens,
+                        stop_token_ids=work.stops,
+                        seed=10_000 * self._runs + 100 * number + turn,
+                    )
+                    result = await self._engine.generate(
                         GenerateRequest(
-                            request_id=f"{self._runs}/{i}",
+                            request_id=f"{session}/{turn}",
                             prompt_ids=prompt,
-                            sampling=SamplingParams(
-                                max_new_tokens=limit, stop_token_ids=stops, seed=1000 * self._runs + i
-                            ),
+                            sampling=sampling,
+                            session_id=session if len(turns) > 1 else None,
                         )
                     )
-                    for i, prompt in enumerate(prompts)
-                )
-            )
+                    tokens += len(result.output_ids)
+                    spec.add(result.spec)
+                self._engine.end_session(session)
 
-        spec = SpecCounts()
-        results = asyncio.run(all_of_them())
-        for result in results:
-            spec.add(result.spec)
-        return sum(len(result.output_ids) for result in results), spec
+        async def play_all() -> None:
+            # In `fixed` all requests wait in the engine, as in a queue of prompts.
+            room = asyncio.Semaphore(batch if work.stops else len(work.conversations))
+            await asyncio.gather(*(play(i, turns, room) for i, turns in enumerate(work.conversations)))
+
+        asyncio.run(play_all())
+        return tokens, spec
 
     def close(self) -> None:
         """Stop the engine's thread."""
         self._engine.close()
 
 
-def measure(
-    arms: dict[str, Callable[[], Any]], prompts: Prompts, batch: int, stops: tuple[int, ...], repeats: int
-) -> dict[str, Any]:
+def measure(arms: dict[str, Callable[[], Any]], work: Workload, batch: int, repeats: int) -> dict[str, Any]:
     """Speed of each arm; one warm-up run each, then `repeats` rounds in which the arms take turns."""
     running = {name: make() for name, make in arms.items()}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
@@ -166,7 +195,7 @@ def measure(
         for repeat in range(repeats + 1):
             for name, arm in running.items():
                 started = time.perf_counter()
-                tokens, spec = arm.run(prompts, batch, stops)
+                tokens, spec = arm.run(work, batch)
                 elapsed = time.perf_counter() - started
                 if repeat:
                     speeds[name].append(tokens / elapsed)
@@ -191,37 +220,27 @@ def summary(speeds: list[float], spec: SpecCounts) -> dict[str, Any]:
     return row
 
 
-def bench_model(model: Path, dtype: str, data: tuple[Prompts, tuple[int, ...]], args: Any) -> dict[str, Any]:
+def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: Any) -> dict[str, Any]:
     """All batches and workloads of one model."""
-    prompts, stops = data
     results: dict[str, Any] = {}
     for batch in args.batches:
-        chosen = [prompts[i % len(prompts)] for i in range(batch * args.rounds)]
-
-        def engine(mode: SpecMode, batch: int = batch) -> Callable[[], EngineArm]:
-            return lambda: EngineArm(model, mode, batch, args.threads, dtype)
-
-        arms: dict[str, Callable[[], Any]] = {str(mode): engine(mode) for mode in SpecMode}
-        fixed = {"transformers": lambda: TransformersArm(model, dtype), **arms}
-        workloads = {"fixed": (fixed, ())}
-        if stops:
-            workloads["turns"] = (arms, stops)
-        for workload, (which, ends) in workloads.items():
-            rows = measure(which, chosen, batch, ends, args.repeats)
-            ratios = {
-                f"{name} / none": rows[name]["tokens_per_s"] / rows["none"]["tokens_per_s"] for name in rows
+        for name, work in workloads.items():
+            several = [work.conversations[i % len(work.conversations)] for i in range(batch * args.rounds)]
+            arms: dict[str, Callable[[], Any]] = {
+                str(mode): partial(EngineArm, model, mode, batch, args.threads, dtype) for mode in SpecMode
             }
-            if "transformers" in rows:
-                ratios["none / transformers"] = (
-                    rows["none"]["tokens_per_s"] / rows["transformers"]["tokens_per_s"]
-                )
-            ratios = {
-                k: round(v, 2) for k, v in ratios.items() if k.split(" / ")[0] not in ("transformers", k[-4:])
-            }
-            results[f"{workload}, batch {batch}"] = {"arms": rows, "ratios": ratios}
-            print(f"\n{model.name} {dtype}, {workload}, batch {batch}, {args.threads} threads", flush=True)
-            for name, row in rows.items():
-                print(f"  {name:14s} {row}", flush=True)
+            if not work.stops:
+                arms["transformers"] = partial(TransformersArm, model, dtype)
+            rows = measure(arms, replace(work, conversations=several), batch, args.repeats)
+            speed = {arm: row["tokens_per_s"] for arm, row in rows.items()}
+            ratios = {f"{mode} / none": speed[mode] / speed["none"] for mode in ("target_only", "rejection")}
+            if "transformers" in speed:
+                ratios["none / transformers"] = speed["none"] / speed["transformers"]
+            ratios = {key: round(ratio, 2) for key, ratio in ratios.items()}
+            results[f"{name}, batch {batch}"] = {"arms": rows, "ratios": ratios}
+            print(f"\n{model.name} {dtype}, {name}, batch {batch}, {args.threads} threads", flush=True)
+            for arm, row in rows.items():
+                print(f"  {arm:14s} {row}", flush=True)
             print(f"  {ratios}", flush=True)
     return results
 
@@ -245,13 +264,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     results = {}
     if "shipped" in args.models:
-        results["shipped float32"] = bench_model(args.shipped, "float32", swe_prompts(args.shipped), args)
+        results["shipped float32"] = bench_model(args.shipped, "float32", swe_workloads(args.shipped), args)
     if "random27m" in args.models:
         with tempfile.TemporaryDirectory() as directory:
             model = random_model(Path(directory) / "random27m")
             generator = torch.Generator().manual_seed(0)
             prompts = [torch.randint(2, 4096, (40,), generator=generator).tolist() for _ in range(64)]
-            results["random 27M bfloat16"] = bench_model(model, "bfloat16", (prompts, ()), args)
+            work = Workload([[prompt] for prompt in prompts], (), NEW_TOKENS)
+            results["random 27M bfloat16"] = bench_model(model, "bfloat16", {"fixed": work}, args)
     report = {
         "question": "tokens per second of the embedded engine and of transformers generate",
         "commit": _git("rev-parse", "HEAD"),

@@ -1,9 +1,10 @@
 """The forward pass of target and draft over a row-wise KV cache: plain torch ops, no modules.
 
-Owns fused weights, RoPE and attention; knows nothing of requests or sampling. A pass covers B
-consecutive cache rows with q tokens each; `Span` carries what all its layers share.
+Owns fused weights, RoPE and the order of operations; knows nothing of requests or sampling. A pass
+joins spans: a span is B consecutive cache rows with q new tokens each. All products run over the
+tokens of all spans at once, only attention goes span by span, so prompts ride along with decoding.
 
-    x [B*q, H] -> per layer: norm, fused qkv, RoPE, cache write, attention over [B, :L], SwiGLU
+    x [N, H] -> per layer: norm, fused qkv, RoPE, cache write, attention per span, output, SwiGLU
 
 Equal to transformers' logits (the tests compare), with two re-arrangements: q, k, v and gate, up are
 fused, and the q, k channels are stored interleaved so that RoPE is one complex product. Scores do
@@ -12,8 +13,8 @@ not change, because q and k are permuted alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +27,13 @@ from rlpipe.rollout.embedded.linear import Linear
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """A pass over rows first..first+batch-1, `width` tokens each; what all its layers share.
+    """`batch` consecutive rows with `width` new tokens each; what all layers of a pass share.
 
     slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
     mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when `products`.
     """
 
-    first: int
     batch: int
     width: int
     products: bool
@@ -43,15 +43,23 @@ class Span:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, B * q."""
+        return self.batch * self.width
+
     def column(self, index: int) -> Span:
-        """The pass over token `index` of each row alone."""
+        """The span of token `index` of each row alone."""
         column = slice(index, index + 1)
-        return replace(
-            self,
+        return Span(
+            batch=self.batch,
             width=1,
+            products=self.products,
             slots=self.slots[:, column],
             rotation=self.rotation[:, column],
             mask=self.mask[:, column],
+            keys=self.keys,
+            values=self.values,
         )
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
@@ -127,7 +135,7 @@ class Model:
             self.mtp_final_norm = get(f"{MTP_PREFIX}final_layernorm.weight")
 
     def span(self, first: int, positions: torch.Tensor, context: int) -> Span:
-        """What the layers of a pass share.
+        """A span of rows first, first + 1, ...
 
         first: first cache row. positions: [B, q] int64, slot and RoPE position of each token.
         context: slots seen, more than any position that matters.
@@ -143,7 +151,6 @@ class Model:
             seen = seen.flatten(2, 3)
         slots = positions + self._row_offsets[first : first + batch]
         return Span(
-            first=first,
             batch=batch,
             width=width,
             products=products,
@@ -154,48 +161,66 @@ class Model:
             values=seen[:, 1].unbind(0),
         )
 
-    def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
-        """Backbone: [B, q] int64 -> final-norm hidden states [B*q, H]; writes keys and values."""
-        x = self.embedding.index_select(0, tokens.reshape(-1))
+    def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """Backbone: tokens [N] int64, span after span -> final-norm hidden states [N, H]; writes keys."""
+        x = self.embedding.index_select(0, tokens)
+        shared = _join(spans)
         for index, layer in enumerate(self.layers):
-            x = self._run(layer, index, x, span)
+            x = self._run(layer, index, x, spans, shared)
         return self._norm(x, self.final_norm)
 
     def draft(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, span: Span, select: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        spans: Sequence[Span],
+        selects: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """MTP layer: the token after each position and the hidden state at it -> next hidden state.
 
-        tokens: [B, q] int64. hidden: [B*q, H]. select: [B] int64, the one token of each row to carry
-        on from (all keys are written all the same). Returns [B*q, H], or [B, H] with select.
+        tokens: [N] int64. hidden: [N, H]. selects: per span [B] int64, the one token of each row to
+        carry on from (keys of all tokens are written all the same). Returns [N, H], or [sum B, H].
         """
-        embedded = self._norm(self.embedding.index_select(0, tokens.reshape(-1)), self.mtp_token_norm)
+        embedded = self._norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)
         x = self.mtp_input(torch.cat((self._norm(hidden, self.mtp_hidden_norm), embedded), -1))
-        return self._norm(self._run(self.mtp_layer, self.arch.layers, x, span, select), self.mtp_final_norm)
+        x = self._run(self.mtp_layer, self.arch.layers, x, spans, _join(spans), selects)
+        return self._norm(x, self.mtp_final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V], for target and draft alike."""
         return self.head(hidden)
 
     def _run(
-        self, layer: Layer, index: int, x: torch.Tensor, span: Span, select: torch.Tensor | None = None
+        self,
+        layer: Layer,
+        index: int,
+        x: torch.Tensor,
+        spans: Sequence[Span],
+        shared: tuple[torch.Tensor, torch.Tensor],
+        selects: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        arch, mask = self.arch, span.mask
+        arch, (slots, rotation) = self.arch, shared
         heads, kv_heads, head_dim = arch.heads, arch.kv_heads, arch.head_dim
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
         if layer.q_norm is not None:
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), layer.q_norm, arch.norm_eps)
             keys = qkv[:, heads : heads + kv_heads]
             keys.copy_(F.rms_norm(keys, (head_dim,), layer.k_norm, arch.norm_eps))
-        self._rotate(qkv[:, : heads + kv_heads], span.rotation.view(-1, 1, head_dim // 2))
-        written = qkv[:, heads:].reshape(-1, head_dim)
-        self._flat[index].index_copy_(0, span.slots.reshape(-1), written)
-        if select is not None:
-            flat = select + torch.arange(span.batch, device=self.device) * span.width
-            x, qkv, mask = x.index_select(0, flat), qkv.index_select(0, flat), span.selected_mask(select)
-        query = qkv[:, :heads].unflatten(0, (span.batch, -1))
-        run = attend_products if span.products else attend
-        x = x + layer.output(run(query, span.keys[index], span.values[index], mask))
+        self._rotate(qkv[:, : heads + kv_heads], rotation)
+        self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, head_dim))
+        masks = [span.mask for span in spans]
+        if selects is not None:
+            chosen = _flat_index(spans, selects)
+            x, qkv = x.index_select(0, chosen), qkv.index_select(0, chosen)
+            masks = [span.selected_mask(select) for span, select in zip(spans, selects, strict=True)]
+        attended, start = [], 0
+        for span, mask in zip(spans, masks, strict=True):
+            stop = start + (span.batch if selects is not None else span.tokens)
+            query = qkv[start:stop, :heads].unflatten(0, (span.batch, -1))
+            run = attend_products if span.products else attend
+            attended.append(run(query, span.keys[index], span.values[index], mask))
+            start = stop
+        x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
         return x.add_(layer.down(F.silu(gate).mul_(up)))
 
@@ -251,3 +276,19 @@ class Model:
             fused(("mlp.gate_proj", "mlp.up_proj")),
             fused(("mlp.down_proj",)),
         )
+
+
+def _join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [N * 2 * kv_heads] and rotations [N, 1, D/2] of all tokens of a pass."""
+    slots = [span.slots.flatten() for span in spans]
+    rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
+    return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
+
+
+def _flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Index among the tokens of a pass of one token per row."""
+    flat, start = [], 0
+    for span, select in zip(spans, selects, strict=True):
+        flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
+        start += span.tokens
+    return flat[0] if len(flat) == 1 else torch.cat(flat)

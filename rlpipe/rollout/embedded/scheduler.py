@@ -1,17 +1,16 @@
 """Which request runs in which row: admission, bookkeeping of what was emitted, and the end of requests.
 
-Owns the waiting queue and the answers; runs on the engine thread only, between and around the
-decoder's passes. One round: admit what fits and prefill it, then one decode step of everything that
-runs; rows whose request ended are answered and given back at once.
+Owns the waiting queue and the answers; runs on the engine thread only. One round: admit what fits, run
+one step of everything, answer the requests that ended and give their rows back.
 
 Seats: a conversation whose keys are still cached processes only what it has not seen; requests with
-equal prompts that join together are prefilled once, and the keys copied.
+equal prompts that join together are processed once, and the keys copied.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,10 +56,12 @@ class Scheduler:
         return bool(self._waiting or self._table.active)
 
     def round(self) -> None:
-        """Admit, prefill, and decode one step."""
-        self._admit()
-        if self._table.active:
-            self._record(0, self._decoder.step(self._top(self._table.jobs[: self._table.active])))
+        """Admit what fits and run one step of everything."""
+        starts, copies = self._admit()
+        jobs = self._table.jobs[: self._table.active]
+        if jobs:
+            top = max(job.request.sampling.top_logprobs for job in jobs)
+            self._record(self._decoder.step(starts, copies, top))
 
     def abort(self, chosen: frozenset[str] | None) -> None:
         """Answer the named requests (None: all) with what they have."""
@@ -88,22 +89,19 @@ class Scheduler:
             spec=_counts(self._accepted),
         )
 
-    def _admit(self) -> None:
-        """Give waiting requests rows, oldest first, and prefill them."""
+    def _admit(self) -> tuple[list[int], list[int]]:
+        """Give waiting requests rows, oldest first; returns what `Decoder.step` needs to know of them."""
         leaders, followers = self._choose()
-        if not leaders:
-            return
         table = self._table
         first, copies = table.active, []
         leaders.sort(key=lambda item: item[0])
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
-            for job in followers.get(tuple(leader.request.prompt_ids), ()):
+            for job in followers[tuple(leader.request.prompt_ids)]:
                 self._seat(job)
                 copies.append(row)
         self._stats.prefill_tokens += int(table.total[first : first + len(starts)].sum()) - sum(starts)
-        top = self._top(table.jobs[first : table.active])
-        self._record(first, self._decoder.prefill(first, starts, copies, top))
+        return starts, copies
 
     def _choose(self) -> tuple[list[tuple[int, Job]], dict[tuple[int, ...], list[Job]]]:
         """Pop requests that fit: [(tokens to process, job)], and by prompt those that copy its keys."""
@@ -161,14 +159,10 @@ class Scheduler:
         )
         return start
 
-    @staticmethod
-    def _top(jobs: Sequence[Job]) -> int:
-        return max(job.request.sampling.top_logprobs for job in jobs)
-
-    def _record(self, first: int, emitted: Emitted) -> None:
-        """Append what a pass emitted, cut at stop tokens and limits, and finish what has ended."""
+    def _record(self, emitted: Emitted) -> None:
+        """Append what a step emitted, cut at stop tokens and limits, and finish what has ended."""
         table, (batch, width) = self._table, emitted.tokens.shape
-        rows = slice(first, first + batch)
+        rows = slice(0, batch)
         columns = np.arange(width)
         counts = np.minimum(emitted.counts, table.end[rows] - table.total[rows])
         stop = (emitted.tokens[:, :, None] == table.stops[rows][:, None, :]).any(-1)
@@ -176,17 +170,18 @@ class Scheduler:
         stopped = stop.any(1)
         counts = np.where(stopped, stop.argmax(1) + 1, counts)
         row, column = np.nonzero(columns < counts[:, None])
-        place = first + row, table.total[first + row] + column
+        place = row, table.total[row] + column
         table.tokens[place] = emitted.tokens[row, column]
         table.logprobs[place] = emitted.logprobs[row, column]
         table.entropies[place] = emitted.entropies[row, column]
         table.versions[place] = self.version
-        if emitted.drafted:
-            table.accepted[np.arange(first, first + batch), emitted.counts - 1] += 1
-            self._accepted += np.bincount(emitted.counts - 1, minlength=len(self._accepted))
+        if emitted.verified:
+            kept = emitted.counts[: emitted.verified] - 1
+            table.accepted[np.arange(emitted.verified), kept] += 1
+            self._accepted += np.bincount(kept, minlength=len(self._accepted))
         if emitted.top_ids is not None:
             for index, count in enumerate(counts):
-                job = table.jobs[first + index]
+                job = table.jobs[index]
                 k = job.request.sampling.top_logprobs
                 ids, values = emitted.top_ids[index, :count, :k], emitted.top_logprobs[index, :count, :k]
                 job.top += [
@@ -197,7 +192,7 @@ class Scheduler:
         ended = stopped | (table.total[rows] >= table.end[rows])
         for index in np.flatnonzero(ended)[::-1].tolist():
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-            self._finish(table.jobs[first + index], first + index, reason)
+            self._finish(table.jobs[index], index, reason)
 
     def _finish(self, job: Job, row: int | None, reason: FinishReason) -> None:
         """Answer a request and give its row back (row None: it never had one)."""

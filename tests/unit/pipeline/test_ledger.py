@@ -10,7 +10,8 @@ def group(index: int, *, masked: bool = False) -> Group:
     name = f"g{index}"
     status = TrajectoryStatus.MASKED if masked else TrajectoryStatus.COMPLETE
     members = [
-        Trajectory(trajectory_id=f"{name}/{k}", group_id=name, instance_id="i", status=status) for k in range(2)
+        Trajectory(trajectory_id=f"{name}/{k}", group_id=name, instance_id="i", status=status)
+        for k in range(2)
     ]
     return Group(prompt=Prompt(instance_id="i", group_id=name), trajectories=members)
 

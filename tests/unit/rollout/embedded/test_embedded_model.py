@@ -7,6 +7,7 @@ import torch
 
 from rlpipe.hf_layout import MTP_PREFIX, read_config, read_weights
 from rlpipe.rollout.embedded.architecture import read_architecture
+from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
 from tests.helpers.engines import transformers_logits
@@ -52,9 +53,9 @@ def test_logits_equal_transformers_over_two_ragged_passes(tmp_path, variant):
     tokens = _tokens(3, 32)
     lengths = torch.tensor([20, 9, 14])  # first pass; the second one continues each row from there
     first = torch.arange(20).expand(3, 20)
-    model.forward(tokens[:, :20], model.span(1, first, 20))
+    model.forward(tokens[:, :20].flatten(), [model.span(1, first, 20)])
     positions = lengths.unsqueeze(1) + torch.arange(12)
-    hidden = model.forward(tokens.gather(1, positions), model.span(1, positions, 32))
+    hidden = model.forward(tokens.gather(1, positions).flatten(), [model.span(1, positions, 32)])
     ours = model.logits(hidden).view(3, 12, -1)
     for row in range(3):
         expected = reference(tokens[row].tolist())[positions[row]]
@@ -66,7 +67,7 @@ def test_bfloat16_stays_close_to_float32(tmp_path):
     path = write_random_checkpoint(tmp_path, hidden=64, dtype=torch.bfloat16)
     model, reference = _model(path, dtype=torch.bfloat16), transformers_logits(path)
     tokens = _tokens(1, 16)
-    ours = model.logits(model.forward(tokens, model.span(0, torch.arange(16)[None], 16))).float()
+    ours = model.logits(model.forward(tokens[0], [model.span(0, torch.arange(16)[None], 16)])).float()
     expected = reference(tokens[0].tolist())
     assert (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 0.1
 
@@ -87,13 +88,13 @@ def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_pat
     length, gamma = 12, 3
     tokens = _tokens(2, length + gamma)
     span = model.span(0, torch.arange(length).expand(2, length), length)
-    hidden = model.forward(tokens[:, :length], span)
+    hidden = model.forward(tokens[:, :length].flatten(), [span])
     last = torch.full((2,), length - 1)
-    ours = [model.draft(tokens[:, 1 : length + 1], hidden, span, select=last)]
+    ours = [model.draft(tokens[:, 1 : length + 1].flatten(), hidden, [span], [last])]
     for depth in range(2, gamma + 1):
         position = torch.full((2, 1), length + depth - 2)
         span = model.span(0, position, length + gamma)
-        ours.append(model.draft(tokens[:, length + depth - 1, None], ours[-1], span))
+        ours.append(model.draft(tokens[:, length + depth - 1], ours[-1], [span]))
 
     # The module sees the same thing as one growing sequence of (hidden, next token) pairs.
     states = hidden.view(2, length, -1)
@@ -111,12 +112,50 @@ def test_selecting_a_token_changes_nothing_but_what_is_computed(tmp_path):
     model = _model(write_random_checkpoint(tmp_path), mtp=True)
     tokens, hidden = _tokens(2, 6), torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
     span = model.span(0, torch.arange(6).expand(2, 6), 6)
-    every = model.draft(tokens, hidden, span).view(2, 6, -1)
+    every = model.draft(tokens.flatten(), hidden, [span]).view(2, 6, -1)
     keys = model.cache[-1].clone()
     model.cache.zero_()
-    chosen = model.draft(tokens, hidden, span, select=torch.tensor([4, 1]))
+    chosen = model.draft(tokens.flatten(), hidden, [span], [torch.tensor([4, 1])])
     assert torch.allclose(chosen, every[[0, 1], [4, 1]], atol=1e-6)
     assert torch.equal(keys, model.cache[-1])
+
+
+@torch.inference_mode()
+def test_spans_of_one_pass_do_not_see_each_other(tmp_path):
+    """Joined or alone, a span gives the same hidden states and keys, also where it selects tokens."""
+    model = _model(write_random_checkpoint(tmp_path), mtp=True)
+    tokens, following = _tokens(3, 12), _tokens(3, 13)[:, 1:]
+    selects = [torch.tensor([2, 0]), torch.tensor([7])]
+
+    def spans():
+        return [model.span(0, torch.arange(4).expand(2, 4), 4), model.span(2, torch.arange(12)[None], 12)]
+
+    pieces = [(tokens[:2, :4], following[:2, :4]), (tokens[2:], following[2:])]
+    joined = model.forward(torch.cat([t.flatten() for t, _ in pieces]), spans())
+    drafted = model.draft(torch.cat([f.flatten() for _, f in pieces]), joined, spans(), selects)
+    keys = model.cache.clone()
+    model.cache.zero_()
+    alone, drafts = [], []
+    for (piece, after), span, select in zip(pieces, spans(), selects, strict=True):
+        alone.append(model.forward(piece.flatten(), [span]))
+        drafts.append(model.draft(after.flatten(), alone[-1], [span], [select]))
+    assert torch.allclose(torch.cat(alone), joined, atol=1e-5)
+    assert torch.allclose(torch.cat(drafts), drafted, atol=1e-5)
+    assert torch.allclose(model.cache, keys, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_both_attention_kernels_agree(kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 5, 4, 8, generator=generator)
+    keys, values = torch.randn(2, 3, kv_heads, 20, 8, generator=generator)[:, :, :, :17]
+    mask = torch.zeros(3, 5, 17).masked_fill_(torch.rand(3, 5, 17, generator=generator) < 0.5, float("-inf"))
+    mask[:, :, 0] = 0
+    products = attend_products(
+        query, keys.flatten(0, 1), values.flatten(0, 1), expand_mask(mask, kv_heads, 4 // kv_heads)
+    )
+    assert torch.allclose(products, attend(query, keys, values, mask), atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
