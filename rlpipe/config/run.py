@@ -53,7 +53,7 @@ class RunSettings:
     """
 
     dir: str = "runs/default"
-    steps: int = 60
+    steps: int = 40
     seed: int = 0
     resume: Resume = Resume.AUTO
     save_every: int = 20

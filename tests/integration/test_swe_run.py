@@ -71,6 +71,14 @@ def test_a_finished_run_directory_is_resumed_to_more_steps(tmp_path):
     assert prompt_states(tmp_path / "out") == {"trained": 6}
 
 
+def test_the_reasoning_recipe_runs_on_the_same_code(tmp_path):
+    result = run("+recipe=reasoning_rl", "cluster=inline", "run.dir=out", *SMALL, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = steps(tmp_path / "out")[-1]
+    assert last["num_turns/max"] == 1 and last["val/reward"] is not None
+    assert prompt_states(tmp_path / "out") == {"trained": 4}
+
+
 def start(tmp_path, cluster):
     marker = uuid.uuid4().hex
     process = subprocess.Popen(
