@@ -35,7 +35,7 @@ def launch(config: Config, resolved: str) -> int:
     run_dir = resolve(config.run.dir)
     (run_dir / "config.yaml").write_text(resolved)
     if config.task is Task.TINY_MODEL:
-        from rlpipe.warmstart import run_tiny_model
+        from rlpipe.warmstart.train import run_tiny_model
 
         run_tiny_model(config.warmstart, run_dir)
         return 0

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpipe.config.warmstart import StageConfig, TinyShape, WarmstartConfig
 from rlpipe.hf_layout import has_mtp, read_config, read_weights
 from rlpipe.warmstart.train import run_tiny_model
+from tests.helpers.cli import run
 
 pytestmark = pytest.mark.integration
 
@@ -41,3 +42,12 @@ def test_the_recipe_makes_a_checkpoint_that_loads_and_repeats_no_finished_stage(
     again = read_weights(path)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(rows)
+
+
+def test_the_command_line_runs_the_recipe(tmp_path):
+    toy = ["instances=64", "held_out=8", "workers=1", "skill.steps=4", "imitation.steps=2", "mtp.steps=2"]
+    toy += ["shape.hidden_size=32", "shape.num_layers=2", "shape.head_dim=8", "shape.intermediate_size=64"]
+    overrides = [f"warmstart.{setting}" for setting in toy]
+    result = run("+recipe=tiny_model", "run.dir=out", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert has_mtp(read_config(tmp_path / "out" / "model"))
