@@ -78,7 +78,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation reward (T = 1)")
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    axes[1].legend(handles.values(), handles.keys(), title="spec.mode", loc="lower right")
+    axes[1].legend(handles.values(), handles.keys(), title="spec.mode", loc="upper right")
     figure.tight_layout()
     figure.savefig(out)
 
