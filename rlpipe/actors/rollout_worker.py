@@ -71,8 +71,7 @@ class RolloutWorker:
             "rollout/prefill_tokens": Sum(stats.prefill_tokens - last.prefill_tokens),
             "weights/version": Last(stats.policy_version),
         }
-        hits, commands = self._suite.sandbox_counts() if hasattr(self._suite, "sandbox_counts") else (0, 0)
-        values["env/sandbox/memo_hit_rate"] = Mean(hits, commands)
+        values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
         self._last, self._last_time = stats, now
         return values
 

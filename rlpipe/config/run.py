@@ -5,7 +5,6 @@ Defaults live here and in the component dataclasses; YAML states only difference
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,8 +175,6 @@ def check_run_dir(run: RunSettings) -> None:
             f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "
             "set run.dir to a directory you can write to."
         ) from error
-    if not os.access(checkpoints, os.W_OK):
-        raise ValueError(f"checkpoint directory {checkpoints} is not writable: set run.dir elsewhere.")
     if run.resume is Resume.NEVER and _holds_run(directory):
         raise ValueError(
             f"run.dir={run.dir!r} already holds a run and run.resume=never: "

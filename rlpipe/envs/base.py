@@ -69,3 +69,7 @@ class Suite(Protocol):
     def episode(self, instance_id: str) -> Episode:
         """A fresh attempt at an instance."""
         ...
+
+    def sandbox_counts(self) -> tuple[int, int]:
+        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        ...
