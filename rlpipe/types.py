@@ -75,6 +75,7 @@ class SamplingParams:
     stop_token_ids: sampling one of them ends the turn; it is kept as the last output token.
     seed: stream of this request; equal seeds and weights give equal outputs whatever else runs.
     top_logprobs: number of most likely target tokens to return per position (0: none).
+    record_drafts: return every drafted token with its target and draft probability.
     """
 
     temperature: float = 1.0
@@ -82,6 +83,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     top_logprobs: int = 0
+    record_drafts: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +100,29 @@ class GenerateRequest:
 
 
 @dataclass(slots=True, kw_only=True)
+class DraftStep:
+    """What one verify step of a request was given.
+
+    position: index among the output tokens of the first draft. tokens: drafted, in the order of the
+    tree's nodes (a chain: of depth). target_probs, draft_probs: p and q of each, given the drafts before
+    it; q is 1 for a draft that was not sampled. num_accepted: drafts kept.
+    """
+
+    position: int
+    tokens: list[int]
+    target_probs: list[float]
+    draft_probs: list[float]
+    num_accepted: int
+
+
+@dataclass(slots=True, kw_only=True)
 class GenerateResult:
     """What an engine returns; the four lists are parallel to output_ids.
 
     logprobs: target log-softmax(logits / temperature) at the sampled token, nats.
     entropies: of the same target distribution, nats.
     versions: policy version that sampled each token.
-    top_logprobs: per position [(token_id, logprob), ...] when asked for.
+    top_logprobs: per position [(token_id, logprob), ...] when asked for. drafts: when asked for.
     """
 
     request_id: str
@@ -115,6 +133,7 @@ class GenerateResult:
     finish_reason: FinishReason
     spec: SpecCounts
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    drafts: list[DraftStep] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
 
@@ -13,6 +13,9 @@ class SpecMode(Choice):
     NONE = "none"  # no drafts
     TARGET_ONLY = "target_only"  # draft = argmax of q, accepted with probability p(draft)
     REJECTION = "rejection"  # draft sampled from q, accepted with probability min(1, p/q)
+    BLOCK = "block"  # as rejection, but the drafts of a step are judged together (accepts at least as many)
+    GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p; temperature 0 only
+    TREE = "tree"  # several drafts per position, siblings judged in rounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,13 +23,19 @@ class SpecConfig:
     """Settings of speculative decoding.
 
     mode: verification rule. gamma: drafted tokens per verify step (gamma = 3 verifies 4 tokens).
+    adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
+        but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
 
     >>> SpecConfig(mode="target_only").mode
     <SpecMode.TARGET_ONLY: 'target_only'>
+    >>> SpecConfig(mode="tree", tree=[2, 2, 1]).drafts
+    10
     """
 
     mode: SpecMode = SpecMode.REJECTION
     gamma: int = 3
+    adaptive: bool = False
+    tree: list[int] = field(default_factory=lambda: [2, 2, 1])
 
     def __post_init__(self) -> None:
         self.mode = SpecMode(self.mode)
@@ -35,8 +44,28 @@ class SpecConfig:
                 f"spec.gamma={self.gamma} drafts nothing: gamma must be at least 1. "
                 "To decode without speculation set spec.mode=none."
             )
+        if self.adaptive and self.mode in (SpecMode.NONE, SpecMode.TREE):
+            raise ValueError(
+                f"spec.adaptive=true needs a chain of drafts, got spec.mode={self.mode}: "
+                "use spec.mode=rejection, block, target_only or greedy."
+            )
+        if not self.tree or min(self.tree) < 1:
+            raise ValueError(f"spec.tree={self.tree} must list one or more children for each depth.")
+
+    @property
+    def depth(self) -> int:
+        """Most drafts one verify step can accept; 0 without speculation."""
+        if self.mode is SpecMode.TREE:
+            return len(self.tree)
+        return 0 if self.mode is SpecMode.NONE else self.gamma
 
     @property
     def drafts(self) -> int:
-        """Drafted tokens per decode step in this mode: gamma, or 0 without speculation."""
-        return 0 if self.mode is SpecMode.NONE else self.gamma
+        """Most drafted tokens of one verify step: gamma, or the nodes of the tree."""
+        if self.mode is not SpecMode.TREE:
+            return self.depth
+        nodes, level = 0, 1
+        for children in self.tree:
+            level *= children
+            nodes += level
+        return nodes

@@ -18,6 +18,8 @@ class EngineStats:
 
     running, waiting: requests now. generated_tokens, prefill_tokens: totals.
     busy_seconds: time spent in forward passes and sampling.
+    decode_seconds: of steps no prompt joined, while gamma is chosen from measured costs; plain_seconds:
+        what their tokens would have taken without drafts; predicted_seconds: what a policy expected.
     """
 
     policy_version: int = 0
@@ -26,6 +28,9 @@ class EngineStats:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     busy_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    predicted_seconds: float = 0.0
     spec: SpecCounts = field(default_factory=SpecCounts)
 
 

@@ -25,19 +25,20 @@ class Stream(IntEnum):
     RESIDUAL = 2  # samples the token the target adds: residual, bonus, or plain sampling
 
 
-def request_uniforms(seed: int, positions: int) -> np.ndarray:
+def request_uniforms(seed: int, positions: int, streams: int = len(Stream)) -> np.ndarray:
     """The uniforms of a request.
 
     Philox keyed by the seed, 53 bits each: 24-bit uniforms can never draw many tokens of a large
     vocabulary. Row i does not depend on `positions`.
 
-    seed: any integer. Returns [positions, len(Stream)] float64 in [0, 1).
+    seed: any integer. streams: more than `Stream` for the further nodes of a tree.
+    Returns [positions, streams] float64 in [0, 1).
 
     >>> bool((request_uniforms(7, 2) == request_uniforms(7, 5)[:2]).all())
     True
     """
     bits = np.random.Philox(key=seed % 2**128)
-    return np.random.Generator(bits).random((positions, len(Stream)))
+    return np.random.Generator(bits).random((positions, streams))
 
 
 def log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The last stage: the MTP layer learns to draft for the frozen backbone.
 
 Owns its loss and its teacher-forced acceptance. The loss is the soft cross entropy of the draft against
-the backbone's distribution (same gradient as KL(p || q)), over depths 1..gamma, at anchors whose tokens
-up to the predicted one were all written by the model: those are the ones an engine drafts.
+the backbone's distribution (same gradient as KL(p || q)), over depths 1..gamma, at all anchors, each with
+the weight of the token it predicts: tokens of tools count less, but a draft that never saw them fails as
+soon as a model goes on by itself. Acceptance counts chains of tokens the model writes.
 """
 
 from __future__ import annotations
@@ -73,14 +74,19 @@ def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Ten
 
 
 def mtp_loss(
-    backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Tensor, gamma: int
+    backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, weights: Tensor, gamma: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Mean over depths of KL(p || q) in nats per drafted position, and the mean overlap of each depth."""
-    drafts = draft(backbone, layer, ids, written, gamma)
+    """Mean over depths of KL(p || q) in nats per drafted position, and the mean overlap of each depth.
+
+    weights: [B, T] of each token as a prediction; anchors whose chain meets a weight of 0 are left out.
+    """
+    drafts = draft(backbone, layer, ids, weights > 0, gamma)
     losses, figures = [], {}
     for depth, (p, q) in enumerate(zip(drafts.target_logprobs, drafts.draft_logprobs, strict=True), start=1):
-        losses.append(F.kl_div(q, p, log_target=True, reduction="batchmean"))
         overlap, anchors = drafts.overlap[depth - 1], drafts.anchors[depth - 1]
+        weight = weights[:, depth + 1 :][anchors]
+        divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        losses.append((divergence * weight).sum() / weight.sum())
         figures[f"overlap/depth_{depth}"] = overlap[anchors].mean().item()
     return torch.stack(losses).mean(), figures
 

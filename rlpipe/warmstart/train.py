@@ -111,8 +111,7 @@ def train_mtp(
     model.eval()
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        ids, weights = batches(step)
-        return mtp_loss(model, layer, ids, weights == 1, config.gamma)
+        return mtp_loss(model, layer, *batches(step), config.gamma)
 
     run_stage("mtp", layer, stage, loss_of, run_dir, config.save_every)
     return layer

@@ -1,8 +1,10 @@
 """How fast does the embedded engine decode: against transformers `generate`, and with against without drafts?
 
-Arms run in the same process on the same prompts, sampled at temperature 1, and take turns within a
-repeat, so that a disturbance hits all of them. The median over repeats and its spread are reported, in
-tokens per second of wall time, prefill included. Two workloads, `--rounds` times B prompts each:
+Arms run on the same prompts, sampled at temperature 1, each in a process of its own (as in use: thread
+pools and caches of one arm slow another down), and take turns within a repeat, so that a disturbance hits
+all of them. Reported, in tokens per second of wall time with prefill: the median over repeats and its
+spread; a ratio is the median over repeats of the ratio within the repeat. Two workloads, `--rounds` times
+B prompts each:
 
 `fixed`  exactly 128 tokens a prompt, stop tokens ignored. transformers decodes batches of B one after
          another; the engine has B rows and takes the next prompt when a row is free.
@@ -14,7 +16,7 @@ tokens per second of wall time, prefill included. Two workloads, `--rounds` time
 Models: the shipped one on held-out SWE statements, and a random one of 27M parameters in bfloat16.
 Acceptance of a random draft means nothing: that model shows the speed of `none` and the price of drafts.
 
-    python scripts/bench/rollout_speed.py --json OUT [--threads 2] [--repeats 5] [--batches 1 8 32]
+    python scripts/bench/rollout_speed.py --json OUT [--threads 1] [--repeats 5] [--batches 1 8 32]
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -186,24 +189,59 @@ class EngineArm:
         self._engine.close()
 
 
-def measure(arms: dict[str, Callable[[], Any]], work: Workload, batch: int, repeats: int) -> dict[str, Any]:
-    """Speed of each arm; one warm-up run each, then `repeats` rounds in which the arms take turns."""
-    running = {name: make() for name, make in arms.items()}
+class ArmProcess:
+    """An arm in a process of its own; it sleeps while the others run."""
+
+    def __init__(self, make: Callable[[], Any], threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve_arm, args=(theirs, make, threads), daemon=True)
+        self._process.start()
+
+    def run(self, work: Workload, batch: int) -> tuple[float, SpecCounts]:
+        """Tokens per second, and counts of drafts."""
+        self._pipe.send((work, batch))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve_arm(pipe: Any, make: Callable[[], Any], threads: int) -> None:
+    """What the process of an arm does."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(threads if make.func is TransformersArm else 1)  # the engine's thread sets its own
+    arm = make()
+    while (order := pipe.recv()) is not None:
+        started = time.perf_counter()
+        tokens, spec = arm.run(*order)
+        pipe.send((tokens / (time.perf_counter() - started), spec))
+    arm.close()
+
+
+def measure(
+    arms: dict[str, Callable[[], Any]], work: Workload, batch: int, threads: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, SpecCounts]]:
+    """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns."""
+    running = {name: ArmProcess(make, threads) for name, make in arms.items()}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     counts = {name: SpecCounts() for name in arms}
-    try:
-        for repeat in range(repeats + 1):
-            for name, arm in running.items():
-                started = time.perf_counter()
-                tokens, spec = arm.run(work, batch)
-                elapsed = time.perf_counter() - started
-                if repeat:
-                    speeds[name].append(tokens / elapsed)
-                    counts[name].add(spec)
-    finally:
-        for arm in running.values():
-            arm.close()
-    return {name: summary(speeds[name], counts[name]) for name in arms}
+    for repeat in range(repeats + 1):
+        for name, arm in running.items():
+            speed, spec = arm.run(work, batch)
+            if repeat:
+                speeds[name].append(speed)
+                counts[name].add(spec)
+    for arm in running.values():
+        arm.close()
+    return speeds, counts
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median over repeats of the ratio within a repeat."""
+    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2)
 
 
 def summary(speeds: list[float], spec: SpecCounts) -> dict[str, Any]:
@@ -231,12 +269,13 @@ def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: A
             }
             if not work.stops:
                 arms["transformers"] = partial(TransformersArm, model, dtype)
-            rows = measure(arms, replace(work, conversations=several), batch, args.repeats)
-            speed = {arm: row["tokens_per_s"] for arm, row in rows.items()}
-            ratios = {f"{mode} / none": speed[mode] / speed["none"] for mode in ("target_only", "rejection")}
-            if "transformers" in speed:
-                ratios["none / transformers"] = speed["none"] / speed["transformers"]
-            ratios = {key: round(ratio, 2) for key, ratio in ratios.items()}
+            speeds, counts = measure(
+                arms, replace(work, conversations=several), batch, args.threads, args.repeats
+            )
+            rows = {arm: summary(speeds[arm], counts[arm]) for arm in arms}
+            pairs = [("target_only", "none"), ("rejection", "none")]
+            pairs += [("none", "transformers")] if "transformers" in arms else []
+            ratios = {f"{a} / {b}": paired_ratio(speeds[a], speeds[b]) for a, b in pairs}
             results[f"{name}, batch {batch}"] = {"arms": rows, "ratios": ratios}
             print(f"\n{model.name} {dtype}, {name}, batch {batch}, {args.threads} threads", flush=True)
             for arm, row in rows.items():
@@ -251,7 +290,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="prompts per row and repeat")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -260,8 +299,6 @@ def main() -> None:
     )
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
     results = {}
     if "shipped" in args.models:
         results["shipped float32"] = bench_model(args.shipped, "float32", swe_workloads(args.shipped), args)
@@ -277,7 +314,7 @@ def main() -> None:
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "rlpipe")),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "device": platform.processor() or platform.machine(),
+        "device": device_name(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "config": {
@@ -294,6 +331,13 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def device_name() -> str:
+    """The processor, as the system names it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
 
 
 def _git(*command: str) -> str:

@@ -45,7 +45,12 @@ def make_trainer(
 
 
 def make_batch(
-    groups: Sequence[Group], algo: AlgoConfig, dp: int = 1, budget: int = 64, temperature: float = 1.0
+    groups: Sequence[Group],
+    algo: AlgoConfig,
+    dp: int = 1,
+    budget: int = 64,
+    temperature: float = 1.0,
+    share: bool = True,
 ) -> PackedBatch:
     """Groups packed as a trainer worker packs them."""
     return pack(
@@ -56,6 +61,7 @@ def make_batch(
         minibatches=algo.minibatches,
         temperature=temperature,
         skip_zero_advantage=algo.skips_zero_advantage,
+        share_prefixes=share,
     )
 
 

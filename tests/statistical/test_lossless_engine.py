@@ -15,7 +15,7 @@ from itertools import product
 import pytest
 import torch
 
-import rlpipe.rollout.embedded.decoder as decoder
+import rlpipe.rollout.embedded.drafting as decoder
 from tests.helpers.engines import generate, request, running_engine, transformers_logits
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.wrong_verifiers import bonus_from_draft, resample_from_target
@@ -66,7 +66,7 @@ def _excess(counts: torch.Tensor, law: torch.Tensor) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
-@pytest.mark.parametrize("mode", ["none", "target_only", "rejection"])
+@pytest.mark.parametrize("mode", ["none", "target_only", "rejection", "block", "tree"])
 def test_the_engine_samples_the_exact_joint_law(checkpoint, exact_law, mode):
     assert _excess(_sample(checkpoint, mode, SAMPLES), exact_law) < Z_ALPHA
 

@@ -1,18 +1,20 @@
 """A decode step: draft, verify together with the prompts that join, judge, catch up.
 
-Owns the order of passes; requests and threads are the engine's business. In one step
+Owns the order of passes; what is drafted and how it is judged is `drafting`'s, requests and threads are
+the engine's business. In one step
 
-    draft    rows that decode: depth 1 is ready from the last step, depths 2..gamma run the MTP layer
-    verify   the target over [pending, d_1 .. d_gamma] of each of them, and over the prompts of joining
-             rows, in one pass
-    judge    rejection or target-only; emitted = accepted drafts + one token of the target. A joining
-             row samples its first token
+    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the MTP layer
+    verify   the target over [pending, drafts] of each of them, and over the prompts of joining rows,
+             in one pass
+    judge    emitted = accepted drafts + one token of the target. A joining row samples its first token
     catch up MTP layer over the emitted tokens (and prompts) with the target's true hidden states:
              rewrites the draft's keys of the prefix, and its output at a row's last token is the next
              depth 1
 
 Keys of rejected drafts stay behind and are masked until the next tokens overwrite them. Without
-speculation only the middle remains: one token per row.
+speculation only the middle remains: one token per row. Where gamma may be 0 for a while (adaptive), the
+draft does not catch up then; the target's hidden states are kept, and the gap is closed in one pass when
+drafting comes back.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.rollout.embedded.model import Model, Span
+from rlpipe.rollout.embedded.drafting import Drafted, Drafting, Part
+from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
-from rlpipe.spec.sampling import Stream, greedy_rows, log_probs, sample_cdf, softmax
-from rlpipe.spec.verify import verify_chain, verify_target_only
+from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
 
 
 @dataclass(slots=True, kw_only=True)
 class Emitted:
-    """Host arrays of what a step emitted for rows 0, 1, ...; W = gamma + 1.
+    """Host arrays of what a step emitted for rows 0, 1, ...; W is 1 + the most drafts it could accept.
 
     tokens: [J, W] int64, valid up to counts [J]. logprobs, entropies: [J, W], of the target.
     verified: the leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] when asked for.
+    draft_tokens, draft_target_probs, draft_probs: [verified, N], what was drafted with p and q of it,
+    when asked for.
     """
 
     tokens: np.ndarray
@@ -44,82 +47,81 @@ class Emitted:
     verified: int
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
-
-
-@dataclass(slots=True)
-class _Part:
-    """Tokens [B, q] of rows first, first + 1, ... in a pass; last: [B], index of each row's last real one."""
-
-    first: int
-    span: Span
-    tokens: torch.Tensor
-    last: torch.Tensor
-
-    @property
-    def flat_last(self) -> torch.Tensor:
-        return self.last + torch.arange(0, self.span.tokens, self.span.width, device=self.last.device)
-
-
-@dataclass(slots=True)
-class _Drafted:
-    """Drafts of the decoding rows: part to verify, uniforms [A, gamma + 1, 3], q per depth [A, V]."""
-
-    part: _Part
-    uniforms: torch.Tensor
-    probs: list[torch.Tensor]
+    draft_tokens: np.ndarray | None = None
+    draft_target_probs: np.ndarray | None = None
+    draft_probs: np.ndarray | None = None
 
 
 class Decoder:
     """Runs a model over a row table."""
 
-    def __init__(self, model: Model, table: RowTable, spec: SpecConfig, prefill_tokens: int) -> None:
-        self._model, self._table = model, table
-        self._target_only, self._gamma = spec.mode is SpecMode.TARGET_ONLY, spec.drafts
+    def __init__(self, model: Model, table: RowTable, drafting: Drafting, prefill_tokens: int) -> None:
+        self._model, self._table, self._drafting = model, table, drafting
         self._prefill_tokens = prefill_tokens
 
-    def step(self, starts: list[int], copies: list[int], top: int) -> Emitted:
+    def step(
+        self, starts: list[int], copies: list[int], *, gamma: int, top: int = 0, record: bool = False
+    ) -> Emitted:
         """Decode all active rows by one step; the last len(starts) + len(copies) of them are new.
 
         starts: first position to process of the new rows, best ordered by how much there is to process.
         copies: rows (among those) whose whole prompt is that of the rows after them.
+        gamma: drafts per row. record: return drafts with their probabilities.
         """
-        table, model, width = self._table, self._model, self._gamma + 1
+        table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
-        drafted = self._draft(decoding) if decoding else None
+        if gamma:
+            self._close_gaps(decoding)
+        drafted = self._drafting.draft(decoding, gamma) if decoding else None
         fills = self._fills(decoding, starts, table.total[decoding : decoding + len(starts)])
         parts = [drafted.part, *fills] if drafted else fills
         spans = [part.span for part in parts]
         hidden = model.forward(torch.cat([part.tokens.flatten() for part in parts]), spans)
 
         # Rows of the target that are needed: all of a decoding row, the last of a prompt.
-        ready, start = [hidden[: decoding * width]], decoding * width
+        nodes = drafted.part.span.tokens if drafted else 0
+        ready, start = [hidden[:nodes]], nodes
         for part in fills:
             ready.append(hidden[start : start + part.span.tokens].index_select(0, part.flat_last))
             start += part.span.tokens
         if copies:
             ready.append(torch.cat(ready[1:]).index_select(0, self._upload(np.asarray(copies) - decoding)))
         ready = torch.cat(ready)
-        rows = np.concatenate((np.arange(decoding).repeat(width), np.arange(decoding, table.active)))
-        log_p = log_probs(model.logits(ready), self._divisor(rows))
-        probs = log_p.exp()
-        choices = self._choices(probs, rows)
-
-        verified = decoding * width
-        tokens, accepted = [], None
+        rows = np.arange(table.active)
         if drafted:
-            emitted, accepted = self._judge(drafted, choices[:verified].unflatten(0, (-1, width)))
-            tokens.append(emitted.flatten())
+            rows = np.concatenate((rows[:decoding].repeat(drafted.part.span.width), rows[decoding:]))
+        log_p = log_probs(model.logits(ready), table.divisor(rows))
+        probs = log_p.exp()
+        choices = table.sampled_from(probs, rows)
+
+        tokens, accepted, drafts = [], None, None
+        if drafted:
+            choices_after = choices[:nodes].unflatten(0, (decoding, -1))
+            judged = self._drafting.judge(drafted, choices_after)
+            accepted, parts[0] = judged.accepted, judged.part
+            tokens.append(judged.tokens.flatten())
+            if judged.nodes is not None:  # a tree: go on with the rows of the accepted path alone
+                first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
+                path, rest = (judged.nodes + first).flatten(), slice(nodes, None)
+                hidden, log_p, probs = (torch.cat((x[path], x[rest])) for x in (hidden, log_p, probs))
+            if record and gamma:
+                drafts = _draft_probs(drafted, choices_after)
         if decoding < table.active:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
-            tokens.append(sample_cdf(choices[verified:], uniforms))
+            tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
-        if self._gamma:
+        self._remember(parts, hidden)
+        if gamma:
             self._catch_up(parts, fills, tokens, accepted, hidden)
         if copies:
-            self._copy(
-                decoding + len(starts), copies, new_tokens[len(starts) :], ready[verified + len(starts) :]
-            )
-        return self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
+            new = slice(len(starts), None)
+            self._copy(decoding + len(starts), copies, new_tokens[new], ready[nodes:][new], gamma)
+        self._note_draft_keys(decoding, starts, copies, gamma)
+        emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
+        emitted.verified = decoding if gamma else 0
+        if drafts is not None:
+            emitted.draft_tokens, emitted.draft_target_probs, emitted.draft_probs = drafts
+        return emitted
 
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the present weights."""
@@ -130,54 +132,54 @@ class Decoder:
         fills = self._fills(0, [0] * table.active, ends)
         for part in fills:  # one by one: all rows at once may be far beyond the prefill budget
             hidden = self._model.forward(part.tokens.flatten(), [part.span])
-            if self._gamma:
+            self._remember([part], hidden)
+            if self._model.mtp:
                 rows = np.arange(part.first, part.first + part.span.batch)
                 following = self._upload(table.tokens[rows, ends[rows]])
                 self._catch_up([part], [part], [following], None, hidden)
+        table.draft_keys[: table.active] = self._model.slots
 
-    def _draft(self, decoding: int) -> _Drafted:
-        """Draft gamma tokens for rows [0, decoding)."""
-        table, model, width = self._table, self._model, self._gamma + 1
-        rows, columns = np.arange(decoding), np.arange(width)
-        last = table.total[:decoding] - 1
-        outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + columns
-        uniforms = self._upload(table.uniforms[rows[:, None], outputs])
-        tokens, probs, hidden = [self._upload(table.tokens[rows, last])], [], table.hidden[:decoding]
-        span = model.span(0, self._upload(last[:, None] + columns), int(last.max()) + width)
-        divisor = self._divisor(rows)
-        for depth in range(self._gamma):
-            if depth:
-                hidden = model.draft(tokens[-1], hidden, [span.column(depth - 1)])
-            logits = model.logits(hidden)
-            if self._target_only:
-                tokens.append(logits.argmax(-1))
-            else:
-                probs.append(self._choices(softmax(logits, divisor), rows))
-                tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
-        stacked = torch.stack(tokens, 1)
-        return _Drafted(_Part(0, span, stacked, torch.zeros_like(stacked[:, 0])), uniforms, probs)
+    def _close_gaps(self, decoding: int) -> None:
+        """Let the draft catch up on rows that decoded without it."""
+        table, rows = self._table, slice(0, decoding)
+        ends = table.total[rows] - 1
+        if table.history is None or (table.draft_keys[rows] >= ends).all():
+            return
+        starts = np.minimum(table.draft_keys[rows], ends - 1)
+        for part in self._fills(0, starts.tolist(), ends):
+            hidden = table.history.flatten(0, 1)[self._places([part])]
+            own = np.arange(part.first, part.first + part.span.batch)
+            following = self._upload(table.tokens[own, ends[own]])
+            self._catch_up([part], [part], [following], None, hidden)
 
-    def _judge(self, drafted: _Drafted, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Emitted tokens [A, gamma + 1], valid up to accepted + 1, and accepted [A]."""
-        uniforms, drafts = drafted.uniforms, drafted.part.tokens[:, 1:]
-        if not self._gamma:
-            token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
-            return token.unsqueeze(1), drafted.part.last
-        verdict = (verify_target_only if self._target_only else verify_chain)(
-            drafts,
-            None if self._target_only else torch.stack(drafted.probs, 1),
-            choices,
-            uniforms[:, : self._gamma, Stream.COIN],
-            uniforms[:, 0, Stream.RESIDUAL],
+    def _remember(self, parts: list[Part], hidden: torch.Tensor) -> None:
+        """Keep the target's hidden states, where the draft may need them later."""
+        if self._table.history is not None:
+            self._table.history.flatten(0, 1)[self._places(parts)] = hidden
+
+    def _places(self, parts: list[Part]) -> torch.Tensor:
+        """Where the tokens of parts are in `RowTable.history`."""
+        slots = self._model.slots
+        rows = [np.arange(part.first, part.first + part.span.batch)[:, None] * slots for part in parts]
+        return self._upload(
+            np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
         )
-        next_token = verdict.next_token.unsqueeze(1)
-        emitted = torch.cat((drafts, next_token), 1)
-        return emitted.scatter_(1, verdict.num_accepted.unsqueeze(1), next_token), verdict.num_accepted
+
+    def _note_draft_keys(self, decoding: int, starts: list[int], copies: list[int], gamma: int) -> None:
+        """How far each row's draft keys reach after this step."""
+        table = self._table
+        if gamma:
+            table.draft_keys[: table.active] = self._model.slots
+            return
+        new = decoding + len(starts)
+        known = np.concatenate((table.total[:decoding] - 1, np.asarray(starts, np.int64)))
+        table.draft_keys[:new] = np.minimum(table.draft_keys[:new], known)
+        table.draft_keys[new : table.active] = table.draft_keys[copies]
 
     def _catch_up(
         self,
-        parts: list[_Part],
-        fills: list[_Part],
+        parts: list[Part],
+        fills: list[Part],
         tokens: list[torch.Tensor],
         accepted: torch.Tensor | None,
         hidden: torch.Tensor,
@@ -199,18 +201,20 @@ class Decoder:
         first = parts[0].first
         self._table.hidden[first : first + len(state)] = state
 
-    def _copy(self, first: int, copies: list[int], tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _copy(
+        self, first: int, copies: list[int], tokens: torch.Tensor, hidden: torch.Tensor, gamma: int
+    ) -> None:
         """Copy the keys of rows to the rows first, first + 1, ... whose first token may be another one."""
         table = self._table
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
-        if self._gamma:
+        if gamma:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
             span = self._model.span(first, self._upload(last), int(last.max()) + 1)
             table.hidden[rows] = self._model.draft(tokens, hidden, [span])
 
-    def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[_Part]:
+    def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[Part]:
         """The tokens [start, end) of rows first, first + 1, ..., in parts of similar lengths."""
         parts, sizes = [], [int(end) - start for start, end in zip(starts, ends, strict=True)]
         for begin, stop in self._buckets(sizes):
@@ -220,7 +224,7 @@ class Decoder:
             span = self._model.span(first + begin, self._upload(columns), int(ends[begin:stop].max()))
             tokens = self._upload(self._table.tokens[rows, columns])
             last = self._upload(np.asarray(sizes[begin:stop]) - 1)
-            parts.append(_Part(first + begin, span, tokens, last))
+            parts.append(Part(first + begin, span, tokens, last, columns))
         return parts
 
     def _buckets(self, sizes: list[int]) -> list[tuple[int, int]]:
@@ -230,7 +234,7 @@ class Decoder:
             if index < len(sizes):
                 window = sizes[begin : index + 1]
                 padded = max(window) * len(window)
-                if padded <= self._prefill_tokens and padded <= 1.25 * sum(window) + 64:
+                if padded <= self._prefill_tokens and padded <= sum(window) + 16:
                     continue
             buckets.append((begin, index))
             begin = index
@@ -238,16 +242,6 @@ class Decoder:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
-
-    def _divisor(self, rows: np.ndarray) -> torch.Tensor | None:
-        """Temperatures of the rows, None when all are 1; greedy rows have 1."""
-        temperature = self._table.temperature[rows]
-        return self._upload(temperature) if (temperature != 1).any() else None
-
-    def _choices(self, probs: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """What is sampled from, [N, V]: greedy rows have a one at their argmax."""
-        greedy = self._table.greedy[rows]
-        return greedy_rows(probs, self._upload(greedy)) if greedy.any() else probs
 
     def _emit(
         self,
@@ -259,7 +253,7 @@ class Decoder:
         top: int,
     ) -> Emitted:
         """The one transfer to the host of a step."""
-        width, count = self._gamma + 1, len(tokens)
+        count = len(tokens)
         logprobs = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         parts = [tokens, logprobs, -torch.linalg.vecdot(probs, log_p)]
         if accepted is not None:
@@ -269,8 +263,10 @@ class Decoder:
             parts += [best.indices.flatten(), best.values.flatten()]
         host = torch.cat([part.double() for part in parts]).cpu().numpy()
         counts = np.ones(self._table.active, np.int64)
+        width = 1
         if accepted is not None:
             counts[:decoding] += host[3 * count : 3 * count + decoding].astype(np.int64)
+            width = (count - len(counts) + decoding) // decoding
 
         def by_row(flat: np.ndarray) -> np.ndarray:
             """[N, ...] -> [rows, W, ...]; a new row has one token, the rest is padding."""
@@ -285,10 +281,23 @@ class Decoder:
             counts=counts,
             logprobs=by_row(host[count : 2 * count]),
             entropies=by_row(host[2 * count : 3 * count]),
-            verified=decoding if self._gamma else 0,
+            verified=0,
         )
         if top:
             ids, values = np.split(host[-2 * best.indices.numel() :], 2)
             emitted.top_ids = by_row(ids.astype(np.int64).reshape(count, -1))
             emitted.top_logprobs = by_row(values.reshape(count, -1))
         return emitted
+
+
+def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Drafted tokens [A, N] with p and q of each, given the drafts before it; q is 1 for one not sampled.
+
+    choices: [A, N + 1, V], what the target samples from after each node.
+    """
+    tokens = drafted.part.tokens[:, 1:].unsqueeze(-1)
+    p = choices[:, drafted.parents].gather(-1, tokens).squeeze(-1)
+    q = torch.ones_like(p)
+    if drafted.probs is not None:
+        q = drafted.probs[:, drafted.parents].gather(-1, tokens).squeeze(-1)
+    return tuple(x.cpu().numpy() for x in (tokens.squeeze(-1), p, q))

@@ -29,11 +29,14 @@ from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
+from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
+from rlpipe.rollout.embedded.drafting import drafting_streams, make_drafting
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
 from rlpipe.rollout.engine import EngineStats
+from rlpipe.spec.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from rlpipe.types import GenerateRequest, GenerateResult
 
 Pending = tuple[asyncio.AbstractEventLoop, asyncio.Future]
@@ -67,6 +70,7 @@ class EmbeddedEngine:
         if arch.tied:
             self._optional |= {"lm_head.weight"}
         check_weights(weights, self._shapes, self._optional)
+        self._spec = spec
         self._model = Model(
             arch,
             weights,
@@ -76,15 +80,7 @@ class EmbeddedEngine:
             device=torch.device(_pick_device(config.device)),
             dtype=getattr(torch, config.dtype),
         )
-        self._table = RowTable(self._model, spec.drafts)
-        self._decoder = Decoder(self._model, self._table, spec, config.prefill_tokens)
-        self._scheduler = Scheduler(
-            self._table,
-            self._decoder,
-            gamma=spec.drafts,
-            max_context=config.max_context,
-            prefill_tokens=config.prefill_tokens,
-        )
+        self._build()
         self._busy_seconds = 0.0
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], None], Future | None]] = deque()
@@ -93,6 +89,27 @@ class EmbeddedEngine:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="rlpipe-engine", daemon=True)
         self._thread.start()
+
+    def _build(self) -> None:
+        """What stands between the inbox and the model."""
+        config, spec, model = self._config, self._spec, self._model
+        streams = drafting_streams(spec)
+        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive)
+        drafting = make_drafting(model, self._table, spec)
+        self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
+        policy: GammaPolicy = FixedGamma(spec.depth)
+        if spec.adaptive:
+            policy = AdaptiveGamma(measure_costs(self._decoder, self._table, spec.gamma, config.threads))
+        self._scheduler = Scheduler(
+            self._table,
+            self._decoder,
+            policy,
+            depth=spec.depth,
+            drafts=spec.drafts,
+            streams=streams,
+            max_context=config.max_context,
+            prefill_tokens=config.prefill_tokens,
+        )
 
     # ---- public: any thread, any event loop ----
 
@@ -260,6 +277,11 @@ class EmbeddedEngine:
             what = "is empty" if not ids else f"has token ids outside 0..{vocab - 1}"
             raise ValueError(
                 f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
+            )
+        if self._spec.mode is SpecMode.GREEDY and sampling.temperature != 0:
+            raise ValueError(
+                f"request {request.request_id!r}: temperature={sampling.temperature}, but spec.mode=greedy "
+                "decodes the argmax: set the temperature to 0, or spec.mode=rejection to sample."
             )
         if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
             raise ValueError(

@@ -48,16 +48,16 @@ class Span:
         """Number of tokens, B * q."""
         return self.batch * self.width
 
-    def column(self, index: int) -> Span:
-        """The span of token `index` of each row alone."""
-        column = slice(index, index + 1)
+    def columns(self, start: int, stop: int) -> Span:
+        """The span of tokens start..stop - 1 of each row alone."""
+        part = slice(start, stop)
         return Span(
             batch=self.batch,
-            width=1,
+            width=stop - start,
             products=self.products,
-            slots=self.slots[:, column],
-            rotation=self.rotation[:, column],
-            mask=self.mask[:, column],
+            slots=self.slots[:, part],
+            rotation=self.rotation[:, part],
+            mask=self.mask[:, part],
             keys=self.keys,
             values=self.values,
         )
@@ -105,6 +105,7 @@ class Model:
         self.rows, self.slots = rows, slots
         layers, kv_heads, head_dim = arch.layers + mtp, arch.kv_heads, arch.head_dim
         self.cache = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
         heads = torch.arange(2 * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * rows * kv_heads + heads % kv_heads) * slots
@@ -114,7 +115,7 @@ class Model:
         )
         angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
-        self._slot_ids = torch.arange(slots, device=device)
+        self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         half = arch.head_dim // 2
         self._interleave = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
@@ -134,27 +135,38 @@ class Model:
             self.mtp_hidden_norm = get(f"{MTP_PREFIX}hidden_layernorm.weight")
             self.mtp_final_norm = get(f"{MTP_PREFIX}final_layernorm.weight")
 
-    def span(self, first: int, positions: torch.Tensor, context: int) -> Span:
+    def span(
+        self,
+        first: int,
+        positions: torch.Tensor,
+        context: int,
+        *,
+        slots: torch.Tensor | None = None,
+        unseen: torch.Tensor | None = None,
+    ) -> Span:
         """A span of rows first, first + 1, ...
 
-        first: first cache row. positions: [B, q] int64, slot and RoPE position of each token.
-        context: slots seen, more than any position that matters.
+        first: first cache row. positions: [B, q] int64, RoPE position of each token. context: slots
+        seen, more than any that matters. slots: [B, q], where keys go; unseen: [B, q, context] bool, what
+        a token must not attend to. Without them a token's slot is its position, and it sees no later one.
         """
         batch, width = positions.shape
         arch, products = self.arch, use_products(width, self.device)
-        unseen = self._slot_ids[:context] > positions.unsqueeze(-1)
+        slots = positions if slots is None else slots
+        if unseen is None:
+            unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
         mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
         mask.masked_fill_(unseen, float("-inf"))
         seen = self.cache[:, :, first : first + batch, :, :context]
         if products:
             mask = expand_mask(mask, arch.kv_heads, arch.heads // arch.kv_heads)
             seen = seen.flatten(2, 3)
-        slots = positions + self._row_offsets[first : first + batch]
+        places = slots + self._row_offsets[first : first + batch]
         return Span(
             batch=batch,
             width=width,
             products=products,
-            slots=slots.unsqueeze(-1) + self._head_offsets,
+            slots=places.unsqueeze(-1) + self._head_offsets,
             rotation=self._rotations[positions],
             mask=mask,
             keys=seen[:, 0].unbind(0),

@@ -18,17 +18,25 @@ import numpy as np
 import torch
 
 from rlpipe.rollout.embedded.model import Model
-from rlpipe.spec.sampling import Stream
+from rlpipe.spec.sampling import greedy_rows, softmax
 
 
 class RowTable:
-    """State of all rows of a model's cache. drafts: gamma, 0 without speculation."""
+    """State of all rows of a model's cache.
 
-    def __init__(self, model: Model, drafts: int) -> None:
+    depth: most drafts a step accepts, 0 without speculation. streams: uniforms of a position.
+    history: keep the target's hidden states, for a draft that is not always run.
+    """
+
+    def __init__(self, model: Model, depth: int, streams: int, history: bool = False) -> None:
         rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
         self.cache = model.cache
+        self._device = model.device
         self.hidden = torch.zeros(rows, model.arch.hidden, dtype=model.dtype, device=model.device)
+        # [rows, slots, H], what the target made of each token
+        self.history = self.hidden.new_zeros(rows, slots, model.arch.hidden) if history else None
+        self.draft_keys = np.full(rows, slots)  # the draft's keys are right before this position
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
@@ -36,14 +44,31 @@ class RowTable:
         self.logprobs = np.zeros((rows, slots))
         self.entropies = np.zeros((rows, slots))
         self.versions = np.zeros((rows, slots), np.int64)
-        self.uniforms = np.zeros((rows, slots, len(Stream)))  # by index among the output tokens
-        self.accepted = np.zeros((rows, drafts + 1), np.int64)  # verify steps by number accepted
+        self.uniforms = np.zeros((rows, slots, streams))  # by index among the output tokens
+        self.drafted = np.zeros((rows, depth), np.int64)  # verify steps that reached a depth
+        self.accepted = np.zeros((rows, depth), np.int64)  # those of them that accepted it
+        self.verify_steps = np.zeros(rows, np.int64)
+        self.proposed = np.zeros(rows, np.int64)  # drafted tokens
         self.temperature = np.ones(rows, np.float32)  # 1 for greedy rows
         self.greedy = np.zeros(rows, bool)
         self.stops = np.full((rows, 1), -1, np.int64)
         self.jobs: list[Any] = [None] * rows
         self._owner: list[str | None] = [None] * rows
         self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
+
+    def divisor(self, rows: np.ndarray | slice) -> torch.Tensor | None:
+        """Temperatures of the rows, None when all are 1; greedy rows have 1."""
+        temperature = self.temperature[rows]
+        return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
+
+    def sampled_from(self, probs: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
+        """What the rows sample from: probs [N, ..., V], but a one at the argmax of greedy rows."""
+        greedy = self.greedy[rows]
+        return greedy_rows(probs, torch.from_numpy(greedy).to(self._device)) if greedy.any() else probs
+
+    def choices(self, logits: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
+        """The distributions that rows sample from, of logits [N, ..., V]."""
+        return self.sampled_from(softmax(logits, self.divisor(rows)), rows)
 
     def idle_row(self, session_id: str | None) -> int | None:
         """The row an idle conversation holds."""
@@ -88,7 +113,8 @@ class RowTable:
         self.total[row] = self.prompt[row] = len(prompt)
         self.end[row] = end
         self.uniforms[row, : len(uniforms)] = uniforms
-        self.accepted[row] = 0
+        for counter in (self.drafted, self.accepted, self.verify_steps, self.proposed):
+            counter[row] = 0
         self.greedy[row] = temperature == 0
         self.temperature[row] = temperature or 1.0
         missing = len(stops) - self.stops.shape[1]
@@ -126,8 +152,14 @@ class RowTable:
             self._drop(session_id)
 
     def copy_keys(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` slots of a row, target's and draft's."""
-        self.cache[:, :, target, :, :length] = self.cache[:, :, source, :, :length]
+        """Copy the first `length` slots of a row: keys of target and draft, history."""
+        for to, of in zip(self._tensors(target, length), self._tensors(source, length), strict=True):
+            to.copy_(of)
+
+    def _tensors(self, row: int, length: int) -> list[torch.Tensor]:
+        """What the device holds of a row's first `length` tokens; slices, which copy fast."""
+        keys = self.cache[:, :, row, :, :length]
+        return [keys] if self.history is None else [keys, self.history[row, :length]]
 
     def _drop(self, session_id: str) -> None:
         row = self._sessions.pop(session_id, None)
@@ -155,7 +187,10 @@ class RowTable:
         if a == b:
             return
         pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))
-        self.cache[:, :, pair, :, :length] = self.cache[:, :, swapped, :, :length]
+        kept = [tensor.clone() for tensor in self._tensors(a, length)]
+        self.copy_keys(b, a, length)
+        for to, of in zip(self._tensors(b, length), kept, strict=True):
+            to.copy_(of)
         self.hidden[pair] = self.hidden[swapped]
         for array in self._arrays():
             array[pair] = array[swapped]
@@ -172,5 +207,6 @@ class RowTable:
     def _arrays(self) -> tuple[np.ndarray, ...]:
         return (
             self.tokens, self.total, self.prompt, self.end, self.logprobs, self.entropies, self.versions,
-            self.uniforms, self.accepted, self.temperature, self.greedy, self.stops,
+            self.uniforms, self.drafted, self.accepted, self.verify_steps, self.proposed, self.temperature,
+            self.greedy, self.stops, self.draft_keys,
         )  # fmt: skip

@@ -9,41 +9,59 @@ equal prompts that join together are processed once, and the keys copied.
 
 from __future__ import annotations
 
+import copy
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rlpipe.rollout.embedded.decoder import Decoder, Emitted
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.engine import EngineStats
+from rlpipe.spec.gamma import AdaptiveGamma, GammaPolicy
 from rlpipe.spec.sampling import request_uniforms
-from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts
 
 
 @dataclass(slots=True)
 class Job:
     """A request on its way through the engine.
 
-    finish: called once, on the engine thread, with the answer. top: collected top_logprobs.
+    finish: called once, on the engine thread, with the answer. top, drafts: collected when asked for.
     """
 
     request: GenerateRequest
     finish: Callable[[GenerateResult], None]
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    drafts: list[DraftStep] = field(default_factory=list)
 
 
 class Scheduler:
-    """Requests over a row table. gamma: drafts per step; prefill_tokens: budget of one admission."""
+    """Requests over a row table.
+
+    policy: chooses gamma. depth, drafts: most drafts a step accepts, and proposes, per row. streams:
+    uniforms of a position. prefill_tokens: budget of one admission.
+    """
 
     def __init__(
-        self, table: RowTable, decoder: Decoder, *, gamma: int, max_context: int, prefill_tokens: int
+        self,
+        table: RowTable,
+        decoder: Decoder,
+        policy: GammaPolicy,
+        *,
+        depth: int,
+        drafts: int,
+        streams: int,
+        max_context: int,
+        prefill_tokens: int,
     ) -> None:
-        self._table, self._decoder, self._gamma = table, decoder, gamma
+        self._table, self._decoder, self._policy = table, decoder, policy
+        self._depth, self._drafts, self._streams = depth, drafts, streams
         self._max_context, self._prefill_tokens = max_context, prefill_tokens
+        self._gamma = 0  # of the round under way
         self._waiting: deque[Job] = deque()
-        self._accepted = np.zeros(gamma + 1, np.int64)
         self._stats = EngineStats()
         self.version = 0
 
@@ -57,11 +75,28 @@ class Scheduler:
 
     def round(self) -> None:
         """Admit what fits and run one step of everything."""
+        decoding = self._table.active
+        self._gamma = self._policy.choose(min(self._table.rows, decoding + len(self._waiting)))
         starts, copies = self._admit()
         jobs = self._table.jobs[: self._table.active]
-        if jobs:
-            top = max(job.request.sampling.top_logprobs for job in jobs)
-            self._record(self._decoder.step(starts, copies, top))
+        if not jobs:
+            return
+        sampling = [job.request.sampling for job in jobs]
+        started = time.perf_counter()
+        emitted = self._decoder.step(
+            starts,
+            copies,
+            gamma=self._gamma,
+            top=max(s.top_logprobs for s in sampling),
+            record=any(s.record_drafts for s in sampling),
+        )
+        seconds = time.perf_counter() - started
+        tokens = self._record(emitted)
+        if decoding == len(jobs) and isinstance(self._policy, AdaptiveGamma):
+            plain = tokens * self._policy.seconds(decoding, 0) / decoding
+            self._stats.decode_seconds += seconds
+            self._stats.plain_seconds += plain
+            self._stats.predicted_seconds += plain / self._policy.speedup(decoding, self._gamma)
 
     def abort(self, chosen: frozenset[str] | None) -> None:
         """Answer the named requests (None: all) with what they have."""
@@ -79,14 +114,13 @@ class Scheduler:
 
     def stats(self, busy_seconds: float) -> EngineStats:
         """Counters since start."""
-        return EngineStats(
+        return replace(
+            self._stats,
             policy_version=self.version,
             running=self._table.active,
             waiting=len(self._waiting),
-            generated_tokens=self._stats.generated_tokens,
-            prefill_tokens=self._stats.prefill_tokens,
             busy_seconds=busy_seconds,
-            spec=_counts(self._accepted),
+            spec=copy.deepcopy(self._stats.spec),
         )
 
     def _admit(self) -> tuple[list[int], list[int]]:
@@ -138,8 +172,11 @@ class Scheduler:
         keys = max(0, min(int(table.total[row]) - 1, length))
         differ = np.flatnonzero(table.tokens[row, :keys] != np.asarray(prompt[:keys]))
         common = int(differ[0]) if len(differ) else keys
-        # The draft's key at common - 1 needs the hidden state there and the (new) token after it.
-        return max(0, min(common - (self._gamma > 0), length - 1))
+        start = min(common, length - 1)
+        if self._gamma:
+            # The draft's key at common - 1 needs the hidden state there and the (new) token after it.
+            start = min(start, common - 1, int(table.draft_keys[row]))
+        return max(0, start)
 
     def _seat(self, job: Job) -> int:
         """Write a request into a row; returns the first position to process."""
@@ -155,12 +192,15 @@ class Scheduler:
             end=end,
             temperature=sampling.temperature,
             stops=sampling.stop_token_ids,
-            uniforms=request_uniforms(sampling.seed, end - length + self._gamma + 1),
+            uniforms=request_uniforms(sampling.seed, end - length + self._depth + 1, self._streams),
         )
         return start
 
-    def _record(self, emitted: Emitted) -> None:
-        """Append what a step emitted, cut at stop tokens and limits, and finish what has ended."""
+    def _record(self, emitted: Emitted) -> int:
+        """Append what a step emitted, cut at stop tokens and limits, and finish what has ended.
+
+        Returns the number of tokens appended.
+        """
         table, (batch, width) = self._table, emitted.tokens.shape
         rows = slice(0, batch)
         columns = np.arange(width)
@@ -176,9 +216,7 @@ class Scheduler:
         table.entropies[place] = emitted.entropies[row, column]
         table.versions[place] = self.version
         if emitted.verified:
-            kept = emitted.counts[: emitted.verified] - 1
-            table.accepted[np.arange(emitted.verified), kept] += 1
-            self._accepted += np.bincount(kept, minlength=len(self._accepted))
+            self._count(emitted, counts)
         if emitted.top_ids is not None:
             for index, count in enumerate(counts):
                 job = table.jobs[index]
@@ -188,11 +226,50 @@ class Scheduler:
                     list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
                 ]
         table.total[rows] += counts
-        self._stats.generated_tokens += int(counts.sum())
+        total = int(counts.sum())
+        self._stats.generated_tokens += total
         ended = stopped | (table.total[rows] >= table.end[rows])
         for index in np.flatnonzero(ended)[::-1].tolist():
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             self._finish(table.jobs[index], index, reason)
+        return total
+
+    def _count(self, emitted: Emitted, counts: np.ndarray) -> None:
+        """Count drafts of the verified rows; tell the policy what was of use, keep records asked for."""
+        table, rows = self._table, slice(0, emitted.verified)
+        kept = emitted.counts[rows, None] - 1
+        depths = np.arange(self._depth)
+        gamma = min(self._gamma, self._depth)
+        reached, accepted = (kept >= depths) & (depths < gamma), kept > depths
+        proposed = self._drafts if gamma == self._depth else gamma
+        table.drafted[rows] += reached
+        table.accepted[rows] += accepted
+        table.verify_steps[rows] += 1
+        table.proposed[rows] += proposed
+        spec = SpecCounts(
+            drafted=reached.sum(0).tolist(),
+            accepted=accepted.sum(0).tolist(),
+            verify_steps=emitted.verified,
+            proposed=emitted.verified * proposed,
+        )
+        self._stats.spec.add(spec)
+        useful = counts[rows, None] - 1  # accepted drafts behind a stop token speed nothing up
+        self._policy.observe(
+            ((useful >= depths) & (depths < gamma)).sum(0).tolist()[:gamma],
+            (useful > depths).sum(0).tolist()[:gamma],
+        )
+        if emitted.draft_tokens is None:
+            return
+        for row, job in enumerate(table.jobs[rows]):
+            if job.request.sampling.record_drafts:
+                step = DraftStep(
+                    position=int(table.total[row] - table.prompt[row]),
+                    tokens=emitted.draft_tokens[row].tolist(),
+                    target_probs=emitted.draft_target_probs[row].tolist(),
+                    draft_probs=emitted.draft_probs[row].tolist(),
+                    num_accepted=int(kept[row, 0]),
+                )
+                job.drafts.append(step)
 
     def _finish(self, job: Job, row: int | None, reason: FinishReason) -> None:
         """Answer a request and give its row back (row None: it never had one)."""
@@ -206,23 +283,22 @@ class Scheduler:
             entropies=table.entropies[row_or_any, output].tolist(),
             versions=table.versions[row_or_any, output].tolist(),
             finish_reason=reason,
-            spec=SpecCounts() if row is None else _counts(table.accepted[row]),
+            spec=SpecCounts() if row is None else self._spec(row),
             top_logprobs=job.top if request.sampling.top_logprobs else None,
+            drafts=job.drafts if request.sampling.record_drafts else None,
         )
         if row is not None:
             table.release(row)
         job.finish(result)
 
-
-def _counts(accepted: np.ndarray) -> SpecCounts:
-    """Sums from the number of verify steps by accepted drafts, [gamma + 1]; nothing without drafts."""
-    gamma = len(accepted) - 1
-    if gamma == 0:
-        return SpecCounts()
-    reached = accepted[::-1].cumsum()[::-1].tolist()  # reached[k]: steps with at least k accepted
-    return SpecCounts(
-        drafted=reached[:gamma],
-        accepted=reached[1:],
-        verify_steps=reached[0],
-        proposed=gamma * reached[0],
-    )
+    def _spec(self, row: int) -> SpecCounts:
+        """Counts of the request in a row; no depths when nothing was drafted."""
+        table = self._table
+        if not table.verify_steps[row]:
+            return SpecCounts()
+        return SpecCounts(
+            drafted=table.drafted[row].tolist(),
+            accepted=table.accepted[row].tolist(),
+            verify_steps=int(table.verify_steps[row]),
+            proposed=int(table.proposed[row]),
+        )

@@ -49,7 +49,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted_and_one_position_late_is
     assert perfect.length == pytest.approx(1 + (10 + 9 + 8) / 10)
     late = measure_acceptance(backbone, PerfectLayer(hidden, late=1).eval(), [(ids, written)], GAMMA)
     assert max(late.rates) < 0.9
-    loss, _ = mtp_loss(backbone, PerfectLayer(hidden).eval(), ids, written, GAMMA)
+    loss, _ = mtp_loss(backbone, PerfectLayer(hidden).eval(), ids, written.float(), GAMMA)
     assert loss.item() == pytest.approx(0, abs=1e-5)
 
 
@@ -66,11 +66,27 @@ def test_training_lowers_the_divergence_from_the_frozen_backbone(backbone):
     ids, written = _text()
     layer = build_mtp(backbone)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
-    first = mtp_loss(backbone, layer, ids, written, GAMMA)[0].item()
+    first = mtp_loss(backbone, layer, ids, written.float(), GAMMA)[0].item()
     for _ in range(40):
-        loss, _ = mtp_loss(backbone, layer, ids, written, GAMMA)
+        loss, _ = mtp_loss(backbone, layer, ids, written.float(), GAMMA)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.8 * first
     assert backbone.lm_head.weight.grad is None
+
+
+def test_an_anchor_counts_with_the_weight_of_the_token_it_predicts(backbone):
+    ids, written = _text()
+    layer = build_mtp(backbone).eval()
+    drafts = draft(backbone, layer, ids, written, 1)
+    divergence = (
+        drafts.target_logprobs[0].exp() * (drafts.target_logprobs[0] - drafts.draft_logprobs[0])
+    ).sum(-1)
+    weights = written.float()
+    weights[:, 7] = 0.25
+    expected = torch.ones(ids[:, 2:].shape)
+    expected[:, 5] = 0.25  # anchor 5 predicts token 7
+    expected = expected[drafts.anchors[0]]
+    loss, _ = mtp_loss(backbone, layer, ids, weights, 1)
+    torch.testing.assert_close(loss, (divergence * expected).sum() / expected.sum())

@@ -29,7 +29,7 @@ def table(tmp_path) -> RowTable:
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-    return RowTable(model, drafts=2)
+    return RowTable(model, depth=2, streams=3, history=True)
 
 
 def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
@@ -47,6 +47,7 @@ def _join(table: RowTable, mark: int, session: str | None = None) -> bool:
         uniforms=np.full((2, 3), float(mark)),
     )
     table.cache[:, :, row, :, :4] = mark if session is None else float(session[1:])
+    table.history[row, :4] = mark if session is None else float(session[1:])
     table.hidden[row] = mark
     return known
 
@@ -61,6 +62,7 @@ def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
         assert table.hidden[row, 0] == mark
         assert table.uniforms[row, 1, 2] == mark
         assert table.cache[:, :, row, :, :4].unique().tolist() == [key]
+        assert table.history[row, :4].unique().tolist() == [key]
 
 
 def test_rows_survive_a_thousand_random_joins_and_ends(table):

@@ -1,0 +1,284 @@
+"""What is drafted for a step and how it is judged: a chain or a tree over the MTP layer.
+
+Owns drafts, their places in the cache and the verdict; the passes around them are the decoder's. Both
+read the row table, where `hidden` holds each row's depth-1 draft state, ready from the step before.
+
+    chain   d_1 .. d_gamma, node i at slot and position total - 1 + i
+    tree    node n of `spec.tree` at slot total - 1 + n, position total - 1 + depth(n), seen by its
+            descendants only; afterwards the accepted path's keys move behind the root's
+
+The draft's own key for node n lies one slot before the target's: it pairs the token with the state before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.rollout.embedded.model import Model, Span
+from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.spec.sampling import Stream, sample_cdf
+from rlpipe.spec.tree import Tree
+from rlpipe.spec.verify import (
+    Verdict,
+    rearrange_kv,
+    verify_block,
+    verify_chain,
+    verify_greedy,
+    verify_target_only,
+    verify_tree,
+)
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens [B, q] of rows first, first + 1, ... in a pass; last: [B], index of each row's last real one.
+
+    positions: [B, q] on the host, of the tokens.
+    """
+
+    first: int
+    span: Span
+    tokens: torch.Tensor
+    last: torch.Tensor
+    positions: np.ndarray
+
+    @property
+    def flat_last(self) -> torch.Tensor:
+        """Index of the last real tokens among the part's."""
+        return self.last + torch.arange(0, self.span.tokens, self.span.width, device=self.last.device)
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Drafts of the decoding rows.
+
+    part: nodes 0 (pending) .. N, to verify. uniforms: [A, depth + 1, streams]. probs: [A, >= N, V], q by
+    node it was drafted after, None if nothing was sampled. parents: node before each of 1..N.
+    """
+
+    part: Part
+    uniforms: torch.Tensor
+    probs: torch.Tensor | None
+    parents: list[int]
+
+
+@dataclass(slots=True)
+class Judged:
+    """What a step emits for the decoding rows.
+
+    tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the
+    drafts on the emitted path. part: the pass that the emitted tokens would have made, for the draft to
+    catch up with; its first `accepted` + 1 tokens are emitted ones. nodes: [A, depth + 1], rows of
+    the verify pass where the emitted tokens were sampled, or None when they are all of its rows.
+    """
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    accept_prob: torch.Tensor
+    part: Part
+    nodes: torch.Tensor | None = None
+
+
+class Drafting(Protocol):
+    """Drafts for rows [0, decoding) and judges them."""
+
+    def draft(self, decoding: int, gamma: int) -> Drafted:
+        """Draft `gamma` tokens deep."""
+        ...
+
+    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+        """choices: [A, nodes + 1, V], what the target samples from after each node."""
+        ...
+
+
+class _RowDrafting:
+    """What chain and tree share: the rows' pending tokens, uniforms and temperatures."""
+
+    def __init__(self, model: Model, table: RowTable) -> None:
+        self._model, self._table = model, table
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+    def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Positions [A] of the pending tokens, the tokens, and the uniforms of what follows."""
+        table, rows = self._table, np.arange(decoding)
+        last = table.total[:decoding] - 1
+        outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
+        uniforms = self._upload(table.uniforms[rows[:, None], outputs])
+        return last, self._upload(table.tokens[rows, last]), uniforms
+
+
+class ChainDrafting(_RowDrafting):
+    """One path of drafts: rejection, block, target-only or greedy."""
+
+    def __init__(self, model: Model, table: RowTable, mode: SpecMode) -> None:
+        super().__init__(model, table)
+        self._mode = mode
+        self._samples = mode in (SpecMode.REJECTION, SpecMode.BLOCK)
+
+    def draft(self, decoding: int, gamma: int) -> Drafted:
+        """See `Drafting.draft`; gamma = 0 drafts nothing."""
+        table, model = self._table, self._model
+        last, pending, uniforms = self._start(decoding, gamma)
+        positions = last[:, None] + np.arange(gamma + 1)
+        span = model.span(0, self._upload(positions), int(last.max()) + gamma + 1)
+        tokens, probs, hidden = [pending], [], table.hidden[:decoding]
+        for depth in range(gamma):
+            if depth:
+                hidden = model.draft(tokens[-1], hidden, [span.columns(depth - 1, depth)])
+            logits = model.logits(hidden)
+            if self._samples:
+                probs.append(table.choices(logits, slice(0, decoding)))
+                tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
+            else:
+                tokens.append(logits.argmax(-1))
+        stacked = torch.stack(tokens, 1)
+        part = Part(0, span, stacked, torch.zeros_like(pending), positions)
+        return Drafted(part, uniforms, torch.stack(probs, 1) if probs else None, list(range(gamma)))
+
+    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+        """See `Drafting.judge`."""
+        part, uniforms = drafted.part, drafted.uniforms
+        drafts, gamma = part.tokens[:, 1:], part.span.width - 1
+        if not gamma:
+            token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
+            return Judged(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
+        verdict = self._verify(
+            drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
+        )
+        accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
+        tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
+        return Judged(tokens, accepted, verdict.accept_prob, part)
+
+    def _verify(
+        self,
+        drafts: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        choices: torch.Tensor,
+        coins: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> Verdict:
+        if self._mode is SpecMode.GREEDY:
+            return verify_greedy(drafts, choices)
+        if self._mode is SpecMode.TARGET_ONLY:
+            return verify_target_only(drafts, None, choices, coins, residual)
+        rule = verify_block if self._mode is SpecMode.BLOCK else verify_chain
+        return rule(drafts, draft_probs, choices, coins, residual)
+
+
+class TreeDrafting(_RowDrafting):
+    """Siblings sampled without replacement at every node of a static tree."""
+
+    def __init__(self, model: Model, table: RowTable, tree: Tree) -> None:
+        super().__init__(model, table)
+        self._tree = tree
+        self._depths = np.asarray(tree.depths)
+        self._levels = [np.flatnonzero(self._depths == d) for d in range(tree.max_depth + 1)]
+        # The first node of a level uses the streams of a chain, each further one two more.
+        more = range(len(Stream), tree_streams(tree), 2)
+        self._draft_streams = [int(Stream.DRAFT), *more]
+        self._coin_streams = [int(Stream.COIN), *(stream + 1 for stream in more)]
+        mask = tree.ancestor_mask()  # and a column for slots beyond the tree, which nobody sees
+        self._sees = torch.cat((mask, torch.zeros_like(mask[:, :1])), 1).to(model.device)
+
+    def draft(self, decoding: int, gamma: int) -> Drafted:
+        """See `Drafting.draft`; the shape of the tree stands for gamma."""
+        table, model, tree = self._table, self._model, self._tree
+        last, pending, uniforms = self._start(decoding, tree.max_depth)
+        rows, own = slice(0, decoding), self._span(last, draft=True)
+        hidden = table.hidden[rows].unsqueeze(1)  # [A, nodes of the level, H]
+        tokens, probs = [pending.unsqueeze(1)], []
+        for depth, level in enumerate(self._levels[1:]):
+            if depth:
+                nodes = self._levels[depth]
+                span = own.columns(int(nodes[0]), int(nodes[-1]) + 1)
+                state = hidden.repeat_interleave(len(nodes) // hidden.shape[1], 1)
+                hidden = model.draft(tokens[-1].flatten(), state.flatten(0, 1), [span])
+                hidden = hidden.unflatten(0, (decoding, -1))
+            logits = model.logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
+            q = table.choices(logits, rows)
+            probs.append(q)
+            noise = uniforms[:, depth, self._draft_streams[: len(level)]]
+            tokens.append(_siblings(q, noise.unflatten(1, (q.shape[1], -1))).flatten(1))
+        leaves = q.new_zeros(decoding, len(self._levels[-1]), q.shape[-1])
+        positions = last[:, None] + self._depths
+        part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
+        return Drafted(part, uniforms, torch.cat([*probs, leaves], 1), list(tree.parents[1:]))
+
+    def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
+        """See `Drafting.judge`; moves the accepted path's keys into place."""
+        tree, part, uniforms = self._tree, drafted.part, drafted.uniforms
+        coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
+        verdict = verify_tree(
+            tree,
+            part.tokens[:, 1:],
+            drafted.probs,
+            choices,
+            torch.cat(coins, 1),
+            uniforms[:, 0, Stream.RESIDUAL],
+            replacement=False,
+        )
+        batch, accepted = len(part.tokens), verdict.num_accepted
+        last = part.positions[:, 0]
+        rearrange_kv(self._model.target_cache[:, :, :batch], self._upload(last), verdict.kv_source)
+        path = verdict.path.clamp(min=0)
+        next_token = verdict.next_token.unsqueeze(1)
+        tokens = torch.cat((part.tokens.gather(1, path), next_token), 1)
+        tokens.scatter_(1, accepted.unsqueeze(1), next_token)
+        nodes = torch.cat((torch.zeros_like(path[:, :1]), path), 1)
+        positions = last[:, None] + np.arange(tree.max_depth + 1)
+        chain = self._model.span(0, self._upload(positions), int(last.max()) + tree.max_depth + 1)
+        emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
+        probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
+        return Judged(tokens, accepted, probs, emitted, nodes)
+
+    def _span(self, last: np.ndarray, draft: bool = False) -> Span:
+        """All nodes behind the pending tokens at `last`; `draft`: as the MTP layer sees them."""
+        model, nodes = self._model, self._tree.num_drafts + 1
+        root, context = last[:, None], int(last.max()) + nodes
+        node = model.slot_ids[:context] - self._upload(root - draft)  # [A, context], the node in a slot
+        seen = self._sees[:, node.clamp(0, nodes)].transpose(0, 1) | (node < 0).unsqueeze(1)
+        return model.span(
+            0,
+            self._upload(root + self._depths - draft),
+            context,
+            slots=self._upload(root + np.arange(nodes) - draft),
+            unseen=~seen,
+        )
+
+
+def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Children of each node, drawn without replacement: q [A, n, V], uniforms [A, n, c] -> [A, n, c].
+
+    When q has fewer tokens than a node has children, the last one drawn is repeated.
+    """
+    left, drawn = q.flatten(0, 1), []
+    for column in uniforms.flatten(0, 1).unbind(-1):
+        token = sample_cdf(left, column)
+        drawn.append(token)
+        without = left.scatter(1, token.unsqueeze(1), 0.0)
+        left = torch.where(without.sum(1, keepdim=True) > 0, without, left)
+    return torch.stack(drawn, -1).unflatten(0, q.shape[:2])
+
+
+def tree_streams(tree: Tree) -> int:
+    """Uniforms of a position: a draft and a coin for each node that may stand there, and the residual."""
+    return len(Stream) + 2 * (max(map(tree.depths.count, set(tree.depths))) - 1)
+
+
+def drafting_streams(spec: SpecConfig) -> int:
+    """Uniforms of a position under a configuration."""
+    return tree_streams(Tree.from_branching(spec.tree)) if spec.mode is SpecMode.TREE else len(Stream)
+
+
+def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
+    """The drafting that a configuration asks for."""
+    if spec.mode is SpecMode.TREE:
+        return TreeDrafting(model, table, Tree.from_branching(spec.tree))
+    return ChainDrafting(model, table, spec.mode)

@@ -1,0 +1,160 @@
+"""Acceptance theory: what verification accepts in expectation, from probabilities alone.
+
+Pure functions; no coins, no counting of what an engine did (that is `rlpipe.metrics`). p is the target,
+q the draft. Two kinds of sequences are judged, and their formulas differ:
+
+- drafted tokens (what an engine verifies): `chain_reach_drafted`, `block_reach_drafted`;
+- tokens of the target (rollout data, replayed later): `chain_reach_target`, `block_reach_target`.
+
+A *reach* is [..., gamma]: depth j's entry has expectation Pr(num_accepted >= j), so that its sum over
+depths estimates the accepted drafts without bias and 1 + sum the acceptance length. Averages of products
+of per-depth alphas over contexts are exact only where alphas do not depend on the drafted tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlpipe.spec.verify.block import running_weights
+
+
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """TV(p, q) = 1/2 sum_v |p_v - q_v| (Bebop Eq. 7). [..., V], [..., V] -> [...]."""
+    return (p - q).abs().sum(-1) / 2
+
+
+def rejection_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Probability that a draft sampled from q is accepted: sum_v min(p_v, q_v) = 1 - TV (Bebop Eq. 2, 44-47).
+
+    p, q: [..., V]. Returns [...].
+
+    >>> rejection_alpha(torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])).item()
+    0.75
+    """
+    return torch.minimum(p, q).sum(-1)
+
+
+def target_only_alpha(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Probability that the draft argmax_v q_v is accepted: p(argmax q) (Bebop Eq. 1, 18). [..., V] -> [...].
+
+    At most max_v p_v, whatever the draft (Bebop Eq. 19).
+    """
+    return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def target_only_alpha_sampled(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Target-only when the draft is sampled instead: E_{d ~ q}[p(d)] = sum_v p_v q_v. [..., V] -> [...].
+
+    Never above `rejection_alpha`, since p q <= min(p, q): a sampled draft should be judged with its q.
+    """
+    return (p * q).sum(-1)
+
+
+def rejection_margin(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """alpha_RS - alpha_TO = (1 - p(argmax q)) - TV(p, q); rejection is better where positive (Bebop Eq. 48).
+
+    p, q: [..., V]. Returns [...]. On the boundary the draft's distance from the target equals the
+    target's mass outside the draft's greedy token.
+
+    >>> p = torch.tensor([0.5, 0.5])
+    >>> [round(rejection_margin(p, torch.tensor([a, 1 - a])).item(), 3) for a in (0.6, 1.0)]
+    [0.4, 0.0]
+    """
+    return rejection_alpha(p, q) - target_only_alpha(p, q)
+
+
+def expected_reach(alphas: torch.Tensor) -> torch.Tensor:
+    """Pr(num_accepted >= j) = prod_{i<=j} alpha_i for conditional alphas of one context (Bebop Eq. 12).
+
+    alphas: [..., gamma], alpha_i given that depths 1..i-1 were accepted. Returns [..., gamma].
+    """
+    return alphas.cumprod(-1)
+
+
+def acceptance_length(reach: torch.Tensor) -> torch.Tensor:
+    """Expected tokens per verify step: 1 + sum_j Pr(num_accepted >= j), in 1..gamma+1 (bonus included).
+
+    reach: [..., gamma]. Returns [...]. Bebop's E[L] (Eq. 12) is this less 1.
+
+    >>> acceptance_length(expected_reach(torch.tensor([0.5, 0.5]))).item()
+    1.75
+    """
+    return 1 + reach.sum(-1)
+
+
+def geometric_length(alpha: torch.Tensor, gamma: int) -> torch.Tensor:
+    """Acceptance length for one alpha at all depths: sum_{j=0..gamma} alpha^j (Leviathan et al. Eq. 1).
+
+    alpha: any shape, in [0, 1]. The closed form (1 - alpha^{gamma+1}) / (1 - alpha), summed so that
+    alpha = 1 gives gamma + 1.
+    """
+    return acceptance_length(expected_reach(alpha.unsqueeze(-1).expand(*alpha.shape, gamma)))
+
+
+def chain_reach_drafted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Chain's Pr(num_accepted >= j | drafts) = prod_{i<=j} min(1, p_i / q_i) (Leviathan et al. Alg. 1).
+
+    p, q: [..., gamma], probabilities of the drafted tokens; q = 0 counts as in `verify_chain`. Returns
+    [..., gamma] float64.
+    """
+    ratios = torch.stack([running_weights(p[..., i : i + 1], q[..., i : i + 1]) for i in range(p.shape[-1])])
+    return ratios.squeeze(-1).movedim(0, -1).cumprod(-1)
+
+
+def block_reach_drafted(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Block's Pr(num_accepted >= j | d_1..d_j) = w_j = min(1, w_{j-1} p_j / q_j) (Sun et al. 2403.10444).
+
+    Arguments as in `chain_reach_drafted`, which it is never below, depth by depth, for any drafts. Deeper
+    drafts are marginalised: given all gamma of them the probability differs (see `verify.block`).
+    """
+    return running_weights(p, q)
+
+
+def chain_reach_target(
+    target_logprobs: torch.Tensor, draft_logprobs: torch.Tensor, alphas: torch.Tensor
+) -> torch.Tensor:
+    """Chain's reach from tokens x_1..x_gamma that the *target* sampled; exact in expectation.
+
+    Pr(num_accepted >= j) = E_{x ~ P}[ prod_{i<j} min(1, q_i(x_i) / p_i(x_i)) * alpha_j(x_1..x_{j-1}) ]
+
+    By change of measure from the drafts of Leviathan et al. Alg. 1: q min(1, p/q) = p min(1, q/p). Depth
+    gamma's own token is not used. Target-only is the case of q one-hot at the draft's argmax, with
+    `target_only_alpha`.
+
+    target_logprobs, draft_logprobs: [..., gamma] of the realised tokens, -inf allowed for the draft.
+    alphas: [..., gamma], `rejection_alpha` at each depth. Returns [..., gamma].
+    """
+    ratios = (draft_logprobs - target_logprobs)[..., :-1].clamp(max=0).cumsum(-1).exp()
+    return torch.cat([alphas[..., :1], ratios * alphas[..., 1:]], -1)
+
+
+def block_reach_target(target_logprobs: torch.Tensor, draft_logprobs: torch.Tensor) -> torch.Tensor:
+    """Block's reach from tokens that the *target* sampled; exact in expectation, no distributions needed.
+
+    Pr(num_accepted >= j) = E_{x ~ P}[ min(1, min_{k<=j} Q(x_1..x_k) / P(x_1..x_k)) ]
+
+    By change of measure from Sun et al. 2403.10444: Q(x^j) w_j = P(x^j) min_{0<=k<=j} Q(x^k) / P(x^k).
+    No lossless rule on one chain reaches further.
+
+    target_logprobs, draft_logprobs: [..., gamma], -inf allowed for the draft. Returns [..., gamma].
+    """
+    return (draft_logprobs - target_logprobs).cumsum(-1).cummin(-1).values.clamp(max=0).exp()
+
+
+def step_cost(gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """Cost of a verify step in plain decode steps: gamma * draft_cost + verify_cost.
+
+    draft_cost: one draft pass. verify_cost: the target over gamma + 1 tokens; 1 where decoding is bound by
+    memory (Leviathan et al. Thm 3.8), more at large batches. Also the break-even acceptance length:
+    speculation pays exactly where the acceptance length exceeds it.
+    """
+    return gamma * draft_cost + verify_cost
+
+
+def speedup(length: torch.Tensor, gamma: int, draft_cost: float, verify_cost: float = 1.0) -> torch.Tensor:
+    """Tokens per unit of cost over plain decoding: length / (gamma * draft_cost + verify_cost).
+
+    length: acceptance length, any shape; with `geometric_length` it is Leviathan et al. Thm 3.8. Costs as
+    in `step_cost`. 1 is break-even.
+    """
+    return length / step_cost(gamma, draft_cost, verify_cost)

@@ -1,0 +1,122 @@
+"""How many tokens to draft: fixed, or chosen before each step from measured costs and acceptance.
+
+Owns the choice; measures nothing itself. A policy is asked before a step drafts anything, and is told
+only sums of steps that are over. So the decision to verify token i cannot depend on token i or later
+ones, which is what keeps a varying gamma lossless (a rule on q_i(x_i) itself biases the output).
+
+    throughput(batch, g) = batch * (1 + sum_{k<=g} alpha_1 ... alpha_k) / seconds(batch, g)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+
+class GammaPolicy(Protocol):
+    """Chooses gamma for a whole decode step."""
+
+    def choose(self, batch: int) -> int:
+        """Drafts per row for the next step of `batch` rows; 0 does not speculate."""
+        ...
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Sums of a finished step: rows that reached depth k, and those of them that accepted it."""
+        ...
+
+
+class FixedGamma:
+    """Always the same gamma."""
+
+    def __init__(self, gamma: int) -> None:
+        self._gamma = gamma
+
+    def choose(self, batch: int) -> int:
+        """gamma."""
+        return self._gamma
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Nothing is learnt."""
+
+
+class AdaptiveGamma:
+    """The gamma of highest predicted throughput.
+
+    seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
+    are interpolated. Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must
+    promise `margin` more throughput. A depth that was not drafted for `probe_every` steps is tried once,
+    so that speculation can come back after an update made it worth its cost.
+
+    >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
+    >>> policy = AdaptiveGamma(costs)
+    >>> policy.choose(1), policy.choose(64)
+    (2, 0)
+    """
+
+    MEMORY = 4096  # verified rows after which a count has decayed to 1/e
+
+    def __init__(
+        self,
+        seconds: Mapping[tuple[int, int], float],
+        *,
+        prior: float = 0.75,
+        margin: float = 0.02,
+        probe_every: int = 512,
+    ) -> None:
+        self._batches = sorted({batch for batch, _ in seconds})
+        self._max = max(gamma for _, gamma in seconds)
+        self._seconds = dict(seconds)
+        self._margin, self._probe_every = margin, probe_every
+        self._drafted = [16.0] * self._max
+        self._accepted = [16.0 * prior] * self._max
+        self._unseen = [0] * self._max  # steps since a depth was drafted
+        self._last: dict[int, int] = {}  # choice by batch bucket
+
+    @property
+    def alphas(self) -> list[float]:
+        """Acceptance at depth k given that depth k - 1 was accepted, k = 1..max."""
+        return [a / d for a, d in zip(self._accepted, self._drafted, strict=True)]
+
+    def seconds(self, batch: int, gamma: int) -> float:
+        """Measured or interpolated duration of a step; beyond the largest batch, in proportion."""
+        below = max((b for b in self._batches if b <= batch), default=self._batches[0])
+        above = min((b for b in self._batches if b >= batch), default=None)
+        low = self._seconds[below, gamma]
+        if above is None:
+            return low * batch / below
+        if above <= below:
+            return low
+        part = (batch - below) / (above - below)
+        return low + part * (self._seconds[above, gamma] - low)
+
+    def throughput(self, batch: int, gamma: int) -> float:
+        """Predicted tokens per second."""
+        return batch * (1 + sum(accumulate(self.alphas[:gamma], mul))) / self.seconds(batch, gamma)
+
+    def choose(self, batch: int) -> int:
+        """See `GammaPolicy.choose`."""
+        for depth in range(self._max):
+            self._unseen[depth] += 1
+        if self._unseen[-1] > self._probe_every:
+            return self._max
+        bucket = batch.bit_length()
+        best = max(range(self._max + 1), key=lambda gamma: self.throughput(batch, gamma))
+        last = self._last.get(bucket, best)
+        if self.throughput(batch, best) < (1 + self._margin) * self.throughput(batch, last):
+            best = last
+        self._last[bucket] = best
+        return best
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """See `GammaPolicy.observe`."""
+        for depth, (reached, kept) in enumerate(zip(drafted, accepted, strict=True)):
+            decay = max(0.0, 1 - reached / self.MEMORY)
+            self._drafted[depth] = self._drafted[depth] * decay + reached
+            self._accepted[depth] = self._accepted[depth] * decay + kept
+            self._unseen[depth] = 0
+
+    def speedup(self, batch: int, gamma: int) -> float:
+        """Predicted throughput of gamma over that of no drafts."""
+        return self.throughput(batch, gamma) / self.throughput(batch, 0)

@@ -1,0 +1,99 @@
+"""Block verification of one chain of drafts: the longest acceptance any lossless rule can reach.
+
+With ratios r_i = p_i(d_i) / q_i(d_i):
+
+    w_0 = 1,  w_i = min(1, w_{i-1} * r_i)                          running weight
+    A_i = sum_v max(w_i * p_{i+1}(v) - q_{i+1}(v), 0)              mass of the residual at depth i
+    h_i = A_i / (A_i + 1 - w_i) for 0 < i < gamma,  h_gamma = w_gamma
+    num_accepted = the largest i with u_i < h_i, or 0              (failing at i does not stop the search)
+    next ~ max(w_i * p_{i+1} - q_{i+1}, 0), normalised, at i = num_accepted < gamma; else p_{gamma+1}
+
+Source: Sun et al. 2403.10444, Algorithm 2. The coin of depth i decides whether to stop there if all
+deeper ones failed, so Pr(num_accepted >= i | d_1..d_i) = w_i, and no lossless rule exceeds w_i.
+
+Against chain, whose Pr(num_accepted >= i | d_1..d_i) is c_i = prod_{k<=i} min(1, r_k):
+
+- w_i >= c_i for every draft (induction), so block's expected acceptance, with coins and undecided
+  deeper drafts marginalised, is at least chain's in every context: sum_i w_i >= sum_i c_i, always.
+  For gamma = 1 both decide alike, coin by coin.
+- With the same coins *and* the same complete draft, no coupling can make block >= chain always. Say a
+  lossless rule has S_i(d) = Pr(num_accepted >= i | d_1..d_gamma) >= c_i for every d. Mass that reaches
+  d_1..d_i lawfully splits over the next token as p_{i+1}, so E[S_{i+1} | d_1..d_{i+1}] is at most
+  E[S_i | d_1..d_i] * p / q; as S_{i+1} <= S_i too, induction gives S_i = c_i: the rule is chain itself.
+  Block gains because it may reject d_1 more readily when d_2 is bad, and more rarely when it is good.
+- Pathwise dominance does hold when the drafts behind chain's first rejection are drawn afresh: at a node
+  of weight w block moves on to child v with probability min(q(v) / w, p(v)), chain with min(q(v), p(v)).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlpipe.spec.verify.common import draw, kernel, picked, row
+from rlpipe.spec.verify.verdict import Verdict
+
+
+def verify_block(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    residual_uniforms: torch.Tensor,
+    *,
+    backend: str = "torch",
+) -> Verdict:
+    """Block verification of gamma drafts against gamma + 1 target distributions; lossless.
+
+    Arguments as in `verify_chain`.
+
+    accept_prob: w_i = Pr(num_accepted >= i given d_1..d_i), coins and deeper drafts marginalised; *not*
+    conditional on shallower depths as in `verify_chain`, whose cumulative product it is to be compared
+    with. Its sum over depths is an unbiased estimate of num_accepted. A draft with q = 0 counts as r =
+    infinity if p > 0, and as r = 0 if not. Where rounding leaves a residual of zero mass, the target row
+    itself is sampled. Raises ValueError for an unknown backend.
+    """
+    if fast := kernel(backend, "verify_block"):
+        return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+    gamma = draft_tokens.shape[1]
+    p, q = picked(target_probs[:, :-1], draft_tokens), picked(draft_probs, draft_tokens)
+    weights = running_weights(p, q)
+    before = torch.cat([torch.ones_like(weights[:, :1]), weights[:, :-1]], 1)
+    inner = weights[:, :-1]
+    mass = _residual(inner, draft_probs[:, 1:], target_probs[:, 1:-1]).sum(-1, dtype=torch.float64)
+    passed = torch.cat(
+        [
+            accept_uniforms[:, :-1] * (mass + 1 - inner) < mass,
+            accept_uniforms[:, -1:] * q[:, -1:] < before[:, -1:] * p[:, -1:],
+        ],
+        1,
+    )
+    depths = torch.arange(1, gamma + 1, device=draft_tokens.device)
+    num_accepted = (passed * depths).amax(1)
+
+    target_row = row(target_probs, num_accepted)
+    at = num_accepted.clamp(max=gamma - 1).unsqueeze(1)
+    stopped = _residual(before.gather(1, at), row(draft_probs, at[:, 0])[:, None], target_row[:, None])[:, 0]
+    residual = torch.where((num_accepted < gamma).unsqueeze(1), stopped, target_row.to(stopped.dtype))
+    next_token = draw(residual, target_row, residual_uniforms)
+    return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=weights.to(p.dtype))
+
+
+def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """w_i = min(1, w_{i-1} * p_i / q_i), w_0 = 1, in float64; q = 0 gives 1 if w_{i-1} * p_i > 0, else 0.
+
+    p, q: [..., gamma] probabilities of the realised drafts. Returns [..., gamma].
+
+    >>> running_weights(torch.tensor([[0.2, 0.3, 0.1]]), torch.tensor([[0.4, 0.1, 0.2]]))
+    tensor([[0.5000, 1.0000, 0.5000]], dtype=torch.float64)
+    """
+    weights, weight = [], torch.ones_like(p[..., 0], dtype=torch.float64)
+    for p_i, q_i in zip(p.double().unbind(-1), q.double().unbind(-1), strict=True):
+        scaled = weight * p_i
+        weight = torch.where(scaled < q_i, scaled / q_i, (scaled > 0).double())
+        weights.append(weight)
+    return torch.stack(weights, -1)
+
+
+def _residual(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """max(w * p - q, 0) in the dtype of the probabilities: [B, K], [B, K, V], [B, K, V] -> [B, K, V]."""
+    return (weights.to(target_probs.dtype).unsqueeze(-1) * target_probs - draft_probs).clamp_(min=0)

@@ -1,0 +1,63 @@
+"""What verification rules return. No rule lives here.
+
+`Verdict` and `TreeVerdict` are lossless: the emitted tokens have exactly the target's law. A rule that
+changes the law returns `LossyVerdict`, which shares no base with them, so it cannot be passed off as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What a lossless rule decided about one chain of drafts.
+
+    num_accepted: [B] int64 in 0..gamma. next_token: [B] int64, emitted after the accepted drafts.
+    accept_prob: [B, gamma] in [0, 1], over coins not yet thrown; of which event, each rule states.
+    """
+
+    num_accepted: torch.Tensor
+    next_token: torch.Tensor
+    accept_prob: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class LossyVerdict:
+    """What a rule decided whose output does not follow the target's distribution.
+
+    num_accepted, next_token: as in `Verdict`. accept_prob: [B, gamma], 0 or 1 for a rule without coins.
+    rule: name of the rule, to be recorded with every token it emitted.
+    """
+
+    num_accepted: torch.Tensor
+    next_token: torch.Tensor
+    accept_prob: torch.Tensor
+    rule: str
+
+
+@dataclass(slots=True, kw_only=True)
+class TreeVerdict:
+    """What a lossless rule decided about a tree of drafts (`rlpipe.spec.tree.Tree`, N drafts, depth D).
+
+    num_accepted: [B] int64 in 0..D. next_token: [B] int64, emitted after the accepted path.
+    path: [B, D] int64, the accepted nodes from depth 1 on, -1 beyond num_accepted.
+    accept_prob: [B, N] in [0, 1]: node n is accepted once its parent is and its earlier siblings are not.
+    """
+
+    num_accepted: torch.Tensor
+    next_token: torch.Tensor
+    path: torch.Tensor
+    accept_prob: torch.Tensor
+
+    @property
+    def kv_source(self) -> torch.Tensor:
+        """[B, D] int64: slot i + 1 after the root's must get the keys and values of node kv_source[:, i].
+
+        `path`, with i + 1 (the slot itself) in place of -1. Sources never lie before their destination,
+        so copying in ascending order never reads a slot already overwritten.
+        """
+        slots = torch.arange(1, self.path.shape[1] + 1, device=self.path.device)
+        return torch.where(self.path < 0, slots, self.path)
