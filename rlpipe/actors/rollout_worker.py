@@ -71,6 +71,14 @@ class RolloutWorker:
             "rollout/prefill_tokens": Sum(stats.prefill_tokens - last.prefill_tokens),
             "weights/version": Last(stats.policy_version),
         }
+        if stats.spec.proposed:
+            proposed = stats.spec.proposed - last.spec.proposed
+            values["spec/gamma"] = Ratio(proposed, stats.row_steps - last.row_steps)
+        if stats.decode_seconds:
+            plain = stats.plain_seconds - last.plain_seconds
+            values["spec/speedup_observed"] = Ratio(plain, stats.decode_seconds - last.decode_seconds)
+            predicted = stats.predicted_seconds - last.predicted_seconds
+            values["spec/speedup_predicted"] = Ratio(plain, predicted)
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
         self._last, self._last_time = stats, now
         return values

@@ -141,6 +141,12 @@ def check(config: Config) -> None:
     hf_config = read_config(model_path)
     if config.spec.mode is not SpecMode.NONE:
         require_mtp(hf_config, config.model.path, config.spec.mode)
+    temperatures = (config.rollout.temperature, config.val.temperature)
+    if config.spec.mode is SpecMode.GREEDY and any(temperatures):
+        raise ValueError(
+            f"spec.mode=greedy decodes the argmax, but rollout.temperature={temperatures[0]} and "
+            f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
+        )
     longest = int(hf_config.get("max_position_embeddings", 0))
     if longest and config.rollout.max_context > longest:
         raise ValueError(

@@ -45,7 +45,8 @@ class TrainerConfig:
 
     tp, dp, pp: tensor, data and pipeline parallel sizes (pp > 1 is refused).
     precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
-    micro_batch_tokens: rows * padded length of one forward pass, per rank.
+    micro_batch_tokens: of one forward pass, per rank. A prefix that siblings share counts once; layers of
+        TransformerEngine share none and read rows * padded length.
     lr, min_lr, warmup_steps, lr_schedule: learning rate over optimizer steps.
     weight_decay, beta1, beta2, eps: AdamW. clip_grad: bound on the gradient norm (0: none).
     threads: CPU threads per rank (0: torch's default). seed: of everything random in the trainer.

@@ -68,7 +68,7 @@ def _imitation() -> StageConfig:
 
 
 def _mtp() -> StageConfig:
-    return StageConfig(steps=1200, batch_tokens=2048, lr=2e-3)
+    return StageConfig(steps=2000, batch_tokens=2048, lr=2e-3)
 
 
 @dataclass(slots=True, kw_only=True)

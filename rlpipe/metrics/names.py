@@ -148,7 +148,24 @@ SECTIONS: tuple[Section, ...] = (
             "Tokens per verify step, bonus included: 1 + Σ accepted / Σ verify steps, in 1..gamma+1.",
         ),
         ("spec/verify_steps", "sum", "step", "Verify steps spent on the trained trajectories."),
-        ("spec/gamma", "last", "token", "Drafted tokens per verify step now in force."),
+        (
+            "spec/gamma",
+            "average",
+            "token",
+            "Drafted tokens per row and decode step, steps without drafts included.",
+        ),
+        (
+            "spec/speedup_observed",
+            "average",
+            "1",
+            "Adaptive gamma: time the tokens would take without drafts, by measured costs / time taken.",
+        ),
+        (
+            "spec/speedup_predicted",
+            "average",
+            "1",
+            "Adaptive gamma: the same, as predicted when gamma was chosen.",
+        ),
     ),
     _section(
         "Rollout against trainer",

@@ -17,7 +17,7 @@ class EngineStats:
     """Sums since start; rates are differences of two readings.
 
     running, waiting: requests now. generated_tokens, prefill_tokens: totals.
-    busy_seconds: time spent in forward passes and sampling.
+    busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps no prompt joined, while gamma is chosen from measured costs; plain_seconds:
         what their tokens would have taken without drafts; predicted_seconds: what a policy expected.
     """
@@ -28,6 +28,7 @@ class EngineStats:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     busy_seconds: float = 0.0
+    row_steps: int = 0
     decode_seconds: float = 0.0
     plain_seconds: float = 0.0
     predicted_seconds: float = 0.0

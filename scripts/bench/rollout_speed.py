@@ -56,6 +56,7 @@ from rlpipe.types import GenerateRequest, SamplingParams, SpecCounts  # noqa: E4
 NEW_TOKENS = 128
 TURN_TOKENS = 48
 GAMMA = 3
+MODES = (SpecMode.NONE, SpecMode.TARGET_ONLY, SpecMode.REJECTION)
 Prompts = list[list[int]]
 
 
@@ -141,12 +142,12 @@ class TransformersArm:
 class EngineArm:
     """The embedded engine with as many rows as the batch."""
 
-    def __init__(self, model: Path, mode: SpecMode, batch: int, threads: int, dtype: str) -> None:
+    def __init__(self, model: Path, spec: SpecConfig, batch: int, threads: int, dtype: str) -> None:
         longest = int(read_config(model)["max_position_embeddings"])
         config = RolloutConfig(
             max_running=batch, max_context=min(512, longest), threads=threads, dtype=dtype, device="cpu"
         )
-        self._engine = EmbeddedEngine(config, SpecConfig(mode=mode, gamma=GAMMA), model)
+        self._engine = EmbeddedEngine(config, spec, model)
         self._runs = 0
 
     def run(self, work: Workload, batch: int) -> tuple[int, SpecCounts]:
@@ -265,7 +266,10 @@ def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: A
         for name, work in workloads.items():
             several = [work.conversations[i % len(work.conversations)] for i in range(batch * args.rounds)]
             arms: dict[str, Callable[[], Any]] = {
-                str(mode): partial(EngineArm, model, mode, batch, args.threads, dtype) for mode in SpecMode
+                str(mode): partial(
+                    EngineArm, model, SpecConfig(mode=mode, gamma=GAMMA), batch, args.threads, dtype
+                )
+                for mode in MODES
             }
             if not work.stops:
                 arms["transformers"] = partial(TransformersArm, model, dtype)
@@ -299,7 +303,7 @@ def main() -> None:
     )
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
-    results = {}
+    load, results = os.getloadavg(), {}
     if "shipped" in args.models:
         results["shipped float32"] = bench_model(args.shipped, "float32", swe_workloads(args.shipped), args)
     if "random27m" in args.models:
@@ -311,26 +315,32 @@ def main() -> None:
             results["random 27M bfloat16"] = bench_model(model, "bfloat16", {"fixed": work}, args)
     report = {
         "question": "tokens per second of the embedded engine and of transformers generate",
+        **provenance(args, load),
+        "results": results,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def provenance(args: argparse.Namespace, load: tuple[float, float, float]) -> dict[str, Any]:
+    """Where figures come from: commit, versions, device, settings, the load before the run."""
+    return {
         "commit": _git("rev-parse", "HEAD"),
         "modified": bool(_git("status", "--porcelain", "rlpipe")),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "device": device_name(),
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
+        "load_average_before": load,
         "config": {
             "threads": args.threads,
             "temperature": 1.0,
             "gamma": GAMMA,
             "new_tokens": NEW_TOKENS,
             "turn_tokens": TURN_TOKENS,
-            "rounds": args.rounds,
             "repeats": args.repeats,
             "warm_up_runs": 1,
         },
-        "results": results,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def device_name() -> str:

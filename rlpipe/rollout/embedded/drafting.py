@@ -57,7 +57,7 @@ class Part:
 class Drafted:
     """Drafts of the decoding rows.
 
-    part: nodes 0 (pending) .. N, to verify. uniforms: [A, depth + 1, streams]. probs: [A, >= N, V], q by
+    part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, V], q by
     node it was drafted after, None if nothing was sampled. parents: node before each of 1..N.
     """
 
@@ -106,7 +106,7 @@ class _RowDrafting:
         return torch.from_numpy(array).to(self._model.device)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Positions [A] of the pending tokens, the tokens, and the uniforms of what follows."""
+        """Positions [A] of the pending tokens, the tokens, and the uniforms of what follows, by position."""
         table, rows = self._table, np.arange(decoding)
         last = table.total[:decoding] - 1
         outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
@@ -121,6 +121,17 @@ class ChainDrafting(_RowDrafting):
         super().__init__(model, table)
         self._mode = mode
         self._samples = mode in (SpecMode.REJECTION, SpecMode.BLOCK)
+
+    def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """See `_RowDrafting._start`; block takes all of a step's uniforms from its first position.
+
+        Its deepest drafts and coins help decide how many are accepted. Drawn again for the position they
+        were meant for, they would be conditioned on having failed, and the output biased.
+        """
+        last, pending, uniforms = super()._start(decoding, depth)
+        if self._mode is SpecMode.BLOCK:
+            uniforms = uniforms[:, 0].unflatten(-1, (-1, len(Stream)))
+        return last, pending, uniforms
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
         """See `Drafting.draft`; gamma = 0 drafts nothing."""
@@ -273,8 +284,10 @@ def tree_streams(tree: Tree) -> int:
 
 
 def drafting_streams(spec: SpecConfig) -> int:
-    """Uniforms of a position under a configuration."""
-    return tree_streams(Tree.from_branching(spec.tree)) if spec.mode is SpecMode.TREE else len(Stream)
+    """Uniforms of a position under a configuration; block: those of a whole step that starts there."""
+    if spec.mode is SpecMode.TREE:
+        return tree_streams(Tree.from_branching(spec.tree))
+    return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK else 1)
 
 
 def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:

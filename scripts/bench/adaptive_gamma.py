@@ -1,0 +1,97 @@
+"""Does adaptive gamma find the best number of drafts at every batch size?
+
+Fixed gamma 0 .. 4 and adaptive (0 .. 4) decode the same prompts at batch sizes 1 to 64, shipped model,
+rejection, 128 tokens a prompt, sampled at temperature 1. Each arm has a process of its own and they take
+turns (see rollout_speed.py). Two figures: the ratio of adaptive to the best fixed gamma at each batch
+size (median over repeats of the ratio within a repeat; goal at least 0.95), and of adaptive to each fixed
+gamma over the whole range (geometric mean over batch sizes; goal above 1 for each).
+
+    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--repeats 5] [--batches 1 2 4 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rollout_speed import (  # noqa: E402
+    EngineArm,
+    measure,
+    paired_ratio,
+    provenance,
+    summary,
+    swe_workloads,
+)
+
+from rlpipe.config.paths import resolve  # noqa: E402
+from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
+
+MAX_GAMMA = 4
+
+
+def arms(model: Path, batch: int, threads: int) -> dict[str, Any]:
+    """Name -> how to make the arm."""
+    specs = {"gamma 0": SpecConfig(mode=SpecMode.NONE)}
+    specs |= {f"gamma {gamma}": SpecConfig(gamma=gamma) for gamma in range(1, MAX_GAMMA + 1)}
+    specs["adaptive"] = SpecConfig(gamma=MAX_GAMMA, adaptive=True)
+    return {name: partial(EngineArm, model, spec, batch, threads, "float32") for name, spec in specs.items()}
+
+
+def main() -> None:
+    """Run what was asked for and write one JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
+    args = parser.parse_args()
+    load = os.getloadavg()
+    work = swe_workloads(args.shipped)["fixed"]
+    results: dict[str, Any] = {}
+    ratios: dict[str, list[float]] = {}
+    for batch in args.batches:
+        prompts = max(batch, 8)  # a run of a small batch would be too short to time
+        several = [work.conversations[i % len(work.conversations)] for i in range(prompts)]
+        makers = arms(args.shipped, batch, args.threads)
+        speeds, counts = measure(
+            makers, replace(work, conversations=several), batch, args.threads, args.repeats
+        )
+        rows = {arm: summary(speeds[arm], counts[arm]) for arm in makers}
+        fixed = [arm for arm in makers if arm != "adaptive"]
+        best = max(fixed, key=lambda arm: rows[arm]["tokens_per_s"])
+        against = {arm: paired_ratio(speeds["adaptive"], speeds[arm]) for arm in fixed}
+        for arm, ratio in against.items():
+            ratios.setdefault(arm, []).append(ratio)
+        results[f"batch {batch}"] = {"arms": rows, "best": best, "adaptive / best": against[best]}
+        print(f"batch {batch}: adaptive / best ({best}) {against[best]}", flush=True)
+        for arm, row in rows.items():
+            print(
+                f"  {arm:9s} {row['tokens_per_s']:6d} tok/s  {row.get('acceptance_length', '')}", flush=True
+            )
+    over_all = {arm: round(statistics.geometric_mean(values), 3) for arm, values in ratios.items()}
+    print("adaptive / fixed, geometric mean over batch sizes:", over_all)
+    if args.json:
+        report = {
+            "question": "adaptive gamma against each fixed gamma over batch sizes",
+            **provenance(args, load),
+            "results": results,
+            "adaptive / fixed over all batch sizes": over_all,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What cannot be decoded, or not be trained on, is refused with the remedy."""
+
+import pytest
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import Config, check
+from rlpipe.config.spec import SpecConfig, SpecMode
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 50}])
+def test_a_cut_distribution_is_refused_because_the_trainer_cannot_replay_it(setting):
+    with pytest.raises(ValueError, match=r"does not replay a kept set .* Leave top_p=1 and top_k=0"):
+        RolloutConfig(**setting)
+
+
+@pytest.mark.parametrize("mode", ["none", "tree"])
+def test_adaptive_gamma_needs_a_chain(mode):
+    with pytest.raises(ValueError, match=f"got spec.mode={mode}: use spec.mode=rejection"):
+        SpecConfig(mode=mode, adaptive=True)
+
+
+@pytest.mark.parametrize("tree", [[], [2, 0]])
+def test_a_tree_without_children_is_refused(tree):
+    with pytest.raises(ValueError, match=r"spec\.tree="):
+        SpecConfig(mode="tree", tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("config", "depth", "drafts"),
+    [
+        (SpecConfig(mode="none", gamma=3), 0, 0),
+        (SpecConfig(mode="block", gamma=3), 3, 3),
+        (SpecConfig(mode="tree", gamma=5, tree=[3, 2]), 2, 9),
+    ],
+)
+def test_depth_and_drafts_follow_from_the_mode(config, depth, drafts):
+    assert (config.depth, config.drafts) == (depth, drafts)
+
+
+def test_greedy_verification_refuses_to_sample(tmp_path):
+    config = Config(spec=SpecConfig(mode=SpecMode.GREEDY))
+    config.run.dir = str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"rollout.temperature=1.0 and val.temperature=1.0: set both to 0"):
+        check(config)
+    config.rollout.temperature = config.val.temperature = 0.0
+    check(config)
