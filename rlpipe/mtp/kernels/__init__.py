@@ -1,0 +1,1 @@
+"""Triton kernels. Importing a module of this package imports triton; the package itself does not."""

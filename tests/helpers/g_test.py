@@ -1,0 +1,104 @@
+"""A G-test of sampled sequences against an exact law, depth by depth.
+
+Token i of a sequence, given the tokens before it and the model in use, is one draw from that model's row.
+Counts of next tokens per (model, prefix) are therefore independent multinomials, given how often each
+prefix occurred, and
+
+    G_i = 2 sum over models, prefixes and tokens of observed * ln(observed / expected)
+
+Cells may be as small as they like: mean and variance of G_i under the law are simulated from the same
+multinomials, and G_i is read as a chi-square of that mean and variance (Satterthwaite), as a standard
+normal score (Wilson-Hilferty). Without a swap, the G_i add up to the G of the joint law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+
+SIMULATIONS = 500
+
+
+class Law:
+    """Next-token rows of several models after every prefix of up to `depth` - 1 tokens.
+
+    rows: per depth i, [models, V ** i, V] float64.
+    """
+
+    def __init__(self, rows: Sequence[np.ndarray]) -> None:
+        self.rows = [row / row.sum(-1, keepdims=True) for row in rows]
+        self.vocab = rows[0].shape[-1]
+
+    @classmethod
+    def of(cls, logits: Sequence[Callable], prompt: Sequence[int], vocab: int, depth: int) -> Law:
+        """From functions of token ids to [T, V] logits, one for each model."""
+        rows = [np.zeros((len(logits), vocab**i, vocab)) for i in range(depth)]
+        for prefix in product(range(vocab), repeat=depth - 1):
+            for model, function in enumerate(logits):
+                probs = function([*prompt, *prefix])[len(prompt) - 1 :].double().softmax(-1)
+                for i in range(depth):
+                    rows[i][model, _number(prefix[:i], vocab)] = probs[i]
+        return cls(rows)
+
+    def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """[count, depth] sequences of the first model."""
+        tokens, number = [], np.zeros(count, np.int64)
+        for row in self.rows:
+            beyond = rng.random((count, 1)) >= row[0, number].cumsum(-1)[:, :-1]
+            tokens.append(beyond.sum(1))
+            number = number * self.vocab + tokens[-1]
+        return np.stack(tokens, 1)
+
+    def divergence(self, other: Law) -> float:
+        """KL of `other`'s first model from this one's, in nats per sequence."""
+        chance, total = np.ones(1), 0.0
+        for ours, theirs in zip(self.rows, other.rows, strict=True):
+            total += (chance[:, None] * theirs[0] * np.log(theirs[0] / ours[0])).sum()
+            chance = (chance[:, None] * theirs[0]).ravel()
+        return total
+
+    def scores(self, tokens: np.ndarray, models: np.ndarray | int = 0) -> list[float]:
+        """Standard normal score of G_i for each depth i; large when tokens do not follow the law.
+
+        tokens: [n, depth]. models: [n, depth], the model that sampled each.
+        """
+        rng = np.random.default_rng(0)
+        models = np.broadcast_to(models, tokens.shape)
+        number, scores = np.zeros(len(tokens), np.int64), []
+        for i, row in enumerate(self.rows):
+            prefixes = self.vocab**i
+            cell = ((models[:, i] * prefixes) + number) * self.vocab + tokens[:, i]
+            counts = np.bincount(cell, minlength=row.size).reshape(-1, self.vocab)
+            law, size = row.reshape(-1, self.vocab), counts.sum(1)
+            simulated = np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)])
+            scores.append(_normal_score(_g(counts, law), simulated.mean(), simulated.var()))
+            number = number * self.vocab + tokens[:, i]
+        return scores
+
+
+def _g(counts: np.ndarray, law: np.ndarray) -> float:
+    expected = counts.sum(1, keepdims=True) * law
+    seen = counts > 0
+    return 2 * float((counts[seen] * np.log(counts[seen] / expected[seen])).sum())
+
+
+def _normal_score(statistic: float, mean: float, variance: float) -> float:
+    freedom = 2 * mean**2 / variance
+    spread = 2 / (9 * freedom)
+    return (math.cbrt(statistic / mean) - (1 - spread)) / math.sqrt(spread)
+
+
+def _number(prefix: Sequence[int], vocab: int) -> int:
+    number = 0
+    for token in prefix:
+        number = number * vocab + token
+    return number
+
+
+def normal_quantile(alpha: float) -> float:
+    """z with Pr(N(0, 1) > z) = alpha."""
+    return -torch.special.ndtri(torch.tensor(alpha, dtype=torch.float64)).item()

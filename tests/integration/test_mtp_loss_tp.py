@@ -1,0 +1,108 @@
+"""Vocabulary tensor parallelism on gloo: two shards equal the whole vocabulary."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.testing import assert_allclose
+
+from rlpipe.config.mtp_loss import MtpLossKind
+from rlpipe.mtp.chunked import linear_mtp_loss
+from rlpipe.mtp.loss import MtpStats, mtp_loss
+from tests.helpers.mtp_reference import random_case
+from tests.helpers.parallel import run_ranks
+
+pytestmark = pytest.mark.integration
+VOCAB = 30
+
+
+def _losses(rank: int, ranks: int, rendezvous: str) -> dict[str, tuple]:
+    """Per kind: loss and gradient of this shard's logits; the fused path's loss and gradients by hidden
+    states and this shard's head; sums; messages sent by a loss and its gradient."""
+    torch.set_num_threads(1)
+    group, calls = None, 0
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+        group = dist.group.WORLD
+    reduce = dist.all_reduce
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    case = random_case(VOCAB)
+    with torch.no_grad():
+        case.draft[..., VOCAB - 2 :] = case.target[..., VOCAB - 2 :] = float("-inf")  # vocabulary padding
+    shard = slice(rank * VOCAB // ranks, (rank + 1) * VOCAB // ranks)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(len(case.mask), 5, generator=generator, dtype=torch.float64)
+    head = torch.randn(VOCAB, 5, generator=generator, dtype=torch.float64)
+    results = {}
+    for kind in MtpLossKind:
+        draft, calls = case.draft.detach()[..., shard].clone().requires_grad_(), 0
+        loss, stats = mtp_loss(
+            kind,
+            draft,
+            case.target[..., shard],
+            case.mask,
+            tp_group=group,
+            temperature=0.8,
+            **case.kwargs(),
+        )
+        loss.backward()
+        used = calls
+        states = torch.stack([hidden.roll(-k, 0) + 0.2 for k in (1, 2, 3)], 1).requires_grad_()
+        weight = head[shard].clone().requires_grad_()
+        fused, _ = linear_mtp_loss(
+            kind,
+            states,
+            hidden,
+            weight,
+            case.mask,
+            tp_group=group,
+            train_head=True,
+            chunk_bytes=4 * 3 * 8 * len(weight),
+            **case.kwargs(),
+        )
+        fused.backward()
+        sums = {field.name: getattr(stats, field.name).numpy() for field in fields(MtpStats)}
+        arrays = [x.detach().numpy() for x in (loss, draft.grad, fused, states.grad, weight.grad)]
+        results[kind.value] = (*arrays, sums, used)
+    dist.all_reduce = reduce
+    if group is not None:
+        dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs():
+    (whole,) = run_ranks(_losses, 1, "")
+    with tempfile.TemporaryDirectory() as folder:
+        return whole, run_ranks(_losses, 2, str(Path(folder) / "rendezvous"))
+
+
+@pytest.mark.parametrize("kind", MtpLossKind)
+def test_two_shards_equal_the_whole_vocabulary(runs, kind):
+    whole, shards = runs[0][kind.value], [shard[kind.value] for shard in runs[1]]
+    loss, by_logits, fused, by_hidden, by_head, sums, _ = whole
+    for shard in shards:
+        assert_allclose(shard[0], loss, rtol=1e-12)
+        assert_allclose(shard[2], fused, rtol=1e-12)
+        assert_allclose(shard[3], by_hidden, atol=1e-12)
+        for name, expected in sums.items():
+            assert_allclose(shard[5][name], expected, atol=1e-11, err_msg=name)
+    assert_allclose(np.concatenate([shard[1] for shard in shards], -1), by_logits, atol=1e-13)
+    assert_allclose(np.concatenate([shard[4] for shard in shards]), by_head, atol=1e-7)  # float32 sums
+
+
+def test_a_loss_needs_three_messages_and_its_gradient_none(runs):
+    assert {kind[-1] for shard in runs[1] for kind in shard.values()} == {3}
+    assert {kind[-1] for kind in runs[0].values()} == {0}
