@@ -58,6 +58,7 @@ class TrainerWorker:
             minibatches=config.algo.minibatches,
             temperature=config.rollout.temperature,
             skip_zero_advantage=config.algo.skips_zero_advantage,
+            share_prefixes=self._trainer.shares_prefixes,
             seed=config.run.seed + self._trainer.policy_version,
         )
         metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}

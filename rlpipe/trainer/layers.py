@@ -1,12 +1,14 @@
 """Layer parts of the local (no TransformerEngine) spec: attention and the layer recipe.
 
 Megatron's own `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
-Rows are padded on the right, so a causal kernel needs no mask: a pad is only ever seen by pads.
+Tokens come flat, with a `BranchLayout` that tells who attends to whom, or as rows padded on the right;
+those need no mask: a pad is only ever seen by pads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +18,39 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from rlpipe.trainer.batch import Branch
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
+
+
+class BranchLayout(PackedSeqParams):
+    """How branches lie in a flat micro-batch (see `rlpipe.trainer.batch`), on its way to attention.
+
+    Megatron hands packed_seq_params down to core attention untouched, recomputation included; a
+    qkv_format of its own keeps it from taking any of its THD paths.
+    """
+
+    def __init__(self, branches: Sequence[Branch], positions: torch.Tensor, dtype: torch.dtype) -> None:
+        """positions: [N] int64, of each token in its trajectory. dtype: of the activations."""
+        super().__init__(qkv_format="branches")
+        self.branches, self.positions = branches, positions
+        self.lengths = [branch.length for branch in branches]
+        self._longest = max((b.shared + b.length for b in branches if b.context), default=0)
+        self._mask = torch.full((self._longest,) * 2, -torch.inf, dtype=dtype, device=positions.device).triu(
+            1
+        )
+
+    def mask(self, branch: Branch) -> torch.Tensor | None:
+        """Additive mask [length, shared + length]: query i sees its context and keys 0..i of its own."""
+        if not branch.context:
+            return None
+        end = branch.shared + branch.length
+        return self._mask[branch.shared : end, :end]
 
 
 class CausalAttention(MegatronModule):
@@ -32,17 +61,54 @@ class CausalAttention(MegatronModule):
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        packed_seq_params: BranchLayout | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d]."""
-        seq, batch, heads, _ = query.shape
-        context = torch.nn.functional.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=heads != key.shape[2],
-        )
+        """query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
+
+        With a layout B is 1 and S the flat tokens of all branches.
+        """
+        seq, batch, _, _ = query.shape
+        heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+        if packed_seq_params is None:
+            context = self._attend(*heads_first)
+        else:
+            context = self._attend_branches(*heads_first, packed_seq_params)
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
+
+    def _attend_branches(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BranchLayout
+    ) -> torch.Tensor:
+        """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
+        queries, keys, values = (x.split(layout.lengths, dim=2) for x in (query, key, value))
+        outputs = []
+        for i, branch in enumerate(layout.branches):
+            k, v = (
+                torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
+                if branch.context
+                else x[i]
+                for x in (keys, values)
+            )
+            outputs.append(self._attend(queries[i], k, v, layout.mask(branch)))
+        return torch.cat(outputs, dim=2)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,9 @@ from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
 from rlpipe.trainer import runtime
+from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
 
-if TYPE_CHECKING:  # the batcher is a layer above: its packed batches are what the trainer is handed
-    from rlpipe.pipeline.batcher import MicroBatch, MiniBatch, PackedBatch
-
-Scores = list[torch.Tensor]  # per micro-batch [B, S] float32
+Scores = list[torch.Tensor]  # per micro-batch [B, R] float32
 
 
 class MegatronTrainer:
@@ -104,6 +102,11 @@ class MegatronTrainer:
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may share prefixes: TransformerEngine's attention reads padded rows only."""
+        return not self._runtime.te
+
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
         """One or more optimizer steps on a batch (ppo_epochs * minibatches).
 
@@ -140,16 +143,16 @@ class MegatronTrainer:
             shard = minibatch.shards[self._dp_rank]
             scores = self._scores(self.model, shard)
             for micro, score in zip(shard, scores, strict=True):
-                for row, values in zip(micro.rows.tolist(), score.cpu().numpy(), strict=True):
-                    found[row] = values
-        everywhere = {row: values for part in self._gather(found) for row, values in part.items()}
-        result = []
-        for row, length in enumerate(batch.lengths):
-            line = np.zeros(length, dtype=np.float32)
-            values = everywhere.get(row, np.zeros(0, dtype=np.float32))[: max(0, length - 1)]
-            line[1 : 1 + len(values)] = values
-            result.append(line.tolist())
-        return result
+                values, mask = score.cpu().numpy(), micro.mask > 0
+                for b in np.flatnonzero(micro.rows >= 0):
+                    line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
+                    line[micro.indices[b, mask[b]]] = values[b, mask[b]]
+                    found[int(micro.rows[b])] = line
+        everywhere = {row: line for part in self._gather(found) for row, line in part.items()}
+        return [
+            everywhere[row].tolist() if row in everywhere else [0.0] * length
+            for row, length in enumerate(batch.lengths)
+        ]
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """Target and MTP weights under HF names, full, on the CPU; None on ranks other than 0."""
@@ -246,12 +249,12 @@ class MegatronTrainer:
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], _: Any) -> Any:
             index, micro = next(numbered)
             select = move(micro.mask) > 0
-            logits = policy.forward_selected(move(micro.inputs), select)
+            logits = self._logits(policy, micro)
 
             def finish_micro(output: torch.Tensor) -> Any:
                 logprobs, entropies = token_logprobs(
                     output,
-                    move(micro.targets)[select],
+                    move(micro.targets),
                     temperature=self._temperature,
                     vocab_start=policy.vocab_start,
                     group=policy.pg_collection.tp,
@@ -270,6 +273,17 @@ class MegatronTrainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _logits(self, policy: Any, micro: MicroBatch) -> torch.Tensor:
+        """Logits [P, V_local] of a micro-batch's predictions."""
+        from rlpipe.trainer.layers import BranchLayout
+
+        move = self._runtime.to_device
+        if not self.shares_prefixes:
+            tokens, sources = micro.padded()
+            return policy.forward_selected(move(tokens), move(sources))
+        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype)
+        return policy.forward_selected(move(micro.tokens[None]), move(micro.sources), layout)
 
     def _gather(self, part: Any) -> list[Any]:
         """One object of each data parallel rank, on all of them."""

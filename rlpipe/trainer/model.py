@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.hf_layout import has_mtp
-from rlpipe.trainer.layers import block_specs
+from rlpipe.trainer.layers import BranchLayout, block_specs
+from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.runtime import Runtime
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
@@ -32,19 +33,27 @@ class PolicyModel(GPTModel):
 
     vocab_real: int
 
-    def forward_selected(self, input_ids: torch.Tensor, select: torch.Tensor) -> torch.Tensor:
+    def forward_selected(
+        self, input_ids: torch.Tensor, sources: torch.Tensor, layout: BranchLayout | None = None
+    ) -> torch.Tensor:
         """Logits at chosen positions.
 
-        input_ids: [B, S] int64. select: [B, S] bool, the positions whose logits are wanted.
-        Returns [N, V_local]: N = select.sum() in row-major order, V_local this rank's vocabulary shard.
+        input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat branches.
+        sources: [P] int64, the wanted positions as indices into input_ids.flatten(); may repeat.
+        Returns [P, V_local], V_local this rank's vocabulary shard.
         """
-        return self(input_ids=input_ids, position_ids=None, attention_mask=None, loss_mask=select)
+        return self(
+            input_ids=input_ids,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=layout,
+            loss_mask=sources,
+        )
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """All logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
         batch, seq = input_ids.shape
-        everywhere = torch.ones_like(input_ids, dtype=torch.bool)
-        local = self.forward_selected(input_ids, everywhere)
+        local = self.forward_selected(input_ids, torch.arange(batch * seq, device=input_ids.device))
         return gather_from_tensor_model_parallel_region(local).view(batch, seq, -1)
 
     def hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +80,15 @@ class PolicyModel(GPTModel):
         """First token id of this rank's vocabulary shard."""
         return self.pg_collection.tp.rank() * (self.vocab_size // self.pg_collection.tp.size())
 
+    def _preprocess(self, packed_seq_params: BranchLayout | None = None, **inputs: Any) -> tuple[Any, ...]:
+        """Megatron's, with the rotary embedding of each flat token at its own position."""
+        embedded, rotary, *rest = super()._preprocess(**inputs)
+        if packed_seq_params is not None:
+            rotary = rotary[packed_seq_params.positions]
+        return embedded, rotary, *rest
+
     def _postprocess(self, hidden_states: torch.Tensor, *, loss_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.head(hidden_states.transpose(0, 1)[loss_mask])
+        return self.head(hidden_states.transpose(0, 1).flatten(0, 1).index_select(0, loss_mask))
 
 
 def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> PolicyModel:
@@ -95,6 +111,8 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         mtp_block_spec=mtp,
     )
     model.vocab_real = vocab
+    if runtime.device.type == "cpu":
+        use_onednn(model.decoder)
     return model.to(device=runtime.device, dtype=runtime.dtype)
 
 

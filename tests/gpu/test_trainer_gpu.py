@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_cpu(checkpoint, tmp_path_factory):
-    groups = [make_groups(seed) for seed in range(3)]
+    groups = [make_groups(seed, common=9) for seed in range(3)]
     run = Run(path=checkpoint, config=CONFIG, algo=ALGO, groups=groups)
     return run_ranks(train_without_gpu, 1, tmp_path_factory.mktemp("cpu"), {"run": run})[0]["run"]
 
@@ -48,7 +48,8 @@ def test_logprobs_and_steps_equal_those_of_the_cpu(checkpoint, on_cpu, layers):
     trainer = make_trainer(checkpoint, replace(CONFIG, layers=layers), ALGO)
     weights = trainer.export_weights()
     assert all(torch.equal(w, weights[k]) for k, w in read_weights(checkpoint).items())
-    batches = [make_batch(make_groups(seed), ALGO) for seed in range(3)]
+    share = trainer.shares_prefixes
+    batches = [make_batch(make_groups(seed, common=9), ALGO, share=share) for seed in range(3)]
     for mine, theirs in zip(trainer.logprobs(batches[0]), on_cpu["logprobs"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)
     for batch, expected in zip(batches, on_cpu["metrics"], strict=True):
@@ -62,7 +63,8 @@ def test_logprobs_and_steps_equal_those_of_the_cpu(checkpoint, on_cpu, layers):
 def test_bfloat16_follows_float32_within_its_precision(checkpoint, on_cpu, layers):
     config = replace(CONFIG, layers=layers, precision=Precision.BF16)
     trainer = make_trainer(checkpoint, config, ALGO)
-    metrics = trainer.train_step(make_batch(make_groups(0), ALGO))
+    batch = make_batch(make_groups(0, common=9), ALGO, share=trainer.shares_prefixes)
+    metrics = trainer.train_step(batch)
     trainer.close()
     expected = on_cpu["metrics"][0]
     assert metrics["actor/grad_norm"].value() == pytest.approx(expected["actor/grad_norm"], rel=0.1)
@@ -73,7 +75,8 @@ def test_bfloat16_follows_float32_within_its_precision(checkpoint, on_cpu, layer
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_resumed_run_equals_an_uninterrupted_one(checkpoint, tmp_path, layers, precision):
     config = replace(CONFIG, layers=layers, precision=precision)
-    batches = [make_batch(make_groups(seed), ALGO) for seed in range(4)]
+    local = layers is LayerSpec.LOCAL
+    batches = [make_batch(make_groups(seed, common=9), ALGO, share=local) for seed in range(4)]
     norms = []
     for resumed in (False, True):
         trainer = make_trainer(checkpoint, config, ALGO)

@@ -13,6 +13,7 @@ from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
 from rlpipe.trainer import runtime
+from rlpipe.trainer.megatron import MegatronTrainer
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
@@ -83,8 +84,9 @@ def test_logits_equal_transformers(checkpoint, trainer_of):
     assert expected.std() > 0.1  # the comparison is not of zeros
 
 
-def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trainer_of):
-    trainer, groups = trainer_of(checkpoint), make_groups()
+@pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
+def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trainer_of, common):
+    trainer, groups = trainer_of(checkpoint), make_groups(common=common)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     found = trainer.logprobs(make_batch(groups, AlgoConfig(), temperature=0.7))
     trajectories = [t for g in groups for t in g.trajectories]
@@ -96,11 +98,13 @@ def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trai
         torch.testing.assert_close(torch.tensor(own[1:]), expected, atol=1e-4, rtol=0)
 
 
-def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(checkpoint, trainer_of):
+@pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
+def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(checkpoint, trainer_of, common):
     """A large epsilon makes AdamW nearly linear in the gradient, so the weights tell of its direction."""
-    groups, algo = make_groups(), AlgoConfig()
+    groups, algo = make_groups(common=common), AlgoConfig()
     trainer = trainer_of(checkpoint, TrainerConfig(lr=1e-2, clip_grad=0.0, eps=1e-3))
     batch = make_batch(groups, algo)
+    assert (batch.shared_tokens > 50) == bool(common)
     metrics = trainer.train_step(batch)
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -129,12 +133,37 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(check
 
 def test_recomputation_changes_nothing(tmp_path, trainer_of):
     path = write_random_checkpoint(tmp_path / "model", "mimo")
-    norms = []
+    batch, norms = make_batch(make_groups(common=9), AlgoConfig()), []
     for recompute in Recompute:
         trainer = make_trainer(path, TrainerConfig(lr=1e-2, recompute=recompute))
-        norms.append(trainer.train_step(make_batch(make_groups(), AlgoConfig()))["actor/grad_norm"].value())
+        norms.append(trainer.train_step(batch)["actor/grad_norm"].value())
         trainer.close()
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_layers_that_read_rows_only_get_the_same_step_from_a_batch_without_sharing(tmp_path, monkeypatch):
+    """TransformerEngine's layers are such; here the local ones take their place."""
+    path, algo = write_random_checkpoint(tmp_path / "model", "mimo"), AlgoConfig(kl_coef=0.1)
+    groups, told = make_groups(common=9), {}
+    for share in (True, False):
+        monkeypatch.setattr(MegatronTrainer, "shares_prefixes", share)
+        trainer, batch = make_trainer(path, algo=algo), make_batch(groups, algo, share=share)
+        assert bool(batch.shared_tokens) is share and bool(batch.padding_tokens)
+        logprobs = [x for line in trainer.logprobs(batch) for x in line]
+        metrics = {k: v.value() for k, v in trainer.train_step(batch).items() if "timing" not in k}
+        told[share] = logprobs, metrics, trainer.export_weights()
+        trainer.close()
+    assert told[False][0] == pytest.approx(told[True][0], abs=1e-5)
+    assert told[False][1] == {k: pytest.approx(v, rel=1e-4, abs=1e-6) for k, v in told[True][1].items()}
+    for name, weight in told[True][2].items():
+        torch.testing.assert_close(told[False][2][name], weight, atol=1e-4, rtol=0)
+
+
+def test_a_shared_batch_is_refused_by_layers_that_read_rows_only(tmp_path, trainer_of, monkeypatch):
+    trainer = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo"))
+    monkeypatch.setattr(MegatronTrainer, "shares_prefixes", False)
+    with pytest.raises(ValueError, match=r"share_prefixes=trainer\.shares_prefixes"):
+        trainer.train_step(make_batch(make_groups(common=9), AlgoConfig()))
 
 
 def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_of):

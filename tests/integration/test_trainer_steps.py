@@ -138,9 +138,9 @@ def test_leaving_out_zero_advantages_changes_no_gradient(path):
 
 def test_the_micro_batch_size_does_not_change_the_step(path):
     outcomes = []
-    for budget in (32, 4096):
+    for budget in (64, 4096):
         trainer = make_trainer(path, CONFIG)
-        outcomes.append(run(trainer, [make_batch(make_groups(), ALGO, budget=budget)])[0])
+        outcomes.append(run(trainer, [make_batch(make_groups(common=9), ALGO, budget=budget)])[0])
         trainer.close()
     assert outcomes[0] == {k: pytest.approx(v, rel=1e-4, abs=1e-6) for k, v in outcomes[1].items()}
 

@@ -1,0 +1,107 @@
+"""Trajectories to one flat micro-batch: which tokens it holds, who follows whom, what is predicted where.
+
+Owns how `rlpipe.trainer.batch.MicroBatch` is filled; which trajectories go into one is the batcher's
+business. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlpipe.trainer.batch import Branch, MicroBatch
+from rlpipe.types import Trajectory
+
+Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
+
+
+def lay_out(
+    rows: Sequence[int],
+    inputs: Sequence[np.ndarray],
+    shared: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    size: int,
+) -> MicroBatch:
+    """One trajectory after the other, each as a branch of what it shares with the one before.
+
+    rows: [B] indices into trajectories and advantages. inputs: tokens of each that are read.
+    shared: how many of them are those of the row before (the first entry counts for nothing).
+    size: tokens to fill the micro-batch up to, with a branch that nobody attends to.
+    """
+    branches: list[Branch] = []
+    tokens, positions, sources = [], [], []
+    path: Path = []  # the trajectory at hand, as pieces of branches
+    places = np.zeros(0, dtype=np.int64)  # where each of its tokens lies
+    targets = [_sampled(trajectories[i]) for i in rows]
+    used = 0
+    for own, same, chosen in zip(inputs, [0, *shared[1:]], targets, strict=True):
+        fresh = len(own) - same
+        path = _first(path, same)
+        places = np.concatenate([places[:same], np.arange(used, used + fresh)])
+        if fresh:
+            branches.append(Branch(length=fresh, context=path))
+            path = [*path, (len(branches) - 1, fresh)]
+        tokens.append(own[same:])
+        positions.append(np.arange(same, len(own)))
+        sources.append(places[chosen - 1])
+        used += fresh
+    if size > used:
+        branches.append(Branch(length=size - used, context=[]))
+        tokens.append(np.zeros(size - used, dtype=np.int64))
+        positions.append(np.arange(size - used))
+    mask = np.arange(max(map(len, targets))) < np.array([[len(chosen)] for chosen in targets])
+
+    def grid(values: Sequence[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
+        cells = np.zeros(mask.shape, dtype=dtype)
+        cells[mask] = np.concatenate([np.asarray(v)[c] for v, c in zip(values, targets, strict=True)])
+        return cells
+
+    token_ids = [trajectories[i].token_ids for i in rows]
+    return MicroBatch(
+        rows=np.array(rows),
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        branches=branches,
+        sources=np.concatenate(sources),
+        targets=grid(token_ids, np.int64)[mask],
+        mask=mask.astype(np.float32),
+        indices=grid([np.arange(len(ids)) for ids in token_ids], np.int64),
+        rollout_logprobs=grid([trajectories[i].rollout_logprobs for i in rows], np.float32),
+        advantages=grid([advantages[i] for i in rows], np.float32),
+    )
+
+
+def nothing() -> MicroBatch:
+    """One token from which nothing is learnt: it keeps a rank without rows in step with the others."""
+    none, token = np.zeros((2, 0), dtype=np.int64), np.zeros((2, 1), dtype=np.int64)
+    cells = np.zeros((4, 1, 1), dtype=np.float32)
+    return MicroBatch(
+        rows=np.array([-1]),
+        tokens=token[0],
+        positions=token[1],
+        branches=[Branch(length=1, context=[])],
+        sources=none[0],
+        targets=none[1],
+        mask=cells[0],
+        indices=cells[1].astype(np.int64),
+        rollout_logprobs=cells[2],
+        advantages=cells[3],
+    )
+
+
+def _sampled(trajectory: Trajectory) -> np.ndarray:
+    """Indices of the sampled tokens; the first token of all is never predicted."""
+    return np.flatnonzero(trajectory.loss_mask[1:]) + 1
+
+
+def _first(path: Path, tokens: int) -> Path:
+    """The pieces that hold the first `tokens` tokens of a path."""
+    pieces = []
+    for branch, count in path:
+        if tokens <= 0:
+            break
+        pieces.append((branch, min(count, tokens)))
+        tokens -= count
+    return pieces
