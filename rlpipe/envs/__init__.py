@@ -12,9 +12,9 @@ __all__ = ["check_environment", "make_suite"]
 
 
 def check_environment(config: EnvConfig) -> None:
-    """Everything about the environment that can be known to be wrong at launch.
+    """What making a suite does not find wrong: the tools that playing it needs.
 
-    Raises ValueError: a data file, a missing sandbox tool, an unknown task.
+    Raises ValueError: a missing sandbox tool, an unknown task.
     """
     if config.name is EnvName.REASONING:
         from rlpipe.envs.math import check_reasoning
@@ -22,14 +22,12 @@ def check_environment(config: EnvConfig) -> None:
         check_reasoning(config)
         return
     from rlpipe.envs.sandbox import check_sandbox
-    from rlpipe.envs.swe.suite import load_splits
 
     check_sandbox(config.sandbox)
-    load_splits(config)
 
 
 def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
-    """The suite that `env.name` selects.
+    """The suite that `env.name` selects. Raises ValueError for a bad data file.
 
     seed: of the run; decides which reasoning tasks are drawn for training.
     """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -42,6 +45,35 @@ def run(*overrides: str, cwd: Path, timeout: float = 300, **extra: str) -> subpr
         text=True,
         timeout=timeout,
     )
+
+
+def start(*overrides: str, cwd: Path, lines: int = 1) -> tuple[subprocess.Popen[str], str]:
+    """Start a run in `cwd`/out and wait until its metrics have some lines.
+
+    Returns the process, the leader of a session of its own, and its mark (see `marked_processes`).
+    """
+    marker = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command(*overrides, "run.dir=out"),
+        cwd=cwd,
+        env=environment(RLPIPE_TEST_MARK=marker),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics, deadline = cwd / "out" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= lines):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.1)
+    return process, marker
+
+
+def prompt_states(directory: Path) -> dict[str, int]:
+    """Number of prompts by state, from the ledger of a run directory."""
+    with sqlite3.connect(directory / "ledger.sqlite") as db:
+        return dict(db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
 
 
 def marked_processes(marker: str) -> list[psutil.Process]:

@@ -2,14 +2,11 @@
 
 import json
 import signal
-import sqlite3
-import subprocess
 import time
-import uuid
 
 import pytest
 
-from tests.helpers.cli import SMALL, command, environment, marked_processes, run
+from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start
 
 pytestmark = pytest.mark.integration
 
@@ -24,13 +21,11 @@ FILES = [
 ]
 
 
+LONG = ["+recipe=swe_rl", *SMALL, "run.steps=500", "val.every=0"]
+
+
 def steps(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def prompt_states(directory):
-    with sqlite3.connect(directory / "ledger.sqlite") as db:
-        return dict(db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
 
 
 @pytest.mark.parametrize("cluster", ["inline", "ray"])
@@ -79,28 +74,6 @@ def test_the_reasoning_recipe_runs_on_the_same_code(tmp_path):
     assert prompt_states(tmp_path / "out") == {"trained": 4}
 
 
-def start(tmp_path, cluster):
-    marker = uuid.uuid4().hex
-    process = subprocess.Popen(
-        command(
-            "+recipe=swe_rl", f"cluster={cluster}", "run.dir=out", *SMALL, "run.steps=500", "val.every=0"
-        ),
-        cwd=tmp_path,
-        env=environment(RLPIPE_TEST_MARK=marker),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
-        time.sleep(0.2)
-    return process, marker
-
-
 def none_left(marker):
     deadline = time.monotonic() + 15
     while marked_processes(marker) and time.monotonic() < deadline:
@@ -110,7 +83,7 @@ def none_left(marker):
 
 @pytest.mark.parametrize("cluster", ["inline", "ray"])
 def test_ctrl_c_once_finishes_cleanly_with_a_checkpoint(tmp_path, cluster):
-    process, marker = start(tmp_path, cluster)
+    process, marker = start(*LONG, f"cluster={cluster}", cwd=tmp_path)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
@@ -122,7 +95,7 @@ def test_ctrl_c_once_finishes_cleanly_with_a_checkpoint(tmp_path, cluster):
 
 @pytest.mark.parametrize("cluster", ["inline", "ray"])
 def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(tmp_path, cluster):
-    process, marker = start(tmp_path, cluster)
+    process, marker = start(*LONG, f"cluster={cluster}", cwd=tmp_path)
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
