@@ -11,10 +11,16 @@ trace in what was emitted, so drawing the position's uniforms again is exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
 import torch
+
+# On a CPU, rows of a large vocabulary are sampled by `sample_tiles`; elsewhere these are not used.
+TILED_VOCAB = 2**15  # from here on; of the vocabulary alone, so that no row depends on the batch around it
+TILE = 1024  # tokens a partial sum covers
+CHUNK = 2**18  # weights computed at a time, or one row where that is more
 
 
 class Stream(IntEnum):
@@ -70,11 +76,64 @@ def sample_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     >>> sample_cdf(torch.tensor([[0.0, 1.0, 3.0, 0.0]]), torch.tensor([1.0], dtype=torch.float64))
     tensor([2])
     """
+    if is_tiled(weights):
+        vocab, dtype = weights.shape[1], weights.dtype
+        return sample_tiles(lambda rows, out: out.copy_(weights[rows]), None, vocab, dtype, uniforms)
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    total = cdf[:, -1:].contiguous()
-    index = torch.searchsorted(cdf, total * uniforms.unsqueeze(1), right=True)
-    last = torch.searchsorted(cdf, total)
-    return torch.minimum(index, last).squeeze(1)
+    return _first_beyond(cdf, cdf[:, -1:] * uniforms.unsqueeze(1)).squeeze(1)
+
+
+def is_tiled(probs: torch.Tensor) -> bool:
+    """Whether rows of probs [..., V] are handled a few at a time: on a CPU, if the vocabulary is large.
+
+    There a temporary as large as the batch is fresh memory in every call, whose page faults cost ten times
+    the arithmetic.
+    """
+    return probs.device.type == "cpu" and probs.shape[-1] >= TILED_VOCAB
+
+
+@torch.no_grad()
+def sample_tiles(
+    fill: Callable[[slice, torch.Tensor], object],
+    fallback: Callable[[slice], torch.Tensor] | None,
+    vocab: int,
+    dtype: torch.dtype,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """`sample_cdf` of weights that never exist all at once: sums of tiles, then a search inside one tile.
+
+    fill: (rows of the batch, buffer [m, V]) writes their weights. fallback: rows -> [m, V], in place of
+    weights without mass; None if there are none. dtype: of the weights. uniforms: [B] float64.
+    Returns [B] int64, the token of `sample_cdf` in one sweep, unless the uniform lies within V * 2**-52 of a
+    boundary, where the two round differently and either neighbour is right.
+    """
+    batch = len(uniforms)
+    step = max(1, min(batch, CHUNK // vocab))
+    buffer = torch.zeros(step, -(-vocab // TILE), TILE, dtype=dtype)
+    tokens = torch.empty(batch, dtype=torch.int64)
+    for rows in (slice(start, min(start + step, batch)) for start in range(0, batch, step)):
+        tiles = buffer[: rows.stop - rows.start]
+        weights = tiles.flatten(1)[:, :vocab]
+        fill(rows, weights)
+        mass = tiles.sum(-1, dtype=torch.float64)
+        has_mass = mass.sum(1, keepdim=True) > 0
+        if fallback is not None and not has_mass.all():
+            weights.copy_(torch.where(has_mass, weights, fallback(rows)))
+            mass = tiles.sum(-1, dtype=torch.float64)
+        cdf = mass.cumsum(1)
+        goal = cdf[:, -1:] * uniforms[rows].unsqueeze(1)
+        tile = _first_beyond(cdf, goal).clamp_(max=tiles.shape[1] - 1)  # NaN compares beyond all
+        goal = goal - cdf.gather(1, tile) + mass.gather(1, tile)
+        inside = tiles.take_along_dim(tile.unsqueeze(2), 1).squeeze(1).cumsum(1, dtype=torch.float64)
+        # Rounding may put the goal below the tile's start, where a token without weight would answer.
+        tokens[rows] = (tile * TILE + _first_beyond(inside, goal.clamp_(min=0))).squeeze(1)
+    return tokens
+
+
+def _first_beyond(cdf: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """First index whose running sum exceeds the goal, at most the last of positive weight. [B, N], [B, 1]."""
+    index = torch.searchsorted(cdf, goal, right=True)
+    return torch.minimum(index, torch.searchsorted(cdf, cdf[:, -1:].contiguous()))
 
 
 def greedy_rows(probs: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:

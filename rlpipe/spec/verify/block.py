@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw, kernel, picked, row
+from rlpipe.spec.sampling import is_tiled
+from rlpipe.spec.verify.common import draw_after, kernel, picked, row
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -59,7 +60,7 @@ def verify_block(
     weights = running_weights(p, q)
     before = torch.cat([torch.ones_like(weights[:, :1]), weights[:, :-1]], 1)
     inner = weights[:, :-1]
-    mass = _residual(inner, draft_probs[:, 1:], target_probs[:, 1:-1]).sum(-1, dtype=torch.float64)
+    mass = _mass(inner, draft_probs[:, 1:], target_probs[:, 1:-1])
     passed = torch.cat(
         [
             accept_uniforms[:, :-1] * (mass + 1 - inner) < mass,
@@ -70,18 +71,23 @@ def verify_block(
     depths = torch.arange(1, gamma + 1, device=draft_tokens.device)
     num_accepted = (passed * depths).amax(1)
 
-    target_row = row(target_probs, num_accepted)
-    at = num_accepted.clamp(max=gamma - 1).unsqueeze(1)
-    stopped = _residual(before.gather(1, at), row(draft_probs, at[:, 0])[:, None], target_row[:, None])[:, 0]
-    residual = torch.where((num_accepted < gamma).unsqueeze(1), stopped, target_row.to(stopped.dtype))
-    next_token = draw(residual, target_row, residual_uniforms)
+    at = num_accepted.clamp(max=gamma - 1)
+    stopped = (num_accepted < gamma).unsqueeze(1)
+    scale = torch.where(stopped, before.gather(1, at.unsqueeze(1)), 1.0)
+
+    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        draft_row = row(draft_probs[rows], at[rows])
+        return _residual(scale[rows], target_row, stopped[rows], draft_row, out)
+
+    dtype = torch.result_type(target_probs, draft_probs)
+    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, dtype)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=weights.to(p.dtype))
 
 
 def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """w_i = min(1, w_{i-1} * p_i / q_i), w_0 = 1, in float64; q = 0 gives 1 if w_{i-1} * p_i > 0, else 0.
 
-    p, q: [..., gamma] probabilities of the realised drafts. Returns [..., gamma].
+    p, q: [..., gamma] probabilities of the realised drafts; NaN in either gives 0. Returns [..., gamma].
 
     >>> running_weights(torch.tensor([[0.2, 0.3, 0.1]]), torch.tensor([[0.4, 0.1, 0.2]]))
     tensor([[0.5000, 1.0000, 0.5000]], dtype=torch.float64)
@@ -89,11 +95,32 @@ def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     weights, weight = [], torch.ones_like(p[..., 0], dtype=torch.float64)
     for p_i, q_i in zip(p.double().unbind(-1), q.double().unbind(-1), strict=True):
         scaled = weight * p_i
-        weight = torch.where(scaled < q_i, scaled / q_i, (scaled > 0).double())
+        weight = torch.where(scaled < q_i, scaled / q_i, ((scaled >= q_i) & (scaled > 0)).double())
         weights.append(weight)
     return torch.stack(weights, -1)
 
 
-def _residual(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """max(w * p - q, 0) in the dtype of the probabilities: [B, K], [B, K, V], [B, K, V] -> [B, K, V]."""
-    return (weights.to(target_probs.dtype).unsqueeze(-1) * target_probs - draft_probs).clamp_(min=0)
+@torch.no_grad()
+def _mass(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """sum_v max(w * p - q, 0) in float64: [B, K], [B, K, V], [B, K, V] -> [B, K]."""
+    scale, one = weights.unsqueeze(-1), weights.new_ones(1)
+    if not is_tiled(target_probs):
+        return _residual(scale, target_probs, one, draft_probs).sum(-1, dtype=torch.float64)
+    mass, rest = torch.empty_like(weights), None
+    for b in range(len(weights)):
+        rest = _residual(scale[b], target_probs[b], one, draft_probs[b], rest)
+        mass[b] = rest.sum(-1, dtype=torch.float64)
+    return mass
+
+
+def _residual(
+    scale: torch.Tensor,
+    target_probs: torch.Tensor,
+    share: torch.Tensor,
+    draft_probs: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """max(scale * p - share * q, 0) in the dtype of the probabilities, [..., V]; share is 1 or 0."""
+    scaled = torch.mul(scale.to(target_probs.dtype), target_probs, out=out)
+    share = share.to(draft_probs.dtype)
+    return torch.addcmul(scaled, draft_probs, share, value=-1, out=out).clamp_(min=0)

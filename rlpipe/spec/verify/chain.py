@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.sampling import sample_cdf
-from rlpipe.spec.verify.common import kernel, leading, nonempty, picked, row
+from rlpipe.spec.verify.common import draw_after, kernel, leading, nonempty, picked, row
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -43,8 +42,12 @@ def verify_chain(
     if fast := kernel(backend, "verify_chain"):
         return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
-    weights = _residual(draft_probs, target_probs, num_accepted)
-    next_token = sample_cdf(weights, residual_uniforms)
+
+    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return _residual(draft_probs[rows], target_row, num_accepted[rows], out)
+
+    dtype = torch.result_type(target_probs, draft_probs)
+    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, dtype)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)
 
 
@@ -63,7 +66,8 @@ def verify_chain_gumbel(
     drafter's own Gumbel-max breaks the law), so that noise is finite and tokens with w = 0 cannot win.
     """
     num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
-    weights = _residual(draft_probs, target_probs, num_accepted).double()
+    target_row = row(target_probs, num_accepted)
+    weights = nonempty(_residual(draft_probs, target_row, num_accepted), target_row).double()
     uniforms = gumbel_uniforms.double().clamp(torch.finfo(torch.float64).tiny, 1 - 2**-53)
     scores = weights.log() - uniforms.log().neg().log()
     return Verdict(num_accepted=num_accepted, next_token=scores.argmax(-1), accept_prob=accept_prob)
@@ -78,11 +82,13 @@ def _accept(
 
 
 def _residual(
-    draft_probs: torch.Tensor, target_probs: torch.Tensor, num_accepted: torch.Tensor
+    draft_probs: torch.Tensor,
+    target_row: torch.Tensor,
+    num_accepted: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, V] unnormalised law of the token after the accepted drafts."""
+    """[B, V] unnormalised law of the token after the accepted drafts; 0 where rounding leaves nothing."""
     gamma = draft_probs.shape[1]
-    target_row = row(target_probs, num_accepted)
-    rejected = (num_accepted < gamma).unsqueeze(1)
     draft_row = row(draft_probs, num_accepted.clamp(max=gamma - 1))
-    return nonempty((target_row - draft_row * rejected).clamp_(min=0), target_row)
+    rejected = (num_accepted < gamma).unsqueeze(1).to(draft_row.dtype)
+    return torch.addcmul(target_row, draft_row, rejected, value=-1, out=out).clamp_(min=0)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from rlpipe.spec.sampling import sample_cdf
+from rlpipe.spec.sampling import is_tiled, sample_cdf, sample_tiles
 
 
 def kernel(backend: str, name: str) -> Callable | None:
@@ -28,8 +28,10 @@ def leading(accepted: torch.Tensor) -> torch.Tensor:
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]."""
+    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
     batch, rows, vocab = probs.shape
+    if batch == 1 and probs.device.type == "cpu":
+        return probs[:, index.item()]
     flat = torch.arange(batch, device=probs.device) * rows + index
     return probs.reshape(batch * rows, vocab).index_select(0, flat)
 
@@ -51,3 +53,32 @@ def nonempty(residual: torch.Tensor, target_row: torch.Tensor) -> torch.Tensor:
 def draw(residual: torch.Tensor, target_row: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """A token from `nonempty(residual, target_row)` by inverse CDF. [B, V], [B, V], [B] -> [B] int64."""
     return sample_cdf(nonempty(residual, target_row), uniforms)
+
+
+def draw_after(
+    residual: Callable[[slice, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    target_probs: torch.Tensor,
+    num_accepted: torch.Tensor,
+    uniforms: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The token after the accepted drafts, by `draw`; on a CPU and a large vocabulary a few rows at a time.
+
+    residual: (rows of the batch, their target row [m, V], out [m, V] or None) -> [m, V] of dtype, what
+    the rule samples there, written to out if there is one; the target row itself after gamma drafts.
+    target_probs: [B, gamma + 1, V]. num_accepted: [B]. uniforms: [B]. Returns [B] int64.
+    """
+    if not is_tiled(target_probs):
+        target_row = row(target_probs, num_accepted)
+        return draw(residual(slice(None), target_row, None), target_row, uniforms)
+
+    def rows_of_target(rows: slice) -> torch.Tensor:
+        return row(target_probs[rows], num_accepted[rows])
+
+    def fill(rows: slice, out: torch.Tensor) -> None:
+        if (num_accepted[rows] == target_probs.shape[1] - 1).all():
+            out.copy_(rows_of_target(rows))  # without reading the draft's rows
+        else:
+            residual(rows, rows_of_target(rows), out)
+
+    return sample_tiles(fill, rows_of_target, target_probs.shape[-1], dtype, uniforms)

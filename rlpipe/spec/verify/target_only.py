@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw, kernel, leading, picked, row
+from rlpipe.spec.verify.common import draw_after, kernel, leading, picked
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -22,8 +22,9 @@ def verify_target_only(
     Source: Bebop §2.2, Eq. 1. Arguments as in `verify_chain`; draft_probs is not used and may be None,
     because the rule is lossless for any way of choosing the draft from the past.
 
-    accept_prob: p_i(d_i), given that all shallower drafts were accepted. Where the draft holds all of
-    the target's mass and is rejected all the same (rounding), the target row itself is sampled.
+    accept_prob: p_i(d_i), 1 where that rounds above it, given that all shallower drafts were accepted.
+    Where the draft holds all of the target's mass and is rejected all the same (rounding), the target row
+    itself is sampled.
     Raises ValueError for an unknown backend.
     """
     if fast := kernel(backend, "verify_target_only"):
@@ -31,9 +32,13 @@ def verify_target_only(
     gamma = draft_tokens.shape[1]
     p = picked(target_probs[:, :-1], draft_tokens)
     num_accepted = leading(accept_uniforms < p)
-    target_row = row(target_probs, num_accepted)
     accepted_all = (num_accepted == gamma).unsqueeze(1)
     drafted = draft_tokens.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
-    residual = target_row.scatter(1, drafted, target_row.gather(1, drafted) * accepted_all)
-    next_token = draw(residual, target_row, residual_uniforms)
-    return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=p)
+
+    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        kept = target_row.gather(1, drafted[rows]) * accepted_all[rows]
+        return torch.scatter(target_row, 1, drafted[rows], kept, out=out)
+
+    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, target_probs.dtype)
+    accept_prob = p.nan_to_num(0.0).clamp(max=1)
+    return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)

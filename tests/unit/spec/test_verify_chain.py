@@ -129,6 +129,22 @@ def test_gumbel_noise_at_the_ends_of_the_interval_never_draws_a_forbidden_token(
     assert verify_chain_gumbel(torch.tensor([[1]]), draft, target, coins, noise).next_token.item() == 2
 
 
+def test_accept_prob_is_at_most_one_where_the_target_rounds_above_it():
+    target = torch.tensor([[[1.0000001, 0.0], [0.5, 0.5]]])
+    half = torch.full((1, 1), 0.5, dtype=torch.float64)
+    assert verify_target_only(torch.tensor([[0]]), None, target, half, half[0]).accept_prob.item() == 1.0
+
+
+@pytest.mark.parametrize("verifier", [verify_chain, verify_block])
+@pytest.mark.parametrize(("p", "q"), [(0.5, float("nan")), (float("nan"), 0.5)])
+def test_nan_at_the_draft_is_never_accepted(verifier, p, q):
+    target = torch.tensor([[[p, 0.5], [0.5, 0.5]]])
+    draft = torch.tensor([[[q, 0.5]]])
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    verdict = verifier(torch.tensor([[0]]), draft, target, zero, zero[0])
+    assert (verdict.num_accepted.item(), verdict.accept_prob.item()) == (0, 0.0)
+
+
 def test_an_unknown_backend_is_refused_with_the_choice():
     empty = torch.zeros(1, 1)
     for verifier in (verify_chain, verify_block, verify_target_only):

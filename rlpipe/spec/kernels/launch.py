@@ -1,0 +1,224 @@
+"""Verification through the Triton kernels: checks, tiles and launches.
+
+Owns the host side; the rules are stated in `rlpipe.spec.verify`, the arithmetic is in `programs.py`.
+A call starts two kernels (block verification with gamma > 1: three) on the current stream, allocates
+outputs and a few kilobytes per row, copies no probabilities and never waits for the device.
+
+Probabilities: float32 or float64; half types are taken at their exact values in float32, so that the
+verdict is the reference's on `probs.float()`. Any strides. Columns of zeros (a padded vocabulary) are
+never drawn. A NaN has weight zero and is never accepted.
+
+Ties. A token is decided by comparing u * total with a running sum of up to V float64 weights. Kernel and
+reference add these in different orders; each sum is off by less than V * 2**-53 of the total. So both
+give the same token unless u lies within V * 2**-52 of a boundary (3.4e-11 at V = 151,936): there either
+neighbour is right. Coins of chain and target-only are compared exactly; a block's coin has the same
+tolerance.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rlpipe.spec.verify.verdict import Verdict
+
+TILE = 1024  # tokens a partial sum covers; fixed, so that the verdict is the same at any batch size
+WARPS = 4
+
+
+def verify_chain(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    residual_uniforms: torch.Tensor,
+) -> Verdict:
+    """`rlpipe.spec.verify.verify_chain` on the device.
+
+    draft_tokens: [B, gamma] int64. draft_probs: [B, gamma, V]. target_probs: [B, gamma + 1, V].
+    accept_uniforms: [B, gamma] and residual_uniforms: [B], float64. gamma may be 0: only the bonus row
+    is sampled.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit, RuntimeError where no kernel can run.
+    """
+    return _verify(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+
+
+def verify_block(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    residual_uniforms: torch.Tensor,
+) -> Verdict:
+    """`rlpipe.spec.verify.verify_block` on the device. Arguments and errors as in `verify_chain`."""
+    return _verify(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms, block=True)
+
+
+def verify_target_only(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    residual_uniforms: torch.Tensor,
+) -> Verdict:
+    """`rlpipe.spec.verify.verify_target_only` on the device; draft_probs is not used and may be None.
+
+    Arguments and errors as in `verify_chain`.
+    """
+    return _verify(draft_tokens, None, target_probs, accept_uniforms, residual_uniforms)
+
+
+def _verify(
+    tokens: torch.Tensor,
+    draft: torch.Tensor | None,
+    target: torch.Tensor,
+    coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    block: bool = False,
+) -> Verdict:
+    """Any of the rules; a draft of None stands for target-only."""
+    _check(tokens, draft, target, coins, uniforms)
+    programs, interpreted = _programs(target.device)
+    batch, gamma = tokens.shape
+    vocab = target.shape[2]
+    double = torch.float64 in (target.dtype, target.dtype if draft is None else draft.dtype)
+    compute = torch.float64 if double else torch.float32
+    tiles = _cdiv(vocab, TILE)
+    span = _span(batch, tiles, interpreted)
+
+    new = target.new_empty
+    verdict = Verdict(
+        num_accepted=new(batch, dtype=torch.int64),
+        next_token=new(batch, dtype=torch.int64),
+        accept_prob=new(batch, gamma, dtype=compute),
+    )
+    if not batch:
+        return verdict
+    tokens, coins, uniforms = tokens.contiguous(), coins.contiguous(), uniforms.contiguous()
+    one_hot, draft = draft is None, target if draft is None else draft
+    mass = new(2, batch, tiles, dtype=torch.float64)
+    scale = new(batch, dtype=torch.float64)
+    prefix_mass = mass
+    probs = (draft, target, draft.stride(), target.stride(), vocab)
+    shape: dict[str, Any] = {
+        "GAMMA": gamma,
+        "TILES": tiles,
+        "TILE": min(TILE, _power_of_two(vocab)),
+        "COMPUTE": programs.tl.float64 if double else programs.tl.float32,
+        "num_warps": WARPS,
+        "enable_fp_fusion": False,  # w * p - q rounds twice, as the reference does
+    }
+    decide = {"DEPTHS": _power_of_two(max(gamma, 1)), "SPAN": span}
+    find = {"TILE_SLOTS": _power_of_two(tiles), "BLOCK": block and gamma > 0, "ONE_HOT": one_hot}
+    with torch.cuda.device_of(target):
+        if block and gamma > 1:
+            prefix_mass = new(batch, gamma - 1, tiles, dtype=torch.float64)
+            programs.prefix_mass_kernel[(batch, _cdiv(tiles, span), gamma - 1)](
+                tokens, coins, probs, prefix_mass, **shape, **decide
+            )
+        programs.residual_kernel[(batch, _cdiv(tiles, span))](
+            tokens,
+            coins,
+            probs,
+            prefix_mass,
+            verdict.num_accepted,
+            verdict.accept_prob,
+            scale,
+            mass[0],
+            mass[1],
+            **shape,
+            **decide,
+            **find,
+        )
+        programs.locate_kernel[(batch,)](
+            tokens,
+            probs,
+            uniforms,
+            verdict.num_accepted,
+            scale,
+            mass[0],
+            mass[1],
+            verdict.next_token,
+            **shape,
+            **find,
+        )
+    return verdict
+
+
+def _span(batch: int, tiles: int, interpreted: bool) -> int:
+    """Tiles per program: one while the batch alone does not fill a GPU; the result does not depend on it.
+
+    The interpreter runs programs one after another and pays for each.
+    """
+    return min(tiles, 16 if interpreted else 1 if batch <= 8 else 4)
+
+
+def _programs(device: torch.device) -> tuple[ModuleType, bool]:
+    """The kernels, and whether they are interpreted. RuntimeError where they cannot run on `device`."""
+    try:
+        from rlpipe.spec.kernels import programs
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise RuntimeError(
+            'backend="triton" needs the package triton, which is not installed: '
+            'pip install triton, or use backend="torch".'
+        ) from error
+    interpreted = not isinstance(programs.locate_kernel, programs.triton.runtime.jit.JITFunction)
+    if device.type != "cuda" and not interpreted:
+        raise RuntimeError(
+            f'backend="triton" needs a CUDA device, the tensors are on {device}: move them to one, use '
+            'backend="torch", or set TRITON_INTERPRET=1 before triton is first imported.'
+        )
+    return programs, interpreted
+
+
+def _check(
+    tokens: torch.Tensor,
+    draft: torch.Tensor | None,
+    target: torch.Tensor,
+    coins: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> None:
+    """ValueError for what the kernels would read wrongly."""
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"draft_tokens is {tuple(tokens.shape)} {tokens.dtype}; it must be [B, gamma] torch.int64."
+        )
+    if target.dim() != 3 or not target.shape[2]:
+        raise ValueError(f"target_probs is {tuple(target.shape)}; it must be [B, gamma + 1, V] with V > 0.")
+    (batch, gamma), vocab = tokens.shape, target.shape[2]
+    wanted = {
+        "target_probs": (target, (batch, gamma + 1, vocab)),
+        "accept_uniforms": (coins, (batch, gamma)),
+        "residual_uniforms": (uniforms, (batch,)),
+    }
+    if draft is not None:
+        wanted["draft_probs"] = (draft, (batch, gamma, vocab))
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; with these drafts it must be {shape}.")
+        if tensor.device != tokens.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, draft_tokens on {tokens.device}: move them to one device."
+            )
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {tensor.dtype}; it must be a floating-point tensor.")
+        if name.endswith("uniforms") and tensor.dtype != torch.float64:
+            raise ValueError(
+                f"{name} is {tensor.dtype}: the 24 bits of float32 cannot reach every token of a large "
+                "vocabulary; draw it as torch.float64."
+            )
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    """Smallest power of two >= n."""
+    return 1 << (n - 1).bit_length()

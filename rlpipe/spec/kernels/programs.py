@@ -1,0 +1,242 @@
+"""The Triton kernels of verification. Imports triton; imported by `launch.py` alone, on first use.
+
+Owns arithmetic on the device; checks nothing. Every row of the batch is judged alone and every sum has
+a fixed order, so a verdict depends neither on the run nor on the batch around it.
+
+    prefix_mass_kernel   (B, tiles, gamma - 1), block verification only: at each depth the mass of
+                         max(w p - q, 0), tile by tile; acceptance there depends on it
+    residual_kernel      (B, tiles): decides acceptance from the gathered p and q of the drafts, which is
+                         cheaper in each program than a kernel of its own; then the mass of each tile of
+                         the one row that is sampled
+    locate_kernel        (B,): the tile where the uniform falls, then the token inside it
+
+Weights are what the torch reference has: p - q in the precision of the inputs, all sums in float64.
+Whatever is not above zero, NaN included, has weight zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _drafted(
+    b,
+    tokens,
+    coins,
+    probs,
+    GAMMA: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """Per depth of row b: p and q at the draft [DEPTHS] COMPUTE, and the coin float64.
+
+    A draft outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
+    """
+    draft, target, draft_stride, target_stride, vocab = probs
+    depth = tl.arange(0, DEPTHS).to(tl.int64)
+    token = tl.load(tokens + b * GAMMA + depth, mask=depth < GAMMA, other=-1)
+    known = (token >= 0) & (token < vocab)
+    at = target + b * target_stride[0] + depth * target_stride[1] + token * target_stride[2]
+    p = tl.load(at, mask=known, other=0.0).to(COMPUTE)
+    if ONE_HOT:
+        q = tl.full([DEPTHS], 1.0, COMPUTE)
+    else:
+        at = draft + b * draft_stride[0] + depth * draft_stride[1] + token * draft_stride[2]
+        q = tl.load(at, mask=known, other=1.0).to(COMPUTE)
+    coin = tl.load(coins + b * GAMMA + depth, mask=depth < GAMMA, other=1.0)
+    return p, q, coin
+
+
+@triton.jit
+def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
+    """w_i = min(1, w_{i-1} p_i / q_i), w_0 = 1: at draft i, w_{i-1} and w_i, [DEPTHS] float64.
+
+    q = 0 counts as the limit q -> 0: w_i is 1 where w_{i-1} p_i > 0, else 0.
+    """
+    depth = tl.arange(0, DEPTHS)
+    before = tl.full([DEPTHS], 1.0, tl.float64)
+    after = before
+    scale = 1.0
+    for i in tl.static_range(GAMMA):
+        before = tl.where(depth == i, scale, before)
+        joint = scale * tl.sum(tl.where(depth == i, p.to(tl.float64), 0.0), 0)
+        drafted = tl.sum(tl.where(depth == i, q.to(tl.float64), 0.0), 0)
+        ratio = joint / tl.where(drafted > 0.0, drafted, 1.0)
+        scale = tl.where(joint < drafted, ratio, tl.where((joint >= drafted) & (joint > 0.0), 1.0, 0.0))
+        after = tl.where(depth == i, scale, after)
+    return before, after
+
+
+@triton.jit
+def _weights(
+    v,
+    b,
+    row,
+    scale,
+    token,
+    probs,
+    GAMMA: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """Of tokens v in row `row` of b: the residual's weights and the target's, float64.
+
+    Row GAMMA has no draft; there token must be -1 and scale 1.
+    """
+    draft, target, draft_stride, target_stride, vocab = probs
+    inside = v < vocab
+    at = target + b * target_stride[0] + row * target_stride[1] + v * target_stride[2]
+    p = tl.load(at, mask=inside, other=0.0).to(COMPUTE)
+    if ONE_HOT:
+        rest = tl.where(v == token, 0.0, p)
+    else:
+        at = draft + b * draft_stride[0] + row * draft_stride[1] + v * draft_stride[2]
+        q = tl.load(at, mask=inside & (row < GAMMA), other=0.0).to(COMPUTE)
+        if BLOCK:
+            rest = scale.to(COMPUTE) * p - q
+        else:
+            rest = p - q
+    return tl.where(rest > 0.0, rest, 0.0).to(tl.float64), tl.where(p > 0.0, p, 0.0).to(tl.float64)
+
+
+@triton.jit
+def prefix_mass_kernel(
+    tokens,
+    coins,
+    probs,
+    prefix_mass,
+    GAMMA: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """prefix_mass[b, i - 1, tile]: the tile's sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
+    b = tl.program_id(0).to(tl.int64)
+    accepted = tl.program_id(2).to(tl.int64) + 1
+    p, q, _ = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, False)
+    before, _ = _prefix_scales(p, q, GAMMA, DEPTHS)
+    scale = tl.sum(tl.where(tl.arange(0, DEPTHS) == accepted, before, 0.0), 0)
+    for k in tl.static_range(SPAN):
+        tile = tl.program_id(1) * SPAN + k
+        v = tile * TILE + tl.arange(0, TILE).to(tl.int64)
+        rest, _ = _weights(v, b, accepted, scale, -1, probs, GAMMA, COMPUTE, True, False)
+        at = prefix_mass + (b * (GAMMA - 1) + accepted - 1) * TILES + tile
+        tl.store(at, tl.sum(rest, 0), mask=tile < TILES)
+
+
+@triton.jit
+def residual_kernel(
+    tokens,
+    coins,
+    probs,
+    prefix_mass,
+    num_accepted,
+    accept_prob,
+    row_scale,
+    residual_mass,
+    target_mass,
+    GAMMA: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """num_accepted, accept_prob, row_scale; residual_mass and target_mass [B, TILES] of the sampled row.
+
+    The bonus row has no draft; its scale is 1.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    depth = tl.arange(0, DEPTHS).to(tl.int64)
+    p, q, coin = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, ONE_HOT)
+    if BLOCK:
+        before, after = _prefix_scales(p, q, GAMMA, DEPTHS)
+        inner = depth < GAMMA - 1
+        slot = tl.arange(0, TILE_SLOTS)[None, :]
+        at = prefix_mass + (b * (GAMMA - 1) + depth[:, None]) * TILES + slot
+        mass = tl.sum(tl.load(at, mask=inner[:, None] & (slot < TILES), other=0.0), 1)
+        passed_inner = inner & (coin * (mass + 1.0 - after) < mass)
+        passed_last = (depth == GAMMA - 1) & (coin * q.to(tl.float64) < before * p.to(tl.float64))
+        accepted = tl.max(tl.where(passed_inner | passed_last, depth + 1, 0), 0)
+        scale = tl.where(accepted < GAMMA, tl.sum(tl.where(depth == accepted, before, 0.0), 0), 1.0)
+        prob = after.to(COMPUTE)
+    else:
+        rejected = (depth < GAMMA) & ~(coin * q.to(tl.float64) < p.to(tl.float64))
+        accepted = tl.min(tl.where(rejected, depth, GAMMA), 0)
+        divisor = tl.where(q > 0.0, q, 1.0)
+        ratio = p / divisor if COMPUTE == tl.float64 else tl.div_rn(p, divisor)  # noqa: SIM300
+        prob = tl.where(p < q, ratio, tl.where((p >= q) & (p > 0.0), 1.0, 0.0))
+        scale = tl.full([], 1.0, tl.float64)
+    if group == 0:
+        tl.store(accept_prob + b * GAMMA + depth, prob, mask=depth < GAMMA)
+        tl.store(num_accepted + b, accepted)
+        tl.store(row_scale + b, scale)
+    token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)
+    for k in tl.static_range(SPAN):
+        tile = group * SPAN + k
+        v = tile * TILE + tl.arange(0, TILE).to(tl.int64)
+        rest, whole = _weights(v, b, accepted, scale, token, probs, GAMMA, COMPUTE, BLOCK, ONE_HOT)
+        tl.store(residual_mass + b * TILES + tile, tl.sum(rest, 0), mask=tile < TILES)
+        tl.store(target_mass + b * TILES + tile, tl.sum(whole, 0), mask=tile < TILES)
+
+
+@triton.jit
+def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
+    """First slot of positive mass whose running sum exceeds goal, else the last of positive mass, else 0.
+
+    Slots without mass are masked because a parallel scan can round them above their left neighbour.
+    """
+    slot = tl.arange(0, SLOTS)
+    first = tl.min(tl.where((mass > 0.0) & (running > goal), slot, SLOTS), 0)
+    last = tl.max(tl.where(mass > 0.0, slot, 0), 0)
+    return tl.minimum(first, last)
+
+
+@triton.jit
+def locate_kernel(
+    tokens,
+    probs,
+    residual_uniforms,
+    num_accepted,
+    row_scale,
+    residual_mass,
+    target_mass,
+    next_token,
+    GAMMA: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """next_token[b]: the inverse CDF of the residual; of the target row where the residual has no mass."""
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, TILE_SLOTS)
+    rest_mass = tl.load(residual_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
+    whole_mass = tl.load(target_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
+    empty = tl.max(rest_mass, 0) <= 0.0
+    mass = tl.where(empty, whole_mass, rest_mass)
+    running = tl.cumsum(mass, 0)
+    total = tl.sum(tl.where(slot == TILES - 1, running, 0.0), 0)
+    goal = tl.load(residual_uniforms + b) * total
+    tile = _first_beyond(mass, running, goal, TILE_SLOTS)
+    goal -= tl.sum(tl.where(slot == tile - 1, running, 0.0), 0)
+
+    accepted = tl.load(num_accepted + b)
+    scale = tl.load(row_scale + b)
+    token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)
+    v = tile.to(tl.int64) * TILE + tl.arange(0, TILE).to(tl.int64)
+    rest, whole = _weights(v, b, accepted, scale, token, probs, GAMMA, COMPUTE, BLOCK, ONE_HOT)
+    mass = tl.where(empty, whole, rest)
+    tl.store(next_token + b, tile.to(tl.int64) * TILE + _first_beyond(mass, tl.cumsum(mass, 0), goal, TILE))
