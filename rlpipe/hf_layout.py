@@ -62,6 +62,12 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
             "(num_nextn_predict_layers is missing or 0). Use a checkpoint with "
             f"{MTP_PREFIX}* weights, or set spec.mode=none."
         )
+    layers = int(config["num_nextn_predict_layers"])
+    if layers > 1:
+        raise ValueError(
+            f"spec.mode={mode} unrolls one MTP layer, but {str(path)!r} has {layers}, one per depth, which the "
+            "embedded engine does not serve. Set spec.mode=none."
+        )
 
 
 def is_mtp_weight(name: str) -> bool:
@@ -70,7 +76,7 @@ def is_mtp_weight(name: str) -> bool:
     >>> is_mtp_weight("model.mtp_layers.0.input_proj.weight"), is_mtp_weight("model.norm.weight")
     (True, False)
     """
-    return name.startswith(MTP_PREFIX)
+    return name.startswith("model.mtp_layers.")
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:

@@ -12,6 +12,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ def launch(config: Config, resolved: str) -> int:
 
         run_tiny_model(config.warmstart, run_dir)
         return 0
+    if config.task is Task.MTP_ADAPT:
+        return _launch_adaptation(config, run_dir)
     return _launch_rl(config, run_dir)
 
 
@@ -84,6 +89,60 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
     return {"done": 0, "stopped": 0}.get(finished, 130)
+
+
+def _launch_adaptation(config: Config, run_dir: Path) -> int:
+    from rlpipe.adapt.run import Adaptation, forget_evaluations
+
+    for name in config.adapt.environments(config.env):
+        check_environment(replace(config.env, name=name))
+    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.run.keep_checkpoints)
+    newest = checkpoints.newest()
+    done = None if newest is None else int(newest[1]["step"])
+    _forget_after(run_dir, done or 0)
+    forget_evaluations(run_dir, done)
+    bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
+    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=ClusterMode.INLINE)
+    adaptation = Adaptation(config=config, run_dir=run_dir, bus=bus, checkpoints=checkpoints)
+    finished = "failed"
+    try:
+        with _stopping(adaptation.request_stop):
+            finished = "done" if adaptation.run() else "stopped"
+    except KeyboardInterrupt:
+        finished = "interrupted"
+    finally:
+        bus.event("end", outcome=finished)
+        bus.close()
+        if config.metrics.report:
+            print(f"report: {_write_report(run_dir)}", flush=True)
+    if finished == "done":
+        print(f"model: {run_dir / 'model'}", flush=True)
+    return {"done": 0, "stopped": 0}.get(finished, 130)
+
+
+@contextmanager
+def _stopping(request_stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C once: `request_stop`; twice: KeyboardInterrupt."""
+    presses = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+        print(
+            "\nrlpipe: finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).",
+            file=sys.stderr,
+            flush=True,
+        )
+        request_stop()
+
+    before = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 async def _run_until_done(controller: Controller, cluster: Any) -> None:

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.trainer import LrSchedule
+from rlpipe.hf_layout import has_mtp
 
 
 class MtpTrain(Choice):
-    """Whether the MTP layer learns."""
+    """Whether the MTP layer learns during RL."""
 
     FROZEN = "frozen"  # never updated; the embedding and head it shares with the target still move
+    ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass
 
 
 @dataclass(slots=True, kw_only=True)
 class MtpConfig:
-    """The MTP layer's own parameter group.
+    """The MTP layer's objective and its own parameter group.
 
-    train: whether it learns. lr, min_lr: peak and final learning rate of its group.
+    train: whether it learns in RL. loss, anchors: see the enums; equations in rlpipe.mtp.loss.
+    depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
+    interval: co-train in every n-th optimizer step only.
+    lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
     clip_grad: bound on its own gradient norm, apart from the policy's (0: unbounded).
     """
 
     train: MtpTrain = MtpTrain.FROZEN
+    loss: MtpLossKind = MtpLossKind.E2E_TV
+    anchors: AnchorWeighting = AnchorWeighting.UNIFORM
+    depths: int = 3
+    interval: int = 1
     lr: float = 1e-4
     min_lr: float = 0.0
+    warmup_steps: int = 0
+    lr_schedule: LrSchedule = LrSchedule.CONSTANT
     clip_grad: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"mtp: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}.")
+        for name, least in (("depths", 1), ("interval", 1), ("warmup_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"mtp.{name} must be at least {least}, got {getattr(self, name)}.")
         if self.clip_grad < 0:
             raise ValueError(f"mtp.clip_grad must be >= 0 (0 switches clipping off), got {self.clip_grad}.")
+
+
+def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> None:
+    """Refuse to run a draft that a checkpoint does not have.
+
+    hf_config: the checkpoint's `config.json`. Raises ValueError with the remedy.
+    """
+    if not has_mtp(hf_config):
+        raise ValueError(
+            f"{path!r} has no MTP layer (num_nextn_predict_layers is missing or 0), so there is no draft to "
+            "train or score: use a checkpoint with one, or set mtp.train=frozen."
+        )
+    layers = int(hf_config["num_nextn_predict_layers"])
+    if 1 < layers < config.depths:
+        raise ValueError(
+            f"mtp.depths={config.depths}, but {path!r} has {layers} MTP layers, one per depth: "
+            f"set mtp.depths to at most {layers}."
+        )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.choice import Choice
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.metrics import MetricsConfig
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.rollout import RolloutConfig
@@ -27,6 +28,7 @@ class Task(Choice):
 
     RL = "rl"  # the async loop
     TINY_MODEL = "tiny_model"  # the supervised warm start that makes the shipped checkpoint
+    MTP_ADAPT = "mtp_adapt"  # the MTP layer of a frozen model learns to draft for it
 
 
 class ClusterMode(Choice):
@@ -127,6 +129,7 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     warmstart: WarmstartConfig = field(default_factory=WarmstartConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 def check(config: Config) -> None:
@@ -135,12 +138,14 @@ def check(config: Config) -> None:
     Raises ValueError with what, the value and the remedy.
     """
     check_run_dir(config.run)
-    if config.task is not Task.RL:
+    if config.task is Task.TINY_MODEL:
         return
     model_path = resolve(config.model.path)
     hf_config = read_config(model_path)
     if config.spec.mode is not SpecMode.NONE:
         require_mtp(hf_config, config.model.path, config.spec.mode)
+    if config.mtp.train is MtpTrain.ONLINE:
+        check_draft(config.mtp, hf_config, config.model.path)
     temperatures = (config.rollout.temperature, config.val.temperature)
     if config.spec.mode is SpecMode.GREEDY and any(temperatures):
         raise ValueError(
@@ -159,11 +164,30 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
     check_parallel(config.trainer, hf_config)
+    if config.task is Task.MTP_ADAPT:
+        require_mtp(hf_config, config.model.path, "mtp_adapt")
+        check_adapt(config)
+        return
     ranks = config.trainer.world_size
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
+        )
+
+
+def check_adapt(config: Config) -> None:
+    """What adaptation needs beyond what every run does. Raises ValueError."""
+    config.adapt.environments(config.env)
+    if config.rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature=0: a greedy target has no distribution to learn. Adapt the draft at the "
+            "temperature of the rollouts it will serve."
+        )
+    if config.trainer.world_size > 1:
+        raise ValueError(
+            f"mtp_adapt trains in one process, but trainer.tp*trainer.dp={config.trainer.world_size}: set "
+            "both to 1."
         )
 
 

@@ -51,6 +51,7 @@ def linear_mtp_loss(
     normalizer: float | Tensor | None = None,
     lk_decay: float = 3.0,
     train_head: bool = False,
+    vocab: int | None = None,
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, MtpStats]:
@@ -61,6 +62,7 @@ def linear_mtp_loss(
     the end must be masked; so must rows that cross sequences, when several are laid end to end.
     head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
     hidden states are whole and equal on all ranks, and so is their gradient.
+    vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never drawn.
     chunk_bytes: bound on the draft logits held at once, None for the device's. The rest as `mtp_loss`.
     """
     objective = Objective(
@@ -84,6 +86,7 @@ def linear_mtp_loss(
         temperature=temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_hidden),
+        vocab=len(head_weight) if vocab is None else vocab,
         chunk_bytes=chunk_bytes or CHUNK_BYTES["cuda" if draft_hidden.is_cuda else "cpu"],
         anchors=mask.any(1).nonzero().flatten().tolist(),
     )
@@ -104,6 +107,7 @@ class _Walk:
     temperature: float
     group: dist.ProcessGroup | None
     backend: ModuleType
+    vocab: int
     chunk_bytes: int
     anchors: list[int]
     result: tuple[Tensor, MtpStats] | None = None
@@ -115,8 +119,11 @@ class _Walk:
         for part in spans(self.anchors, step):
             rows = torch.arange(part.start + 1, part.stop + depths, device=weight.device)
             target = self.target_hidden[rows.clamp(max=len(self.target_hidden) - 1)] @ weight.T
+            draft = draft_hidden[part] @ weight.T
+            for logits in (draft, target) if self.vocab < len(weight) else ():
+                logits[..., self.vocab :] = -torch.inf
             shared = target.unfold(0, part.stop - part.start, 1).permute(2, 0, 1)
-            yield part, draft_hidden[part] @ weight.T, shared
+            yield part, draft, shared
 
     def measured(self, part: slice, draft: Tensor, target: Tensor) -> Measured:
         """Row statistics of a chunk."""

@@ -13,6 +13,7 @@ lies. So a prompt of eight siblings is run forward and backward once, and there 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,11 +70,21 @@ class MicroBatch:
                 "this micro-batch shares prefixes, which the trainer's layers cannot read: "
                 "pack with share_prefixes=trainer.shares_prefixes."
             )
-        lengths = np.array([branch.length for branch in self.branches])
-        cells = np.arange(lengths.max()) < lengths[:, None]
-        rows = np.zeros(cells.shape, dtype=np.int64)
-        rows[cells] = self.tokens
-        return rows, np.flatnonzero(cells)[self.sources]
+        rows, cells = as_rows(self.branches, self.tokens)
+        return rows, cells[self.sources]
+
+
+def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Branches as rows padded on the right with 0.
+
+    values: [N], one per flat token. Returns rows [branches, S], and [N] the place of each flat token in the
+    rows' flat view.
+    """
+    lengths = np.array([branch.length for branch in branches])
+    cells = np.arange(lengths.max()) < lengths[:, None]
+    rows = np.zeros(cells.shape, dtype=values.dtype)
+    rows[cells] = values
+    return rows, np.flatnonzero(cells)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,8 +42,11 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
+    updates = trainer.optimizer.updates
+    # Megatron saves one step count for all groups and refuses to save several
+    trainer.optimizer.write_steps(dict.fromkeys(updates, max(updates.values())))
     state = _tensors(trainer, loading=False) | {
-        "schedule": trainer.optimizer.scheduler.state_dict(),
+        "updates": dict(updates),
         "policy_version": trainer.policy_version,
         "random": _random_states(),
     }
@@ -51,7 +54,10 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
     # neither safe below Ray nor free of leftovers after a crash.
     filesystem_async._results_queue = queue.Queue()
     strategy = _WriteInProcess("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(state, str(unfinished), sharded_strategy=strategy)
+    try:
+        dist_checkpointing.save(state, str(unfinished), sharded_strategy=strategy)
+    finally:
+        trainer.optimizer.write_steps(updates)
     dist.barrier()
     if dist.get_rank() == 0:
         unfinished.rename(directory)
@@ -71,8 +77,7 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     trainer.model.load_state_dict(state["model"])
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     common = dist_checkpointing.load_common_state_dict(str(directory))
-    trainer.optimizer.scheduler.num_steps = 0  # Megatron adds the loaded count to the present one
-    trainer.optimizer.scheduler.load_state_dict(common["schedule"])
+    trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
     _restore_random_states(common["random"])
 
@@ -102,10 +107,10 @@ def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
 
 
 def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
-    """Megatron's load with two defects of 0.16.1 made good, both met with torch's AdamW.
+    """Megatron's load with a defect of 0.16.1 made good, met with torch's AdamW.
 
-    The distributed optimizer asks every saved parameter for a `step` it did not save; and afterwards all
-    parameters share one `step` tensor, which each of them would advance (or have none, if it was 0).
+    The distributed optimizer asks every saved parameter for a `step` it did not save. (Another: afterwards
+    all parameters share one `step` tensor, which each would advance; `set_updates` gives each its own.)
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -115,9 +120,6 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     chained.load_state_dict(state)
     for optimizer in chained.chained_optimizers:
         vars(optimizer).pop("_set_main_param_and_optimizer_states", None)
-        if isinstance(optimizer.optimizer, torch.optim.AdamW):
-            for parameter_state in optimizer.optimizer.state.values():
-                parameter_state["step"] = torch.tensor(float(parameter_state.get("step", 0.0)))
 
 
 def _set_states_keeping_step(

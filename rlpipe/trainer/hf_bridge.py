@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpipe.hf_layout import MTP_PREFIX, has_mtp
 from rlpipe.trainer.model import PolicyModel
 
 Tensors = list[torch.Tensor]
@@ -97,22 +96,25 @@ def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, E
         table["output_layer.weight"] = Entry(hf=["lm_head.weight"], shard_dim=0, vocab=True)
     for i in range(int(hf_config["num_hidden_layers"])):
         table |= _layer(f"decoder.layers.{i}.", f"model.layers.{i}.", hf_config, tp)
-    if has_mtp(hf_config):
-        ours = "mtp.layers.0."
-        table |= {
-            ours + "enorm.weight": Entry(hf=[MTP_PREFIX + "token_layernorm.weight"]),
-            ours + "hnorm.weight": Entry(hf=[MTP_PREFIX + "hidden_layernorm.weight"]),
-            # Megatron projects cat(embedding, hidden), MiMo cat(hidden, embedding)
-            ours + "eh_proj.weight": Entry(
-                hf=[MTP_PREFIX + "input_proj.weight"],
-                shard_dim=0,
-                merge=lambda tensors: _swap_halves(tensors[0]),
-                split=lambda full: [_swap_halves(full)],
-            ),
-            ours + "final_layernorm.weight": Entry(hf=[MTP_PREFIX + "final_layernorm.weight"]),
-            **_layer(ours + "transformer_layer.", MTP_PREFIX, hf_config, tp),
-        }
+    for i in range(int(hf_config.get("num_nextn_predict_layers") or 0)):
+        table |= _mtp_layer(f"mtp.layers.{i}.", f"model.mtp_layers.{i}.", hf_config, tp)
     return table
+
+
+def _mtp_layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dict[str, Entry]:
+    return {
+        ours + "enorm.weight": Entry(hf=[theirs + "token_layernorm.weight"]),
+        ours + "hnorm.weight": Entry(hf=[theirs + "hidden_layernorm.weight"]),
+        # Megatron projects cat(embedding, hidden), MiMo cat(hidden, embedding)
+        ours + "eh_proj.weight": Entry(
+            hf=[theirs + "input_proj.weight"],
+            shard_dim=0,
+            merge=lambda tensors: _swap_halves(tensors[0]),
+            split=lambda full: [_swap_halves(full)],
+        ),
+        ours + "final_layernorm.weight": Entry(hf=[theirs + "final_layernorm.weight"]),
+        **_layer(ours + "transformer_layer.", theirs, hf_config, tp),
+    }
 
 
 def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dict[str, Entry]:

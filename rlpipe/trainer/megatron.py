@@ -4,16 +4,17 @@ Owns one rank of the policy, its optimizer and its version. The algorithm (loss,
 `rlpipe.algo`, CPU or GPU is `runtime`, weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
-and reduces gradients; norms are clipped per group; AdamW steps. The MTP layer is not run: it is frozen,
-and the policy's gradient does not need it.
+and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
+policy's gradient does not need it. With mtp.train=online it learns from the hidden states of the same pass
+(`draft`), and nothing of that reaches the policy. With adapt_only the draft alone learns (`adapt_step`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,12 +22,15 @@ import torch.distributed as dist
 
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
 from rlpipe.trainer import runtime
 from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
+
+if TYPE_CHECKING:
+    from rlpipe.mtp.loss import MtpStats
 
 Scores = list[torch.Tensor]  # per micro-batch [B, R] float32
 
@@ -48,21 +52,27 @@ class MegatronTrainer:
         world_size: int = 1,
         master: str | None = None,
         total_steps: int,
+        adapt_only: bool = False,
     ) -> None:
         """Load the model of `model_path` and get ready to train.
 
         master: `host:port` of rank 0, where the ranks meet (not needed by one rank alone).
-        total_steps: batches of the run; the learning rate schedule ends there.
+        total_steps: batches of the run; the learning rate schedules end there.
+        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever mtp.train says.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
-        self._config, self._algo, self._path = config, algo, Path(model_path)
+        self._online = mtp.train is MtpTrain.ONLINE and not adapt_only
+        if adapt_only or self._online:
+            check_draft(mtp, self._hf_config, str(model_path))
+        self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
+        self._adapt_only = adapt_only
         self._temperature = 1.0  # of the batch in hand
         self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         try:
-            self._build(mtp, total_steps * algo.optimizer_steps)
+            self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps))
         except BaseException:
             runtime.stop()
             raise
@@ -76,6 +86,7 @@ class MegatronTrainer:
             finalize_model_grads,
         )
 
+        from rlpipe.trainer.draft import Draft
         from rlpipe.trainer.hf_bridge import load_hf_weights
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer
@@ -87,10 +98,12 @@ class MegatronTrainer:
             load_hf_weights(model, self._hf_config, weights)
             return model
 
-        self.model = load_policy()
-        if mtp.train is MtpTrain.FROZEN and self.model.mtp_process:
-            self.model.mtp.requires_grad_(False)
-        self._reference = load_policy().requires_grad_(False) if self._algo.kl_coef else None
+        self.model = load_policy().requires_grad_(not self._adapt_only)
+        if self.model.mtp_process:
+            self.model.mtp.requires_grad_(self._online or self._adapt_only)
+        wants_reference = self._algo.kl_coef and not self._adapt_only
+        self._reference = load_policy().requires_grad_(False) if wants_reference else None
+        self._draft = Draft(mtp, self._runtime)
         sharded = self._config.distributed_optimizer
         self._wrapped = DistributedDataParallel(
             self.model.config,
@@ -113,6 +126,10 @@ class MegatronTrainer:
         Returns metrics already reduced over all ranks, the same on each. A step whose gradient is not
         finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens.
         """
+        if self._adapt_only:
+            raise ValueError(
+                "this trainer was built with adapt_only=True: its policy is frozen, use adapt_step."
+            )
         start = time.perf_counter()
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
@@ -125,12 +142,43 @@ class MegatronTrainer:
             for minibatch, shard, old_scores, reference_scores in zip(
                 minibatches, shards, old, reference, strict=True
             ):
-                metrics = self._backward(minibatch, shard, old_scores, reference_scores)
+                metrics, stats = self._backward(minibatch, shard, old_scores, reference_scores)
                 mine += metrics
-                shared.append(self._apply(minibatch))
+                shared.append(self._apply(minibatch, stats))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
         total["timing_s/update_actor"] = Mean(time.perf_counter() - start, 1)
         return total
+
+    def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
+        """Optimizer steps of the draft alone, one per minibatch; the backbone runs without gradients.
+
+        Returns mtp/* metrics, reduced over all ranks. A step whose gradient is not finite is left out and
+        counted in `mtp/skipped_steps`, and so is one in which nothing is drafted.
+        Raises ValueError unless the trainer was built with adapt_only=True.
+        """
+        if not self._adapt_only:
+            raise ValueError("adapt_step trains the draft alone: build the trainer with adapt_only=True.")
+        start = time.perf_counter()
+        self._temperature = batch.temperature
+        steps = []
+        for minibatch in batch.minibatches:
+            self._wrapped.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            shard = minibatch.shards[self._dp_rank]
+            stats = self._total(self._run_draft(self._wrapped, shard, forward_only=False))
+            steps.append(self._apply(minibatch, stats))
+        return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
+
+    def mtp_stats(self, batch: PackedBatch) -> MtpStats:
+        """Teacher-forced statistics of the draft on a batch, expected verify steps included; on every rank.
+
+        Changes nothing. Raises ValueError when the checkpoint has no draft.
+        """
+        check_draft(self._mtp, self._hf_config, str(self._path))
+        self._temperature = batch.temperature
+        with torch.no_grad():
+            shards = [m.shards[self._dp_rank] for m in batch.minibatches]
+            return self._total(s for shard in shards for s in self._run_draft(self.model, shard, True))
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
         """Current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
@@ -189,15 +237,25 @@ class MegatronTrainer:
         shard: Sequence[MicroBatch],
         old: Scores | None,
         reference: Scores | None,
-    ) -> list[dict[str, Value]]:
-        """Accumulate the minibatch's gradient, reduced over ranks; metrics of each micro-batch."""
+    ) -> tuple[list[dict[str, Value]], MtpStats | None]:
+        """Accumulate the minibatch's gradient, reduced over ranks.
+
+        Returns metrics of each micro-batch, and the draft's statistics over all ranks (None: it is not due).
+        """
+        drafts = self._online and (self.policy_version + 1) % self._mtp.interval == 0
         totals = LossTotals(
             tokens=max(1, minibatch.tokens), sequences=max(1, minibatch.sequences), dp_size=self._config.dp
         )
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_of(index: int, micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
+        def loss_of(
+            index: int,
+            micro: MicroBatch,
+            hidden: torch.Tensor,
+            logprobs: torch.Tensor,
+            entropies: torch.Tensor,
+        ) -> Any:
             move = self._runtime.to_device
             loss, metrics = micro_batch_loss(
                 logprobs=logprobs,
@@ -210,46 +268,66 @@ class MegatronTrainer:
                 totals=totals,
                 config=self._algo,
             )
-            return loss * len(shard), metrics  # Megatron divides by the number of micro-batches
+            stats = None
+            if drafts:
+                draft_loss, stats = self._draft.loss(self.model, micro, hidden, self._temperature)
+                loss = loss + draft_loss
+            return loss * len(shard), (metrics, stats)  # Megatron divides by the number of micro-batches
 
-        return self._run(self._wrapped, shard, loss_of, forward_only=False)
+        told = self._run(self._wrapped, shard, loss_of, forward_only=False)
+        metrics = [metrics for metrics, _ in told]
+        return metrics, self._total(stats for _, stats in told) if drafts else None
 
-    def _apply(self, minibatch: MiniBatch) -> dict[str, Value]:
-        """Step the optimizer; metrics that are the same on every rank."""
-        if minibatch.tokens == 0:
-            return {"actor/skipped_steps": Sum(1)}
-        outcome = self.optimizer.step()
-        self.policy_version += outcome.applied
-        metrics: dict[str, Value] = {
-            "actor/skipped_steps": Sum(not outcome.applied),
-            "actor/lr": Last(outcome.lrs["policy"]),
-        }
-        if outcome.applied:
-            metrics["actor/grad_norm"] = Mean(outcome.grad_norms["policy"], 1)
-        return metrics | optimizer_step_count(self._algo)
+    def _apply(self, minibatch: MiniBatch, stats: MtpStats | None) -> dict[str, Value]:
+        """Step the optimizer; metrics that are the same on every rank.
+
+        stats: of the draft, if it is to be stepped.
+        """
+        metrics: dict[str, Value] = {} if stats is None else stats.metrics()
+        groups = ([] if self._adapt_only else ["policy"]) + ([] if stats is None else ["mtp"])
+        scales = dict.fromkeys(groups, 1.0)
+        if stats is not None:  # gradients are means over ranks of what the numerator of the loss gives
+            weight = stats.weight.item()
+            scales["mtp"] = self._config.dp / weight if weight else 0.0
+        outcome = self.optimizer.step(scales) if minibatch.tokens else None
+        for tag in groups:
+            name = {"policy": "actor", "mtp": "mtp"}[tag]
+            done = outcome is not None and tag in outcome.applied
+            metrics[f"{name}/skipped_steps"] = Sum(not done)
+            if outcome is not None and tag in outcome.lrs:
+                metrics[f"{name}/lr"] = Last(outcome.lrs[tag])
+            if done:
+                metrics[f"{name}/grad_norm"] = Mean(outcome.grad_norms[tag], 1)
+        if outcome is None:
+            return metrics
+        self.policy_version += bool(outcome.applied)
+        return metrics if self._adapt_only else metrics | optimizer_step_count(self._algo)
 
     def _scores(self, model: Any, shard: Sequence[MicroBatch]) -> Scores:
         """Logprobs of the targets under a model, without a graph."""
 
-        def keep(index: int, micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
+        def keep(
+            index: int,
+            micro: MicroBatch,
+            hidden: torch.Tensor,
+            logprobs: torch.Tensor,
+            entropies: torch.Tensor,
+        ) -> Any:
             return logprobs.sum(), logprobs
 
         with torch.no_grad():
             return self._run(model, shard, keep, forward_only=True)
 
     def _run(self, model: Any, shard: Sequence[MicroBatch], use: Any, forward_only: bool) -> list:
-        """Megatron's schedule over micro-batches; `use(index, micro, logprobs, entropies)` ends each one."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
+        """The policy over micro-batches; `use(index, micro, hidden, logprobs, entropies)` ends each one."""
         from rlpipe.trainer.logprobs import token_logprobs
 
         policy = getattr(model, "module", model)
         move = self._runtime.to_device
 
-        def forward_step(numbered: Iterator[tuple[int, MicroBatch]], _: Any) -> Any:
-            index, micro = next(numbered)
+        def forward(index: int, micro: MicroBatch) -> Any:
             select = move(micro.mask) > 0
-            logits = self._logits(policy, micro)
+            hidden, sources = self._hidden(policy, micro)
 
             def finish_micro(output: torch.Tensor) -> Any:
                 logprobs, entropies = token_logprobs(
@@ -260,12 +338,38 @@ class MegatronTrainer:
                     group=policy.pg_collection.tp,
                 )
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
-                return use(index, micro, *(grid.masked_scatter(select, x) for x in (logprobs, entropies)))
+                grids = (grid.masked_scatter(select, x) for x in (logprobs, entropies))
+                return use(index, micro, hidden, *grids)
 
-            return logits, finish_micro
+            return policy.head(hidden.index_select(0, sources)), finish_micro
+
+        return self._schedule(model, shard, forward, forward_only)
+
+    def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
+        """The draft over micro-batches, from a backbone without gradients; statistics of each."""
+        policy = getattr(model, "module", model)
+
+        def forward(index: int, micro: MicroBatch) -> Any:
+            with torch.no_grad():
+                hidden, _ = self._hidden(policy, micro)
+
+            def finish_micro(hidden: torch.Tensor) -> Any:
+                loss, stats = self._draft.loss(policy, micro, hidden, self._temperature)
+                return loss * len(shard), stats
+
+            return hidden, finish_micro
+
+        return self._schedule(model, shard, forward, forward_only)
+
+    def _schedule(self, model: Any, shard: Sequence[MicroBatch], forward: Any, forward_only: bool) -> list:
+        """Megatron's schedule; `forward(index, micro)` gives an output and what makes of it (loss, anything).
+
+        Returns the anythings, one per micro-batch.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=lambda numbered, _: forward(*next(numbered)),
             data_iterator=enumerate(shard),
             model=model,
             num_microbatches=len(shard),
@@ -274,16 +378,22 @@ class MegatronTrainer:
             forward_only=forward_only,
         )
 
-    def _logits(self, policy: Any, micro: MicroBatch) -> torch.Tensor:
-        """Logits [P, V_local] of a micro-batch's predictions."""
+    def _hidden(self, policy: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of a micro-batch, and which of them predict sampled tokens [P]."""
         from rlpipe.trainer.layers import BranchLayout
 
         move = self._runtime.to_device
         if not self.shares_prefixes:
             tokens, sources = micro.padded()
-            return policy.forward_selected(move(tokens), move(sources))
+            return policy.hidden_states(move(tokens)), move(sources)
         layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype)
-        return policy.forward_selected(move(micro.tokens[None]), move(micro.sources), layout)
+        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources)
+
+    def _total(self, parts: Iterable[MtpStats]) -> MtpStats:
+        """The draft's statistics over micro-batches and ranks."""
+        from rlpipe.trainer.draft import total
+
+        return total(parts, self._mtp.depths, self._runtime.device, self._dp_group)
 
     def _gather(self, part: Any) -> list[Any]:
         """One object of each data parallel rank, on all of them."""

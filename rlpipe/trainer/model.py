@@ -2,7 +2,7 @@
 
 Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses live in
 `megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt
-and tool tokens cost no head; the MTP layer is built but never run here (see `mtp/head.py`).
+and tool tokens cost no head; the MTP layers are built but never run here (see `mtp/head.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +18,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.trainer import Recompute, TrainerConfig
-from rlpipe.hf_layout import has_mtp
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.runtime import Runtime
@@ -26,48 +26,40 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose forward returns vocabulary-parallel logits of selected positions.
+    """GPTModel whose forward ends with hidden states; `head` makes vocabulary-parallel logits of some.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
     """
 
     vocab_real: int
 
-    def forward_selected(
-        self, input_ids: torch.Tensor, sources: torch.Tensor, layout: BranchLayout | None = None
-    ) -> torch.Tensor:
-        """Logits at chosen positions.
+    def hidden_states(self, input_ids: torch.Tensor, layout: BranchLayout | None = None) -> torch.Tensor:
+        """Final-norm output [B * S, H], row-major.
 
         input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat branches.
-        sources: [P] int64, the wanted positions as indices into input_ids.flatten(); may repeat.
-        Returns [P, V_local], V_local this rank's vocabulary shard.
         """
-        return self(
-            input_ids=input_ids,
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=layout,
-            loss_mask=sources,
-        )
+        return self(input_ids=input_ids, position_ids=None, attention_mask=None, packed_seq_params=layout)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """All logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
-        batch, seq = input_ids.shape
-        local = self.forward_selected(input_ids, torch.arange(batch * seq, device=input_ids.device))
-        return gather_from_tensor_model_parallel_region(local).view(batch, seq, -1)
+        local = self.head(self.hidden_states(input_ids))
+        return gather_from_tensor_model_parallel_region(local).view(*input_ids.shape, -1)
 
-    def hidden_states(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final-norm output [S, B, H] and the rotary embedding [S, 1, 1, d] used for it."""
-        embedded, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=None)
-        hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
-        return hidden, rotary
+    def rotary(self, positions: np.ndarray) -> torch.Tensor:
+        """Rotary embedding [N, 1, 1, d] of positions [N]."""
+        return self.rotary_pos_emb(int(positions.max()) + 1)[positions]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else None
-        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self.head_weight)
         return logits.squeeze(1)[:, : self.local_vocab]
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """This rank's shard of the output layer, padding included: [V_padded / tp, H]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
 
     @property
     def local_vocab(self) -> int:
@@ -87,8 +79,8 @@ class PolicyModel(GPTModel):
             rotary = rotary[packed_seq_params.positions]
         return embedded, rotary, *rest
 
-    def _postprocess(self, hidden_states: torch.Tensor, *, loss_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.head(hidden_states.transpose(0, 1).flatten(0, 1).index_select(0, loss_mask))
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states.transpose(0, 1).flatten(0, 1)
 
 
 def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> PolicyModel:
@@ -113,6 +105,8 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     model.vocab_real = vocab
     if runtime.device.type == "cpu":
         use_onednn(model.decoder)
+        if model.mtp_process:
+            use_onednn(model.mtp)
     return model.to(device=runtime.device, dtype=runtime.dtype)
 
 
@@ -140,7 +134,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=config.tp,
-        mtp_num_layers=1 if has_mtp(hf_config) else None,
+        mtp_num_layers=int(hf_config.get("num_nextn_predict_layers") or 0) or None,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,

@@ -1,12 +1,13 @@
-"""Megatron's optimizer and schedule: one group for the policy, one for the draft, a guard for both.
+"""Megatron's optimizer and schedules: one group for the policy, one for the draft, a guard for both.
 
-Owns gradient clipping by group, the refusal of non-finite gradients, and the learning rate. Every piece
-is Megatron's public one; `MegatronOptimizer.step` itself cannot be used, because it clips all groups by
-one norm and applies whatever it is given.
+Owns gradient clipping by group, the refusal of non-finite gradients, learning rates, and how often each group
+was stepped. Every piece is Megatron's public one; `MegatronOptimizer.step` itself cannot be used, because it
+clips all groups by one norm, steps all of them and applies whatever it is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -33,18 +34,30 @@ POLICY, MTP = "policy", "mtp"
 
 @dataclass(slots=True, kw_only=True)
 class StepOutcome:
-    """applied: False when a gradient was not finite. grad_norms: by group, before clipping. lrs: used."""
+    """applied: groups that were stepped. grad_norms: by group, before clipping. lrs: used."""
 
-    applied: bool
+    applied: set[str]
     grad_norms: dict[str, float]
     lrs: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Groups:
+    """What a schedule sees of an optimizer: the groups of one tag, those of now (loading replaces them)."""
+
+    inner: MegatronOptimizer
+    tag: str
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.inner.param_groups if _tag(group) == self.tag]
 
 
 class PolicyOptimizer:
     """AdamW over the trainable parameters of a wrapped model, float32 state, per-group clipping.
 
-    steps: of the whole run, for the schedule. The k-th step (from 0) uses schedule(k + 1), so warm-up
-    does not begin with a step of size 0 and the last step reaches min_lr.
+    steps: of the whole run, for the schedules. updates: steps each group has had; the k-th of them (from 0)
+    uses schedule(k + 1), so warm-up does not begin with a step of size 0 and the last step reaches min_lr.
     """
 
     def __init__(
@@ -72,42 +85,74 @@ class PolicyOptimizer:
         self.inner = get_megatron_optimizer(
             optimizer_config, [model], config_overrides=overrides, use_gloo_process_groups=False
         )
-        self.scheduler = OptimizerParamScheduler(
-            self.inner,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=config.warmup_steps,
-            lr_decay_steps=max(steps, config.warmup_steps + 1),
-            lr_decay_style=config.lr_schedule.value,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
-        self.scheduler.step(1)
+        present = {_tag(group) for group in self.inner.param_groups}
+        plans = {POLICY: (config, steps), MTP: (mtp, max(1, steps // mtp.interval))}
+        self._schedules = {
+            tag: _schedule(plan, length, _Groups(self.inner, tag), config.weight_decay)
+            for tag, (plan, length) in plans.items()
+            if tag in present
+        }
         for optimizer in self.inner.chained_optimizers:
             _create_state(optimizer)
+        self.updates: dict[str, int] = {}
+        self.set_updates({})
 
     def zero_grad(self) -> None:
         """Forget gradients (those of the wrapped model's buffer are zeroed by its owner)."""
         self.inner.zero_grad()
 
-    def step(self) -> StepOutcome:
-        """Clip each group by its own norm and step, unless any gradient is not finite."""
+    def step(self, scales: Mapping[str, float]) -> StepOutcome:
+        """Scale each group's gradient, clip it by its own norm and step.
+
+        scales: factor by group; a group that is left out keeps weights, moments and learning rate. So does
+        a draft whose gradient is not finite. When the policy's is not, nothing is stepped.
+        """
         overflow = self.inner.prepare_grads()
-        norms = {tag: self._norm(tag) for tag in self._tags()}
-        lrs = {tag: max(g["lr"] for g in self._groups(tag)) for tag in norms}
-        if overflow or not all(isfinite(norm) for norm in norms.values()):
-            return StepOutcome(applied=False, grad_norms=norms, lrs=lrs)
-        for tag, norm in norms.items():
+        due = [tag for tag in self._schedules if scales.get(tag)]
+        for tag in due:
+            if scales[tag] != 1:
+                for gradient in (p.grad for p in self._parameters(tag) if p.grad is not None):
+                    gradient.mul_(scales[tag])
+        norms = {tag: self._norm(tag) for tag in due}
+        lrs = {tag: max(g["lr"] for g in _Groups(self.inner, tag).param_groups) for tag in due}
+        applied = {tag for tag in due if isfinite(norms[tag]) and not overflow}
+        if not applied or (POLICY in due and POLICY not in applied):
+            return StepOutcome(applied=set(), grad_norms=norms, lrs=lrs)
+        for tag in applied:
             if self._clip[tag]:
-                clip_grad_by_total_norm_fp32(self._parameters(tag), self._clip[tag], norm)
+                clip_grad_by_total_norm_fp32(self._parameters(tag), self._clip[tag], norms[tag])
+        left_out = self._schedules.keys() - applied
+        for parameter in (p for tag in left_out for p in self._parameters(tag)):
+            parameter.grad = None  # AdamW passes over it: not even its momentum moves it
         self.inner.step_with_ready_grads()
-        self.scheduler.step(1)
-        return StepOutcome(applied=True, grad_norms=norms, lrs=lrs)
+        for tag in applied:
+            self.updates[tag] += 1
+            self._schedules[tag].step(1)
+        if left_out:
+            self.write_steps(self.updates)
+        return StepOutcome(applied=applied, grad_norms=norms, lrs=lrs)
+
+    def set_updates(self, updates: Mapping[str, int]) -> None:
+        """Continue where every group has had this many steps (0 if not named)."""
+        self.updates = {tag: updates.get(tag, 0) for tag in self._schedules}
+        for tag, schedule in self._schedules.items():
+            schedule.num_steps = 0
+            schedule.step(self.updates[tag] + 1)
+        self.write_steps(self.updates)
+
+    def write_steps(self, steps: Mapping[str, int]) -> None:
+        """Set AdamW's step count of every parameter, a tensor of its own each.
+
+        torch keeps it by parameter, fused optimizers by group (and advance it with or without a gradient).
+        """
+        for optimizer in self.inner.chained_optimizers:
+            for group in optimizer.optimizer.param_groups:
+                count = steps[_tag(group)]
+                if "step" in group:
+                    group["step"] = count
+                if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                    for parameter in group["params"]:
+                        optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
 
     def _norm(self, tag: str) -> float:
         """L2 norm over all ranks, each parameter counted once."""
@@ -124,19 +169,33 @@ class PolicyOptimizer:
             squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
         return sqrt(squares)
 
-    def _tags(self) -> list[str]:
-        present = {_tag(group) for group in self.inner.param_groups}
-        return [tag for tag in (POLICY, MTP) if tag in present]
-
-    def _groups(self, tag: str) -> list[dict[str, Any]]:
-        return [group for group in self.inner.param_groups if _tag(group) == tag]
-
     def _parameters(self, tag: str) -> list[torch.nn.Parameter]:
-        return [p for group in self._groups(tag) for p in group["params"]]
+        return [p for group in _Groups(self.inner, tag).param_groups for p in group["params"]]
 
 
 def _tag(group: dict[str, Any]) -> str:
     return group.get("clip_tag", POLICY)
+
+
+def _schedule(
+    plan: TrainerConfig | MtpConfig, steps: int, groups: _Groups, weight_decay: float
+) -> OptimizerParamScheduler:
+    """Warm-up, then the plan's shape until `steps`, over one group."""
+    return OptimizerParamScheduler(
+        groups,
+        init_lr=0.0,
+        max_lr=plan.lr,
+        min_lr=plan.min_lr,
+        lr_warmup_steps=plan.warmup_steps,
+        lr_decay_steps=max(steps, plan.warmup_steps + 1),
+        lr_decay_style=plan.lr_schedule.value,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
 
 
 def _create_state(optimizer: MegatronOptimizer) -> None:

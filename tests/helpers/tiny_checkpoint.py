@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rlpipe.hf_layout import MTP_PREFIX
-
 ARCHITECTURES = {
     "mimo": ("qwen2", "MiMoForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -40,12 +38,14 @@ def write_random_checkpoint(
     scale: float = 0.15,
     head_scale: float | None = None,
     rope_parameters: dict[str, Any] | None = None,
+    mtp_layers: int = 1,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
 
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
-    the next-token distribution sharper. bos is 0 and eos is 1. There is no tokenizer.
+    the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
+    bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def write_random_checkpoint(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if family == "mimo":
-        config["num_nextn_predict_layers"] = 1
+        config["num_nextn_predict_layers"] = mtp_layers
     (path / "config.json").write_text(json.dumps(config, indent=1))
 
     generator = torch.Generator().manual_seed(seed)
@@ -106,10 +106,12 @@ def write_random_checkpoint(
     if not tie:
         matrix("lm_head.weight", vocab, hidden, head_scale or scale)
     if family == "mimo":
-        decoder_layer(MTP_PREFIX)
-        matrix(f"{MTP_PREFIX}input_proj.weight", hidden, 2 * hidden)
-        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-            vector(f"{MTP_PREFIX}{name}.weight", hidden, 1.0)
+        for index in range(mtp_layers):
+            prefix = f"model.mtp_layers.{index}."
+            decoder_layer(prefix)
+            matrix(f"{prefix}input_proj.weight", hidden, 2 * hidden)
+            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+                vector(f"{prefix}{name}.weight", hidden, 1.0)
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path

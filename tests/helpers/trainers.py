@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,25 @@ def make_trainer(
     path: Path | str,
     config: TrainerConfig | None = None,
     algo: AlgoConfig | None = None,
+    mtp: MtpConfig | None = None,
     *,
     rank: int = 0,
     world_size: int = 1,
     master: str | None = None,
     total_steps: int = 10,
+    adapt_only: bool = False,
 ) -> MegatronTrainer:
     """A trainer with a learning rate that moves weights visibly."""
     return MegatronTrainer(
         config or TrainerConfig(lr=1e-2),
         algo or AlgoConfig(),
-        MtpConfig(),
+        mtp or MtpConfig(),
         path,
         rank=rank,
         world_size=world_size,
         master=master,
         total_steps=total_steps,
+        adapt_only=adapt_only,
     )
 
 
@@ -77,6 +80,7 @@ class Run:
     config: TrainerConfig
     algo: AlgoConfig
     groups: Sequence[Sequence[Group]]
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     load: Path | None = None
     save: Path | None = None
 
@@ -91,7 +95,7 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     for number, (name, run) in enumerate(runs.items()):
         master = _meet(rank, folder / f"address{number}") if world_size > 1 else None
         trainer = make_trainer(
-            run.path, run.config, run.algo, rank=rank, world_size=world_size, master=master
+            run.path, run.config, run.algo, run.mtp, rank=rank, world_size=world_size, master=master
         )
         if run.load:
             trainer.load(run.load)

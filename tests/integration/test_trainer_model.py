@@ -169,7 +169,7 @@ def test_a_shared_batch_is_refused_by_layers_that_read_rows_only(tmp_path, train
 def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_of):
     from transformers import AutoConfig
 
-    from rlpipe.mtp.head import draft_hidden_states
+    from rlpipe.mtp.head import draft_hidden_states, shifted
     from rlpipe.mtp.layer import MtpLayer, unroll
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
@@ -181,10 +181,11 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
     )
     ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        hidden, rotary = trainer.model.hidden_states(ids)
-        found = draft_hidden_states(trainer.model, hidden, ids, rotary, depths=3)
+        hidden = trainer.model.hidden_states(ids).view(2, 17, -1)
+        rotary = trainer.model.rotary(np.arange(17))
+        found = draft_hidden_states(trainer.model, hidden.transpose(0, 1), shifted(ids, 3), rotary)
         embed = torch.nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
-        expected = unroll(reference, embed, hidden.transpose(0, 1), ids, gamma=3)
+        expected = unroll(reference, embed, hidden, ids, gamma=3)
     for depth, (mine, theirs) in enumerate(zip(found, expected, strict=True), start=1):
         torch.testing.assert_close(mine.transpose(0, 1)[:, : 17 - depth], theirs, atol=1e-4, rtol=0)
 
@@ -192,15 +193,16 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
 @pytest.mark.parametrize("recompute", Recompute)
 def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of, recompute):
     """A detached input plus recomputation silently gives zero gradients, unless the input requires one."""
-    from rlpipe.mtp.head import draft_hidden_states
+    from rlpipe.mtp.head import draft_hidden_states, shifted
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path, TrainerConfig(recompute=recompute))
     model = trainer.model
     model.mtp.requires_grad_(True)
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    hidden, rotary = model.hidden_states(ids)
-    sum(h.square().sum() for h in draft_hidden_states(model, hidden, ids, rotary, depths=2)).backward()
+    hidden = model.hidden_states(ids).view(2, 9, -1).transpose(0, 1)
+    states = draft_hidden_states(model, hidden, shifted(ids, 2), model.rotary(np.arange(9)))
+    sum(h.square().sum() for h in states).backward()
     for name, parameter in model.named_parameters():
         got = parameter.grad is not None and bool(parameter.grad.any())
         assert got == name.startswith("mtp."), name
@@ -223,7 +225,7 @@ def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_r
     def step():
         for parameter in trainer.model.parameters():
             parameter.main_grad.fill_(1.0)
-        return trainer.optimizer.step()
+        return trainer.optimizer.step({"policy": 1.0, "mtp": 1.0})
 
     trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, 10)
     outcome = step()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
 from rlpipe.config.trainer import TrainerConfig
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -23,6 +25,12 @@ SPLITS = {
     "tp": replace(ALONE, tp=2),
     "dp": replace(ALONE, dp=2),
     "dp_sharded": replace(ALONE, dp=2, distributed_optimizer=True),
+}
+ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
+DRAFTS = {
+    "e2e_tv": ONLINE,
+    "kl": replace(ONLINE, loss=MtpLossKind.KL),
+    "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
 }
 
 
@@ -40,8 +48,12 @@ def outcomes(tmp_path_factory):
     def run(model, config, work, **files):
         return Run(path=models[model], config=config, algo=ALGO, groups=work, **files)
 
+    def draft(kind, config):
+        return Run(path=models["mimo"], config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
+
     sharded = replace(ALONE, distributed_optimizer=True)
     alone = {f"{model}/alone": run(model, ALONE, groups[:2]) for model in models}
+    alone |= {f"draft/{kind}": draft(kind, ALONE) for kind in DRAFTS}
     alone["first"] = run("mimo", ALONE, groups[:2], save=folder / "saved")
     alone["then"] = run("mimo", ALONE, groups[2:], load=folder / "saved")
     alone["first sharded"] = run("mimo", sharded, groups[:2], save=folder / "saved sharded")
@@ -50,6 +62,7 @@ def outcomes(tmp_path_factory):
         for model in models
         for name, config in SPLITS.items()
     }
+    split |= {f"draft/{k}/{name}": draft(k, config) for k in DRAFTS for name, config in SPLITS.items()}
     for name, saved in (("tp", "saved"), ("dp", "saved"), ("dp_sharded", "saved sharded")):
         split[f"then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / saved)
     told = run_ranks(train, 1, folder, alone)[0]
@@ -97,6 +110,20 @@ def test_logprobs_equal_those_of_one_process_on_every_rank(outcomes, model, spli
             told[f"{model}/alone"]["logprobs"], rank[f"{model}/{split}"]["logprobs"], strict=True
         ):
             np.testing.assert_allclose(other, alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_draft_learns_the_same_as_in_one_process(outcomes, kind, split):
+    told, _ = outcomes
+    alone, other = told[f"draft/{kind}"], told[f"draft/{kind}/{split}"]
+    for mine, theirs in zip(alone["metrics"], other["metrics"], strict=True):
+        names = [name for name in mine if name.startswith("mtp/")]
+        assert len(names) > 20
+        for name in names:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=1e-5), name
+    for name, weight in alone["weights"].items():
+        np.testing.assert_allclose(other["weights"][name], weight, atol=2e-4, err_msg=name)
 
 
 def test_only_rank_0_exports_weights_and_all_ranks_report_the_same_metrics(outcomes):

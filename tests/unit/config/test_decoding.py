@@ -2,9 +2,11 @@
 
 import pytest
 
+from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, check
 from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.hf_layout import require_mtp
 
 pytestmark = pytest.mark.unit
 
@@ -46,3 +48,18 @@ def test_greedy_verification_refuses_to_sample(tmp_path):
         check(config)
     config.rollout.temperature = config.val.temperature = 0.0
     check(config)
+
+
+def test_one_mtp_layer_per_depth_is_not_decoded_with():
+    with pytest.raises(ValueError, match=r"unrolls one MTP layer, but 'm' has 3, .* spec\.mode=none"):
+        require_mtp({"num_nextn_predict_layers": 3}, "m", "rejection")
+
+
+def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    config = Config(spec=SpecConfig(mode="none"), mtp=MtpConfig(train="online"))
+    config.model.path, config.run.dir = str(model), str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"no MTP layer .* set mtp\.train=frozen"):
+        check(config)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, LossAgg
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 
 pytestmark = pytest.mark.unit
@@ -58,6 +58,13 @@ def test_pipeline_parallelism_is_refused_with_the_remedy():
         (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be >= 1"),
         (lambda: AlgoConfig(loss_agg=LossAgg.SEQ_MEAN_TOKEN_SUM_NORM), r"loss_scale_factor, which is None"),
         (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"min_lr=1.0, lr=0.0"),
+        (lambda: MtpConfig(depths=0), r"mtp.depths must be at least 1, got 0"),
+        (lambda: MtpConfig(interval=0), r"mtp.interval must be at least 1, got 0"),
+        (lambda: check_draft(MtpConfig(), MODEL, "here"), r"'here' has no MTP layer .* mtp.train=frozen"),
+        (
+            lambda: check_draft(MtpConfig(depths=3), MODEL | {"num_nextn_predict_layers": 2}, "here"),
+            r"mtp.depths=3, but 'here' has 2 MTP layers.* at most 2",
+        ),
     ],
 )
 def test_single_settings_are_checked(make, message):

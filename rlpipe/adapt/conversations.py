@@ -1,0 +1,166 @@
+"""Conversations from a JSONL file: as trajectories to train on, as prompts to play.
+
+Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} a line, and its checks. What
+the assistant said counts as sampled; its tokens are those of the text, followed by the stop token, and
+everything between is the chat template's, as in a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.envs.base import StepResult
+from rlpipe.rollout.chat import ChatFormat
+from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]
+ASSISTANT = "assistant"
+
+
+def read_conversations(path: str | Path) -> list[list[Message]]:
+    """Conversations of a file; empty lines are skipped.
+
+    Raises ValueError naming file and line of what cannot be used, or when there is nothing.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: name a JSONL file of conversations.")
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"{path} holds no conversation: one JSON object a line is expected.")
+    return found
+
+
+class ConversationFormat:
+    """Conversations to trajectories, by the chat template of a checkpoint."""
+
+    def __init__(self, path: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._chat = ChatFormat.from_pretrained(path)
+        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+
+    def trajectory(self, messages: list[Message], name: str, max_context: int) -> Trajectory:
+        """One conversation, cut to `max_context` tokens; complete, without a reward of meaning."""
+        trajectory = Trajectory(trajectory_id=name, group_id=name, instance_id=name, reward=0.0)
+        before: list[Message] = []
+        said: list[int] | None = None  # the last assistant turn
+        for message in messages:
+            if message["role"] != ASSISTANT:
+                before.append(self._known(message))
+                continue
+            context = self._chat.initial(before) if said is None else self._chat.continuation(before, said)
+            trajectory.append_context(context)
+            if said is None:
+                trajectory.prompt_length = len(context)
+            said = self._turn(message["content"])
+            trajectory.append_sampled(_as_if_generated(name, said))
+            before = []
+        trajectory.truncated = len(trajectory.token_ids) > max_context
+        for part in ("token_ids", "loss_mask", "rollout_logprobs", "entropies", "versions"):
+            del getattr(trajectory, part)[max_context:]
+        return trajectory
+
+    def _turn(self, text: str) -> list[int]:
+        """Tokens of what the assistant said, special tokens spelled out in it kept as text."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return [*ids, *self._chat.stop_token_ids[:1]]
+
+    def _known(self, message: Message) -> Message:
+        """Tool output under the role the template has for it."""
+        return message | {"role": self._chat.observation_role} if message["role"] == "tool" else message
+
+
+class ConversationSuite:
+    """Implements `rlpipe.envs.base.Suite`: a model answers where a conversation's last assistant turn was."""
+
+    max_turns = 1
+
+    def __init__(self, path: str | Path) -> None:
+        self._split = Path(path).stem
+        self._openings: dict[str, list[Message]] = {}
+        for number, messages in enumerate(read_conversations(path)):
+            last = max(i for i, message in enumerate(messages) if message["role"] == ASSISTANT)
+            self._openings[f"{self._split}:{number}"] = messages[:last]
+
+    def splits(self) -> list[str]:
+        """The file, by its name."""
+        return [self._split]
+
+    def instance_ids(self, split: str) -> list[str]:
+        """One of each conversation, in the order of the file."""
+        return list(self._openings)
+
+    def episode(self, instance_id: str) -> _Answer:
+        """A fresh attempt."""
+        return _Answer(self._openings[instance_id])
+
+    def sandbox_counts(self) -> tuple[int, int]:
+        """Nothing runs in a sandbox."""
+        return 0, 0
+
+
+class _Answer:
+    """See `rlpipe.envs.base.Episode`: any answer ends it, none is scored."""
+
+    def __init__(self, opening: list[Message]) -> None:
+        self._opening = opening
+
+    def messages(self) -> list[Message]:
+        return self._opening
+
+    def step(self, action: str) -> StepResult:
+        return StepResult(done=True, reward=0.0)
+
+    def finish(self) -> StepResult:
+        return StepResult(done=True, reward=0.0)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _parse(line: str, where: str) -> list[Message]:
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): one object a line is expected.") from None
+    messages = item.get("messages") if isinstance(item, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f'{where} has no messages: {{"messages": [{{"role": ..., "content": ...}}]}} is expected.'
+        )
+    for n, message in enumerate(messages):
+        if not _is_text(message):
+            raise ValueError(
+                f"{where}, message {n} is {str(message)[:80]!r}: an object with a role and a content, both "
+                "text, is expected."
+            )
+    roles = [message["role"] for message in messages]
+    if ASSISTANT not in roles or roles[0] == ASSISTANT:
+        raise ValueError(
+            f"{where} has the roles {roles}: an assistant turn after at least one other message is needed."
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_text(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+
+
+def _as_if_generated(name: str, ids: list[int]) -> GenerateResult:
+    """A turn whose probabilities nobody recorded: adaptation asks the frozen model for them."""
+    return GenerateResult(
+        request_id=name,
+        output_ids=ids,
+        logprobs=[0.0] * len(ids),
+        entropies=[0.0] * len(ids),
+        versions=[0] * len(ids),
+        finish_reason=FinishReason.STOP,
+        spec=SpecCounts(),
+    )

@@ -1,0 +1,147 @@
+"""Acceptance of a set of prompts, with standard errors clustered by prompt, alone and as a difference.
+
+Owns the statistics; plays nothing. Every figure is a ratio of sums over prompts, r = sum_i N_i / sum_i D_i:
+verify steps of one prompt are correlated, prompts are not, so the error comes from the G prompts,
+
+    se(r)^2 = G / (G - 1) * sum_i ((N_i - r D_i) / sum_j D_j)^2
+
+(the linearised ratio with the CR1 correction; with one verify step a prompt, sd / sqrt(G)). Two drafts on
+the same prompts are compared prompt by prompt: u_i is the difference of their linearised terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import fsum, nan, sqrt
+from typing import Any
+
+from rlpipe.types import SpecCounts, Trajectory, TrajectoryStatus
+
+RATE, LENGTH, TOKENS = "acceptance_rate", "acceptance_length", "tokens_per_step"
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptCounts:
+    """What an engine counted on the attempts at one prompt.
+
+    spec: drafts. emitted: tokens of verify steps, that is, all sampled ones but the first of each turn,
+    which the prefill emits.
+    """
+
+    spec: SpecCounts = field(default_factory=SpecCounts)
+    emitted: int = 0
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> PromptCounts:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(spec=SpecCounts(**item["spec"]), emitted=item["emitted"])
+
+    def fraction(self, figure: str) -> tuple[float, float]:
+        """Numerator and denominator of a figure, see `figures`.
+
+        >>> spec = SpecCounts(drafted=[4], accepted=[3], verify_steps=4, proposed=4)
+        >>> PromptCounts(spec=spec).fraction(RATE)
+        (3, 4)
+        """
+        spec = self.spec
+        if figure == RATE:
+            return sum(spec.accepted), spec.proposed
+        if figure == LENGTH:
+            return sum(spec.accepted) + spec.verify_steps, spec.verify_steps
+        if figure == TOKENS:
+            return self.emitted, spec.verify_steps
+        depth = int(figure.removeprefix(f"{RATE}/depth_"))
+        return (spec.accepted[depth - 1], spec.drafted[depth - 1]) if depth <= len(spec.drafted) else (0, 0)
+
+
+Counts = Mapping[str, PromptCounts]  # by instance_id
+
+
+@dataclass(slots=True, kw_only=True)
+class Estimate:
+    """value: nan without observations. se: standard error over `prompts` clusters, None below two."""
+
+    value: float
+    se: float | None
+    prompts: int
+
+    def interval(self, z: float = 1.96) -> tuple[float, float]:
+        """Bounds of a normal interval; nan where there is no error."""
+        half = nan if self.se is None else z * self.se
+        return self.value - half, self.value + half
+
+
+def figures(gamma: int) -> list[str]:
+    """Names of all figures: rate (of drafted tokens), length (with drafts behind a turn's end), tokens a
+    step (within turns: what speeds decoding up), and the rate by depth, given that the depth before was
+    accepted.
+
+    >>> figures(1)
+    ['acceptance_rate', 'acceptance_length', 'tokens_per_step', 'acceptance_rate/depth_1']
+    """
+    return [RATE, LENGTH, TOKENS, *(f"{RATE}/depth_{k}" for k in range(1, gamma + 1))]
+
+
+def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
+    """Counts by instance; masked trajectories and those without a verify step are left out."""
+    found: dict[str, PromptCounts] = {}
+    for trajectory in trajectories:
+        if trajectory.status is not TrajectoryStatus.COMPLETE or not trajectory.spec.verify_steps:
+            continue
+        mine = found.setdefault(trajectory.instance_id, PromptCounts())
+        mine.spec.add(trajectory.spec)
+        mine.emitted += trajectory.response_length - trajectory.num_turns
+    return found
+
+
+def estimate(counts: Counts, figure: str) -> Estimate:
+    """A figure over all prompts."""
+    value, terms = _linearised([counts[name].fraction(figure) for name in sorted(counts)])
+    return Estimate(value=value, se=_error(terms), prompts=len(terms))
+
+
+def difference(ours: Counts, theirs: Counts, figure: str) -> Estimate:
+    """A figure of ours minus theirs, on the prompts both have, paired by prompt."""
+    common = sorted(ours.keys() & theirs.keys())
+    a, a_terms = _linearised([ours[name].fraction(figure) for name in common])
+    b, b_terms = _linearised([theirs[name].fraction(figure) for name in common])
+    terms = [x - y for x, y in zip(a_terms, b_terms, strict=True)]
+    return Estimate(value=a - b, se=_error(terms), prompts=len(terms))
+
+
+def pooled(several: Iterable[Counts]) -> dict[str, PromptCounts]:
+    """Counts of several runs (seeds) added prompt by prompt: the prompt stays the cluster."""
+    whole: dict[str, PromptCounts] = {}
+    for counts in several:
+        for name, mine in counts.items():
+            total = whole.setdefault(name, PromptCounts())
+            total.spec.add(mine.spec)
+            total.emitted += mine.emitted
+    return whole
+
+
+def to_json(counts: Counts) -> dict[str, Any]:
+    """Plain data, `counts_from_json` reads it."""
+    return {name: asdict(mine) for name, mine in counts.items()}
+
+
+def counts_from_json(data: Mapping[str, Any]) -> dict[str, PromptCounts]:
+    """The inverse of `to_json`."""
+    return {name: PromptCounts.from_json(item) for name, item in data.items()}
+
+
+def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float]]:
+    """The ratio and each prompt's share of its deviation."""
+    weight = fsum(d for _, d in fractions)
+    if not weight:
+        return nan, [nan] * len(fractions)
+    value = fsum(n for n, _ in fractions) / weight
+    return value, [(n - value * d) / weight for n, d in fractions]
+
+
+def _error(terms: list[float]) -> float | None:
+    clusters = len(terms)
+    if clusters < 2:
+        return None
+    return sqrt(clusters / (clusters - 1) * fsum(term * term for term in terms))

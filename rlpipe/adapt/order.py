@@ -1,0 +1,75 @@
+"""Which trajectories a step trains on, and which tokens of them: pure functions of (seed, step).
+
+Owns the order, so that a resumed run sees what an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rlpipe.types import Trajectory
+
+
+class DataOrder:
+    """Seeded epochs over trajectories, each once per epoch; a batch may span two epochs.
+
+    context_weight: see `AdaptConfig`. Each stretch of context counts in a batch with this probability,
+    as if it had been sampled: the gradient's expectation is that of a weight, and a chain of drafts is
+    never counted in part.
+    """
+
+    def __init__(
+        self, trajectories: Sequence[Trajectory], batch: int, seed: int, context_weight: float = 0.0
+    ) -> None:
+        if not trajectories:
+            raise ValueError(
+                "there is no trajectory to train on: every rollout was masked, or adapt.data empty."
+            )
+        self._trajectories, self._batch, self._seed = trajectories, batch, seed
+        self._context_weight = context_weight
+        self._orders: dict[int, list[int]] = {}
+
+    def __getitem__(self, step: int) -> list[Trajectory]:
+        """The batch of a step (0-based)."""
+        rng = random.Random(f"{self._seed}/context/{step}")
+        places = range(step * self._batch, (step + 1) * self._batch)
+        chosen = [self._trajectories[self._at(place)] for place in places]
+        return [with_context(t, self._context_weight, rng) for t in chosen]
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data that `step` steps make."""
+        return step * self._batch / len(self._trajectories)
+
+    def _at(self, place: int) -> int:
+        epoch, within = divmod(place, len(self._trajectories))
+        if epoch not in self._orders:
+            order = list(range(len(self._trajectories)))
+            random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
+        return self._orders[epoch][within]
+
+
+def with_context(trajectory: Trajectory, weight: float, rng: random.Random) -> Trajectory:
+    """A copy in which each stretch of context counts with probability `weight`.
+
+    One token at either end of a stretch stays out, so that turns remain turns of their own: an engine
+    never drafts from one into the next.
+
+    >>> mask = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
+    >>> chat = Trajectory(trajectory_id="t", group_id="g", instance_id="i", loss_mask=mask)
+    >>> with_context(chat, 1.0, random.Random(0)).loss_mask
+    [0, 1, 1, 0, 1, 1, 0, 1, 0, 1]
+    """
+    if not weight:
+        return trajectory
+    mask, start = list(trajectory.loss_mask), 0
+    for sampled, stretch in groupby(trajectory.loss_mask):
+        stop = start + len(list(stretch))
+        if not sampled and rng.random() < weight:
+            last = stop if stop == len(mask) else stop - 1
+            mask[start + 1 : last] = [1] * max(0, last - start - 1)
+        start = stop
+    return replace(trajectory, loss_mask=mask)

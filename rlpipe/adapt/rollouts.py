@@ -1,0 +1,138 @@
+"""The model's own rollouts, sampled once and kept as JSONL.
+
+Owns the file. Its first line says what the rollouts are of (backbone, environment, sampling); a file of
+something else is refused. Every other line is a trajectory:
+
+    index           number of its prompt in the run's prompt stream; prompts end in any order
+    trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns
+    token_ids       all its tokens in order
+    loss_mask       1 for those the model sampled
+    rollout_logprobs, entropies    of the sampled tokens, in order, nats
+
+The lines of one prompt are appended with one write; a prompt that a crash cut short is played again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rlpipe.adapt.play import collect
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.envs.base import Suite
+from rlpipe.hf_layout import is_mtp_weight
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.pipeline.batcher import trainable
+from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.types import Group, Trajectory, TrajectoryStatus
+
+PLAIN = ("trajectory_id", "group_id", "instance_id", "reward", "truncated", "prompt_length", "num_turns")
+SAMPLED = ("rollout_logprobs", "entropies")
+
+
+def own_rollouts(config: Config, suite: Suite, file: Path, stopped: Callable[[], bool]) -> list[Trajectory]:
+    """Trainable trajectories of the first `adapt.prompts` prompts, in prompt order; missing ones are played.
+
+    After a stop some are missing: the caller must not train on them.
+    """
+    wanted = range(config.adapt.prompts)
+    stream = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+    groups = _Groups(file, origin(config), config.adapt.samples)
+    missing = {stream[index].group_id: index for index in wanted if index not in groups.by_index}
+    prompts = [stream[index] for index in missing.values()]
+    if prompts:
+        collect(config, suite, prompts, lambda g: groups.add(missing[g.prompt.group_id], g), stopped)
+    found = (t for index in wanted for t in groups.by_index.get(index, []))
+    return [trajectory for trajectory in found if trainable(trajectory)]
+
+
+def origin(config: Config) -> dict[str, Any]:
+    """Everything a rollout depends on but its prompt's number; the draft is not part of it."""
+    rollout = config.rollout
+    return {
+        "rollouts_of": backbone_digest(resolve(config.model.path)),
+        "env": config.env.name.value,
+        "train_file": config.env.train_file,
+        "max_turns": config.env.max_turns,
+        "seed": config.run.seed,
+        "samples": config.adapt.samples,
+        "temperature": rollout.temperature,
+        "max_context": rollout.max_context,
+        "max_new_tokens": rollout.max_new_tokens,
+    }
+
+
+def backbone_digest(path: Path) -> str:
+    """A digest of the backbone's norms and biases: cheap, and no two trainings leave them equal."""
+    from safetensors import safe_open
+
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                if not is_mtp_weight(name) and len(tensors.get_slice(name).get_shape()) == 1:
+                    values = tensors.get_tensor(name).float().numpy()
+                    digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+class _Groups:
+    """The file, read once and appended to. by_index: complete groups."""
+
+    def __init__(self, file: Path, source: dict[str, Any], samples: int) -> None:
+        self.by_index: dict[int, list[Trajectory]] = {}
+        self._file = file
+        lines, _ = read_jsonl(file)  # a line cut short by a crash is left out
+        if not lines:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(source) + "\n")
+            return
+        if lines[0] != source:
+            differs = [k for k in source if lines[0].get(k) != source[k]]
+            raise ValueError(
+                f"{file} holds rollouts of something else ({', '.join(differs)} differ): "
+                "set adapt.rollouts or run.dir to another place, or delete the file."
+            )
+        for line in lines[1:]:
+            self.by_index.setdefault(line["index"], []).append(read(line))
+        self.by_index = {i: group for i, group in self.by_index.items() if len(group) == samples}
+        kept = [line for line in lines[1:] if line["index"] in self.by_index]
+        if len(kept) < len(lines) - 1 or not file.read_bytes().endswith(b"\n"):
+            file.write_text(_lines([source, *kept]))
+
+    def add(self, index: int, group: Group) -> None:
+        """Keep a group that has ended, as a later run would read it."""
+        lines = [write(index, trajectory) for trajectory in group.trajectories]
+        with self._file.open("a") as file:
+            file.write(_lines(lines))
+        self.by_index[index] = [read(line) for line in lines]
+
+
+def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as a line of the file."""
+    sampled = [i for i, mask in enumerate(trajectory.loss_mask) if mask]
+    line = {"index": index, **{name: getattr(trajectory, name) for name in PLAIN}}
+    line |= {"status": trajectory.status.value, "token_ids": trajectory.token_ids}
+    line |= {"loss_mask": trajectory.loss_mask}
+    return line | {name: [round(getattr(trajectory, name)[i], 6) for i in sampled] for name in SAMPLED}
+
+
+def read(line: dict[str, Any]) -> Trajectory:
+    """The inverse of `write`, but for versions, counts and environment facts."""
+    mask = line["loss_mask"]
+    trajectory = Trajectory(**{name: line[name] for name in PLAIN})
+    trajectory.status = TrajectoryStatus(line["status"])
+    trajectory.token_ids, trajectory.loss_mask = line["token_ids"], mask
+    trajectory.versions = [0 if sampled else -1 for sampled in mask]
+    for name in SAMPLED:
+        values = iter(line[name])
+        setattr(trajectory, name, [next(values) if sampled else 0.0 for sampled in mask])
+    return trajectory
+
+
+def _lines(items: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(item) + "\n" for item in items)

@@ -1,0 +1,251 @@
+"""The recipe `mtp_adapt`: the MTP layer of a frozen model learns to draft for it.
+
+    own rollouts or conversations --> DataOrder --> pack --> trainer.adapt_step --> MTP layer
+                                                                  | every eval_every steps
+    held-out prompts --> engine (each mode) --> counts <-- trainer.mtp_stats on the same tokens
+
+Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the
+last step, model/ (what engines load) and results.json. Batches are functions of the step, and evaluation
+leaves the trainer as it was: a resumed run goes on bit for bit.
+
+Differences from Bebop §6.1: the data are the policy's own samples unless given; prefixes of siblings are
+run once; the depths trained for are `mtp.depths`, three by default where the paper trains five.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.adapt.conversations import ConversationFormat, read_conversations
+from rlpipe.adapt.domains import Domain, make_domains, make_suites
+from rlpipe.adapt.evaluation import Evaluation, evaluate
+from rlpipe.adapt.order import DataOrder
+from rlpipe.adapt.rollouts import own_rollouts
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.config.trainer import LrSchedule
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.values import Last, Mean, Sum, Value
+from rlpipe.pipeline.batcher import pack
+from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.types import Trajectory
+
+if TYPE_CHECKING:
+    from rlpipe.mtp.loss.stats import MtpStats
+    from rlpipe.trainer.batch import PackedBatch
+    from rlpipe.trainer.megatron import MegatronTrainer
+
+
+@dataclass(slots=True, kw_only=True)
+class Adaptation:
+    """One run, in this process; `step` counts optimizer steps done."""
+
+    config: Config
+    run_dir: Path
+    bus: MetricsBus
+    checkpoints: CheckpointStore
+    step: int = 0
+    _stop: bool = False
+    _trainer: MegatronTrainer = field(init=False)
+    _domains: list[Domain] = field(init=False)
+
+    def run(self) -> bool:
+        """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
+        config = self.config
+        suites = make_suites(config.adapt, config.env, config.run.seed)
+        self._domains = make_domains(config.adapt, config.env, suites)
+        trajectories = self._load(suites)
+        if self._stop:
+            return False
+        self._trainer = _make_trainer(config)
+        try:
+            order = DataOrder(trajectories, config.adapt.batch, config.run.seed, config.adapt.context_weight)
+            self._resume()
+            self._train(order)
+            if self.step not in self.checkpoints.steps():
+                self._save()
+            if self.step == config.run.steps:
+                self._finish()
+        finally:
+            self._trainer.close()
+        return self.step == config.run.steps
+
+    def request_stop(self) -> None:
+        """Finish the step or the evaluation in progress, checkpoint, return from `run`."""
+        self._stop = True
+
+    def _load(self, suites: dict[Any, Any]) -> list[Trajectory]:
+        settings, config = self.config.adapt, self.config
+        if settings.data:
+            source = resolve(settings.data)
+            form = ConversationFormat(resolve(config.model.path))
+            found = [
+                form.trajectory(messages, f"{source.stem}:{number}", config.rollout.max_context)
+                for number, messages in enumerate(read_conversations(source))
+            ]
+        else:
+            file = resolve(settings.rollouts) if settings.rollouts else self.run_dir / "rollouts.jsonl"
+            self.bus.event("phase", message=f"own rollouts on {settings.prompts} prompts ({file.name})")
+            found = own_rollouts(config, suites[config.env.name], file, lambda: self._stop)
+        tokens, cut = sum(t.response_length for t in found), sum(t.truncated for t in found)
+        self.bus.event("adapt_data", trajectories=len(found), sampled_tokens=tokens, truncated=cut)
+        return found
+
+    def _resume(self) -> None:
+        found = self.checkpoints.newest()
+        if found is not None:
+            path, state = found
+            self._trainer.load(path / "trainer")
+            self.step = int(state["step"])
+            self.bus.event("resumed", step=self.step, path=path.name)
+
+    def _train(self, order: DataOrder) -> None:
+        settings = self.config.run
+        if self.step == 0 and self.config.adapt.eval_first:
+            self._evaluate()
+            self.bus.commit(0)
+        while self.step < settings.steps and not self._stop:
+            started = time.monotonic()
+            batch = self._pack(order[self.step])
+            metrics = self._trainer.adapt_step(batch)
+            self.step += 1
+            seconds = time.monotonic() - started
+            self.bus.emit(self.step, metrics | _step_metrics(self.step, batch, order, seconds))
+            if self._due(self.config.adapt.eval_every):
+                self._evaluate()
+            if self._due(settings.save_every):
+                self._save()
+            self.bus.commit(self.step)
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps is due; after the last step it always is."""
+        return self.step == self.config.run.steps or bool(every and self.step % every == 0)
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
+        config = self.config
+        return pack(
+            trajectories,
+            None,
+            config.trainer.micro_batch_tokens,
+            config.trainer.dp,
+            temperature=config.rollout.temperature,
+            share_prefixes=self._trainer.shares_prefixes,
+        )
+
+    def _evaluate(self) -> None:
+        """Measure the draft as it is, or take over what was measured before an interruption."""
+        file = self._evaluation_file(self.step)
+        started = time.monotonic()
+        if not file.is_file():
+            self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
+            weights = self._trainer.export_weights()
+            evaluate(self.config, self._domains, self.step, weights, self._forced).write(file)
+        metrics = Evaluation.read(file).metrics()
+        self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
+
+    def _forced(self, trajectories: Sequence[Trajectory]) -> MtpStats:
+        return self._trainer.mtp_stats(self._pack(trajectories))
+
+    def _evaluation_file(self, step: int) -> Path:
+        return evaluations(self.run_dir) / f"step_{step}.json"
+
+    def _save(self) -> None:
+        started = time.monotonic()
+
+        async def write(path: Path) -> None:
+            self._trainer.save(path / "trainer")
+            self._trainer.save_hf(path / "hf")
+
+        state = {"recipe": self.config.recipe, "seed": self.config.run.seed}
+        path = asyncio.run(self.checkpoints.save(self.step, state, write))
+        seconds = time.monotonic() - started
+        self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
+
+    def _finish(self) -> None:
+        """The model directory and the summary."""
+        staging = self.run_dir / "model.staging"
+        shutil.rmtree(staging, ignore_errors=True)
+        self._trainer.save_hf(staging)
+        shutil.rmtree(self.run_dir / "model", ignore_errors=True)
+        staging.rename(self.run_dir / "model")
+        write_results(self.config, self.run_dir)
+
+
+def evaluations(run_dir: Path) -> Path:
+    """Where a run keeps its evaluations."""
+    return run_dir / "evaluations"
+
+
+def forget_evaluations(run_dir: Path, after: int | None) -> None:
+    """Drop evaluations that no checkpoint covers (None: all): a resumed run measures them again."""
+    for file in evaluations(run_dir).glob("step_*.json"):
+        if after is None or int(file.stem.removeprefix("step_")) > after:
+            file.unlink()
+
+
+def write_results(config: Config, run_dir: Path) -> None:
+    """results.json: figures of every evaluation, [value, standard error], and of later ones also the
+    difference to the first and its error, paired by prompt."""
+    files = sorted(evaluations(run_dir).glob("step_*.json"), key=lambda f: int(f.stem.split("_")[1]))
+    measured = [Evaluation.read(file) for file in files]
+    mtp = config.mtp
+    whole = {
+        "model": config.model.path,
+        "objective": {
+            "loss": mtp.loss.value,
+            "anchors": mtp.anchors.value,
+            "depths": mtp.depths,
+            "lr": mtp.lr,
+            "steps": config.run.steps,
+            "seed": config.run.seed,
+        },
+        "gamma": config.spec.gamma,
+        "temperature": config.rollout.temperature,
+        "columns": ["value", "standard error", "change since the first", "its standard error"],
+        "evaluations": {
+            str(one.step): one.summary(measured[0] if number else None) for number, one in enumerate(measured)
+        },
+    }
+    (run_dir / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _make_trainer(config: Config) -> MegatronTrainer:
+    """A trainer of the MTP layer alone, with a short warm-up and a constant learning rate."""
+    from rlpipe.trainer.megatron import MegatronTrainer
+    from rlpipe.trainer.runtime import free_address
+
+    mtp = replace(
+        config.mtp,
+        warmup_steps=ceil(config.adapt.warmup * config.run.steps),
+        lr_schedule=LrSchedule.CONSTANT,
+    )
+    return MegatronTrainer(
+        config.trainer,
+        config.algo,
+        mtp,
+        str(resolve(config.model.path)),
+        rank=0,
+        world_size=1,
+        master=free_address("127.0.0.1"),
+        total_steps=config.run.steps,
+        adapt_only=True,
+    )
+
+
+def _step_metrics(step: int, batch: PackedBatch, order: DataOrder, seconds: float) -> dict[str, Value]:
+    """What only the loop knows."""
+    return {
+        "training/global_step": Last(step),
+        "training/epoch": Last(order.epoch(step)),
+        "timing_s/step": Mean(seconds, 1),
+        "perf/time_per_step": Mean(seconds, 1),
+        "perf/train_tokens": Sum(batch.tokens),
+    }

@@ -1,0 +1,99 @@
+"""Settings of pre-RL adaptation: what the draft learns from, and where its acceptance is measured.
+
+Owns the fields and their checks. The objective, learning rate and clip are those of `mtp`, the number of
+steps is `run.steps`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpipe.config.env import EnvConfig, EnvName
+from rlpipe.config.spec import SpecMode
+
+CHAINS = [SpecMode.REJECTION.value, SpecMode.TARGET_ONLY.value, SpecMode.BLOCK.value]
+
+
+def _both() -> list[str]:
+    return CHAINS[:2]
+
+
+@dataclass(slots=True, kw_only=True)
+class AdaptConfig:
+    """The data of adaptation and its evaluation.
+
+    data: JSONL of conversations to train on; empty: the model's own rollouts on the prompts of `env`.
+    rollouts: file that keeps own rollouts, so that none is sampled twice; empty: rollouts.jsonl in the
+        run directory. Runs on one backbone may share it.
+    prompts, samples: of own rollouts: prompts played, trajectories of each.
+    batch: trajectories of an optimizer step. warmup: share of the steps in which the learning rate rises
+        linearly; it is constant afterwards (Bebop §6.1: 0.03).
+    context_weight: 0..1, how much tokens the model did not write count (prompt, tool output), against 1
+        for those it did. A draft that never saw them fails as soon as a model goes on by itself.
+    in_domain, out_of_domain: held-out sets: an environment (`swe`: all its held-out sets), one set of it
+        (`swe.held_families`), or a JSONL file of conversations, whose last assistant turns are played.
+        in_domain empty: the held-out sets of `env`.
+    eval_modes: verification rules to play under. eval_every: steps between evaluations (0: none between
+        the first and the last). eval_first: evaluate before the first step.
+    eval_prompts: of each held-out set (0: all), after the first eval_offset. eval_samples: of each prompt.
+    """
+
+    data: str = ""
+    rollouts: str = ""
+    prompts: int = 512
+    samples: int = 4
+    batch: int = 32
+    warmup: float = 0.03
+    context_weight: float = 0.3
+    in_domain: list[str] = field(default_factory=list)
+    out_of_domain: list[str] = field(default_factory=list)
+    eval_modes: list[str] = field(default_factory=_both)
+    eval_every: int = 0
+    eval_first: bool = True
+    eval_prompts: int = 80
+    eval_offset: int = 0
+    eval_samples: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "samples", "batch", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"adapt.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("eval_every", "eval_prompts", "eval_offset"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"adapt.{name} must be 0 or more, got {getattr(self, name)}.")
+        for name in ("warmup", "context_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"adapt.{name} is a share, 0..1, got {getattr(self, name)}.")
+        asked = set(self.eval_modes)
+        if not asked or asked - set(CHAINS) or len(asked) < len(self.eval_modes):
+            raise ValueError(
+                f"adapt.eval_modes={self.eval_modes} must name one or more of {', '.join(CHAINS)}, each "
+                "once: acceptance is measured at a positive temperature, on chains of drafts."
+            )
+
+    def domains(self, env: EnvConfig) -> list[tuple[str, bool]]:
+        """(entry, whether in-domain) of every held-out set asked for; see `rlpipe.adapt.domains`."""
+        inside = self.in_domain or [env.name.value]
+        return [(entry, True) for entry in inside] + [(entry, False) for entry in self.out_of_domain]
+
+    def environments(self, env: EnvConfig) -> list[EnvName]:
+        """Environments that are played: that of the rollouts first.
+
+        Raises ValueError for an entry that is neither an environment, a set of one, nor a JSONL file.
+
+        >>> AdaptConfig(out_of_domain=["reasoning"]).environments(EnvConfig())
+        [<EnvName.SWE: 'swe'>, <EnvName.REASONING: 'reasoning'>]
+        """
+        known = [name.value for name in EnvName]
+        found = [] if self.data else [env.name]
+        for entry, _ in self.domains(env):
+            name = entry.split(".")[0]
+            if name in known:
+                found.append(EnvName(name))
+            elif not entry.endswith(".jsonl"):
+                raise ValueError(
+                    f"held-out set {entry!r} is neither an environment ({', '.join(known)}), nor one of its "
+                    "sets as in swe.held_families, nor a .jsonl file: correct adapt.in_domain or "
+                    "adapt.out_of_domain."
+                )
+        return list(dict.fromkeys(found))

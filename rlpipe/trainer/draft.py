@@ -1,0 +1,111 @@
+"""The draft's part of a micro-batch: from hidden states of the backbone to the loss of the MTP layer.
+
+Owns the way from a micro-batch to `linear_mtp_loss` and the sums over micro-batches and ranks. The layout
+is `draft_batch`, the layer's unrolling `rlpipe.mtp.head`, the objective `rlpipe.mtp.loss`. Nothing flows back
+into the backbone, the embedding or the head.
+
+The loss of a micro-batch is the numerator alone. Its denominator (with visit weights) is known only after
+the last micro-batch of all ranks, and divides the accumulated gradient (`PolicyOptimizer.step`): so the step
+does not depend on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import reduce
+from operator import add
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.mtp.chunked import linear_mtp_loss
+from rlpipe.mtp.head import draft_hidden_states
+from rlpipe.mtp.loss import MtpStats, depth_targets
+from rlpipe.trainer.batch import MicroBatch, as_rows
+from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
+from rlpipe.trainer.layers import BranchLayout
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.runtime import Runtime
+
+MULTIPLE = 32  # as the batcher's: kernels prepared for one number of rows are used again
+
+
+class Draft:
+    """Scores the draft on micro-batches, all settings from the config."""
+
+    def __init__(self, config: MtpConfig, runtime: Runtime) -> None:
+        self._config, self._runtime = config, runtime
+
+    def loss(
+        self, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, MtpStats]:
+        """Numerator of the loss, a scalar that trains the MTP layer alone, and statistics.
+
+        hidden: as `PolicyModel.hidden_states` returned them for the micro-batch.
+        """
+        move, rows = self._runtime.to_device, self._runtime.te
+        batch = draft_batch(micro, self._config.depths, 1 if rows else MULTIPLE)
+        if batch is None:
+            return torch.zeros((), device=hidden.device), no_stats(self._config.depths, hidden.device)
+        hidden = hidden.detach()
+        if rows:
+            hidden = hidden.index_select(0, move(as_rows(micro.branches, micro.tokens)[1]))
+        inputs = hidden.index_select(0, move(batch.places))
+        states = torch.stack((self._rows if rows else self._branches)(policy, batch, inputs), 1)
+        anchors, backbone = (move(index.flatten()) for index in (batch.anchors, batch.backbone))
+        found = depth_targets(move(batch.tokens), move(batch.sampled), self._config.depths)
+        group = policy.pg_collection.tp
+        return linear_mtp_loss(
+            self._config.loss,
+            states.index_select(0, anchors),
+            hidden.index_select(0, backbone),
+            policy.head_weight,
+            found.mask,
+            tokens=found.tokens,
+            anchors=self._config.anchors,
+            turn_starts=found.turn_starts,
+            temperature=temperature,
+            tp_group=group if group.size() > 1 else None,
+            normalizer=1.0,
+            vocab=policy.local_vocab,
+        )
+
+    def _branches(self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Hidden states [M, H] by depth, from inputs [M, H]; anchors lie flat, attention knows branches."""
+        move = self._runtime.to_device
+        layout = BranchLayout(batch.branches, move(batch.positions), self._runtime.dtype)
+        states = draft_hidden_states(
+            policy, inputs[:, None], move(batch.following[:, None]), policy.rotary(batch.positions), layout
+        )
+        return [state[:, 0] for state in states]
+
+    def _rows(self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The same over padded rows, for attention kernels that know no branches."""
+        move = self._runtime.to_device
+        following = np.stack([as_rows(batch.branches, ids)[0] for ids in batch.following])
+        cells = move(as_rows(batch.branches, batch.places)[1])
+        _, count, length = following.shape
+        padded = inputs.new_zeros(count * length, inputs.shape[1]).index_copy(0, cells, inputs)
+        padded = padded.view(count, length, -1).transpose(0, 1).contiguous()
+        states = draft_hidden_states(policy, padded, move(following), policy.rotary(np.arange(length)))
+        return [state.transpose(0, 1).flatten(0, 1).index_select(0, cells) for state in states]
+
+
+def total(parts: Iterable[MtpStats], depths: int, device: torch.device, group: dist.ProcessGroup) -> MtpStats:
+    """Sums over the micro-batches of all data parallel ranks, the same on each."""
+    mine = reduce(add, parts, no_stats(depths, device))
+    return mine.all_reduce(group) if group.size() > 1 else mine
+
+
+def no_stats(depths: int, device: torch.device) -> MtpStats:
+    """Statistics of nothing."""
+    scalars = ("verify_steps", "emitted", "loss", "weight")
+    return MtpStats(
+        **{
+            f.name: torch.zeros(() if f.name in scalars else depths, dtype=torch.float64, device=device)
+            for f in fields(MtpStats)
+        }
+    )

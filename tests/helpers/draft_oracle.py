@@ -1,0 +1,71 @@
+"""The draft's loss written out: transformers' backbone, the reference layer, one trajectory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.mtp.layer import MtpLayer, unroll
+from rlpipe.mtp.loss import MtpStats, depth_targets, mtp_loss, stack_depths
+from rlpipe.types import Trajectory
+
+
+def read_layers(path: Path) -> torch.nn.ModuleList:
+    """Reference MTP layers of a checkpoint."""
+    weights, layers = read_weights(path), torch.nn.ModuleList()
+    for index in range(read_config(path)["num_nextn_predict_layers"]):
+        prefix = f"model.mtp_layers.{index}."
+        layer = MtpLayer(AutoConfig.from_pretrained(path))
+        layer.load_state_dict({k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)})
+        layers.append(layer)
+    return layers
+
+
+def draft_loss(
+    path: Path,
+    layers: torch.nn.ModuleList,
+    trajectories: Sequence[Trajectory],
+    config: MtpConfig,
+    temperature: float,
+) -> tuple[torch.Tensor, MtpStats]:
+    """Loss over all trajectories, differentiable by the layers, and statistics."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    parts = [_one(model, layers, t, config, temperature) for t in trajectories]
+    total, stats = parts[0]
+    for loss, more in parts[1:]:
+        total, stats = total + loss, stats + more
+    return total / stats.weight, stats
+
+
+def _one(model, layers, trajectory, config, temperature):
+    ids, depths = torch.tensor([trajectory.token_ids]), config.depths
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+        target = model.lm_head(hidden[0])
+    embed = model.get_input_embeddings()
+
+    def several(hidden, embeddings, positions):  # the position of the first anchor tells the depth
+        layer = layers[int(positions[0, 0]) if len(layers) > 1 else 0]
+        return layer(hidden, embeddings, positions)
+
+    states = unroll(several, lambda x: embed(x).detach(), hidden, ids, depths)
+    draft = stack_depths(states, ids.shape[1]) @ model.lm_head.weight.detach().T
+    last = len(ids[0]) - 1
+    places = (torch.arange(last + 1)[:, None] + torch.arange(1, depths + 1)).clamp(max=last)
+    found = depth_targets(ids, torch.tensor([trajectory.loss_mask]).bool(), depths)
+    return mtp_loss(
+        config.loss,
+        draft,
+        target[places],
+        found.mask,
+        tokens=found.tokens,
+        anchors=config.anchors,
+        turn_starts=found.turn_starts,
+        temperature=temperature,
+        normalizer=1.0,
+    )

@@ -1,0 +1,83 @@
+"""The recipe mtp_adapt through the command line: real rollouts, Megatron, engine; resumed bit for bit."""
+
+import json
+
+import pytest
+import torch
+
+from rlpipe.hf_layout import is_mtp_weight, read_weights
+from tests.helpers.cli import ROOT, run
+from tests.helpers.engines import generate, request, running_engine
+
+pytestmark = pytest.mark.integration
+
+SMALL = [
+    "adapt.prompts=4",
+    "adapt.samples=2",
+    "adapt.batch=4",
+    "adapt.eval_prompts=2",
+    "adapt.eval_samples=1",
+]
+SMALL += ["adapt.in_domain=[swe.held_instances]", "adapt.out_of_domain=[]", "metrics.wandb=off"]
+TINY = ROOT / "models" / "tiny"
+
+
+def adapt(cwd, directory, *overrides):
+    result = run("+recipe=mtp_adapt", f"run.dir={directory}", *SMALL, *overrides, cwd=cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return cwd / directory
+
+
+def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_path):
+    whole = adapt(tmp_path, "whole", "run.steps=2")
+    parts = adapt(tmp_path, "parts", "run.steps=1", f"adapt.rollouts={whole / 'rollouts.jsonl'}")
+    before = (whole / "rollouts.jsonl").read_bytes()
+    adapt(tmp_path, "parts", "run.steps=2", f"adapt.rollouts={whole / 'rollouts.jsonl'}")
+    assert (whole / "rollouts.jsonl").read_bytes() == before  # nothing was sampled again
+
+    first, second, shipped = (read_weights(p) for p in (whole / "model", parts / "model", TINY))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    moved = {name for name in first if not torch.equal(first[name], shipped[name])}
+    assert moved and all(is_mtp_weight(name) for name in moved)  # the backbone is frozen
+
+    records = [json.loads(line) for line in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert [r["training/global_step"] for r in records] == [0, 1, 2]
+    last = records[-1]
+    for mode in ("rejection", "target_only"):
+        assert 0 < last[f"adapt/swe.held_instances/{mode}/acceptance_rate"] <= 1
+    assert last["mtp/grad_norm"] > 0
+    assert last["adapt/swe.held_instances/predicted_tokens_per_step"] > 1
+    steps = [json.loads((d / "results.json").read_text())["evaluations"] for d in (whole, parts)]
+    assert list(steps[0]) == ["0", "2"] and list(steps[1]) == ["0", "1", "2"]
+    counts = [json.loads((d / "evaluations" / "step_2.json").read_text()) for d in (whole, parts)]
+    played = [c["domains"]["swe.held_instances"]["played"]["rejection"]["counts"] for c in counts]
+    assert played[0] == played[1] and len(played[0]) == 2
+    assert (parts / "report.html").is_file()
+
+    with running_engine(parts / "model") as engine:
+        (result,) = generate(engine, request(1, [3, 4, 5], max_new_tokens=8))
+    assert result.spec.verify_steps > 0
+
+
+def test_a_file_of_conversations_is_trained_on(tmp_path):
+    chat = [
+        {"role": "user", "content": "core.py: band is wrong"},
+        {"role": "assistant", "content": "grep -n '' core.py"},
+        {"role": "tool", "content": "1:def band(x):\n2:    return x"},
+        {"role": "assistant", "content": "submit"},
+    ]
+    data = tmp_path / "chats.jsonl"
+    data.write_text((json.dumps({"messages": chat}) + "\n") * 3)
+    sets = [f"adapt.data={data}", f"adapt.in_domain=[{data}]", "run.steps=1", "adapt.eval_first=false"]
+    out = adapt(tmp_path, "out", *sets)
+    (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert record["mtp/loss"] > 0 and record["adapt/chats/rejection/acceptance_length"] >= 1
+    assert not (out / "rollouts.jsonl").exists()
+
+
+def test_a_malformed_conversation_ends_the_run_with_file_and_line(tmp_path):
+    data = tmp_path / "chats.jsonl"
+    data.write_text('{"messages": 3}\n')
+    result = run("+recipe=mtp_adapt", "run.dir=out", f"adapt.data={data}", *SMALL, cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"{data}:1" in result.stderr and "Traceback" not in result.stderr

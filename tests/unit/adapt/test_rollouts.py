@@ -1,0 +1,104 @@
+"""The file of rollouts: nothing is sampled twice, nothing of another model is taken."""
+
+import numpy as np
+import pytest
+
+from rlpipe.adapt import rollouts
+from rlpipe.adapt.rollouts import backbone_digest, own_rollouts, read, write
+from rlpipe.config.adapt import AdaptConfig
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.hf_layout import MTP_PREFIX, read_weights, write_checkpoint
+from rlpipe.types import Group, TrajectoryStatus
+from tests.helpers.trajectories import make_trajectory
+
+pytestmark = pytest.mark.unit
+
+
+class Suite:
+    def instance_ids(self, split):
+        return [f"{split}{i}" for i in range(9)]
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Stands in for the engine: prompts end in reverse order; every fifth trajectory is masked."""
+    asked = []
+
+    def collect(config, suite, prompts, keep, stopped):
+        asked.append([prompt.group_id for prompt in prompts])
+        for prompt in reversed(prompts):
+            if stopped():
+                return
+            rng = np.random.default_rng(prompt.seed % 1000)
+            group = [make_trajectory(rng, name=f"{prompt.group_id}/{i}") for i in range(2)]
+            if int(prompt.group_id[1:]) % 5 == 4:
+                group[0].status = TrajectoryStatus.MASKED
+            keep(Group(prompt=prompt, trajectories=group))
+
+    monkeypatch.setattr(rollouts, "collect", collect)
+    return asked
+
+
+def config(prompts=6, **changes):
+    made = Config(adapt=AdaptConfig(prompts=prompts, samples=2))
+    for name, value in changes.items():
+        setattr(made.rollout, name, value)
+    return made
+
+
+def names(trajectories):
+    return [t.trajectory_id for t in trajectories]
+
+
+def test_rollouts_are_sampled_once_and_come_back_in_prompt_order(tmp_path, played):
+    file = tmp_path / "r.jsonl"
+    first = own_rollouts(config(), Suite(), file, lambda: False)
+    assert names(first) == sorted(names(first)) and len(first) == 11  # one was masked
+    assert own_rollouts(config(), Suite(), file, lambda: False) == first
+    assert own_rollouts(config(8), Suite(), file, lambda: False)[:11] == first
+    assert [len(batch) for batch in played] == [6, 2]
+
+
+def test_a_prompt_cut_short_is_played_again(tmp_path, played):
+    file = tmp_path / "r.jsonl"
+    whole = own_rollouts(config(), Suite(), file, lambda: False)
+    text = file.read_text()
+    file.write_text(text[: len(text) - 40])  # in the middle of the last line: prompt 0
+    assert own_rollouts(config(), Suite(), file, lambda: False) == whole
+    assert played[1] == ["g000000"]
+    assert sorted(file.read_text().splitlines()) == sorted(text.splitlines())
+
+
+def test_after_a_stop_nothing_more_is_played(tmp_path, played):
+    calls = iter([False, False, True])
+    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: next(calls))
+    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: False)
+    assert [len(batch) for batch in played] == [6, 4]
+
+
+def test_rollouts_of_something_else_are_refused(tmp_path, played):
+    file = tmp_path / "r.jsonl"
+    own_rollouts(config(), Suite(), file, lambda: False)
+    with pytest.raises(ValueError, match=r"temperature differ.*delete the file"):
+        own_rollouts(config(temperature=0.5), Suite(), file, lambda: False)
+
+
+def test_a_trajectory_survives_the_file():
+    trajectory = make_trajectory(np.random.default_rng(0), turns=(4, 3))
+    line = write(3, trajectory)
+    again = read(line)
+    assert write(3, again) == line
+    assert (again.token_ids, again.loss_mask) == (trajectory.token_ids, trajectory.loss_mask)
+    assert again.rollout_logprobs == pytest.approx(trajectory.rollout_logprobs, abs=1e-6)
+
+
+def test_rollouts_belong_to_the_backbone_not_to_its_draft(tmp_path):
+    tiny = resolve("shipped:models/tiny")
+    weights = read_weights(tiny)
+    digests = [backbone_digest(tiny)]
+    for name in (MTP_PREFIX + "final_layernorm.weight", "model.norm.weight"):
+        changed = weights | {name: weights[name] + 1e-3}
+        write_checkpoint(tmp_path / name, changed, tiny)
+        digests.append(backbone_digest(tmp_path / name))
+    assert digests[0] == digests[1] != digests[2]
