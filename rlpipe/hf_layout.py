@@ -65,8 +65,8 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
     layers = int(config["num_nextn_predict_layers"])
     if layers > 1:
         raise ValueError(
-            f"spec.mode={mode} unrolls one MTP layer, but {str(path)!r} has {layers}, one per depth, which the "
-            "embedded engine does not serve. Set spec.mode=none."
+            f"spec.mode={mode} unrolls one MTP layer, but {str(path)!r} has {layers}, one per depth, "
+            "which the embedded engine does not serve. Set spec.mode=none."
         )
 
 

@@ -6,7 +6,7 @@ are strings; the trainer refuses an unknown one at launch and lists what is regi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
 
@@ -32,11 +32,97 @@ class KlKind(Choice):
 
 
 class Correction(Choice):
-    """Importance weight pi_trainer / pi_rollout of each token, truncated from above (TIS)."""
+    """How the loss allows for tokens that another policy sampled. r = pi_trainer / pi_rollout."""
 
     NONE = "none"  # metrics only
-    TIS_TOKEN = "tis_token"  # per-token ratio
-    TIS_SEQUENCE = "tis_sequence"  # product of the ratios of a trajectory
+    TIS_TOKEN = "tis_token"  # truncated importance sampling: weight min(r, C) of each token
+    TIS_SEQUENCE = "tis_sequence"  # the same of the product of the ratios of a trajectory
+    ICEPOP = "icepop"  # weight r where it lies between two bounds, else 0
+    OBRS = "obrs"  # tokens accepted with min(1, r / lam), the kept ones reweighted (Jackpot)
+
+
+class Proximal(Choice):
+    """The policy that PPO's ratio, and its clip, compare with; the weights of the correction lead to it."""
+
+    START = "start"  # the trainer at the start of the batch: decoupled PPO where weights are given
+    CURRENT = "current"  # the trainer as it is, detached: the clip is short-circuited (Jackpot App. 10.1)
+    ROLLOUT = "rollout"  # the policy that sampled: coupled PPO, whose ratio needs no weights
+
+
+class MaskRule(Choice):
+    """Leave out what strays too far, by verl's estimators of the divergence of rollout and trainer.
+
+    Per token, or per trajectory by sum, mean or maximum over its tokens. With x = log r: k1 is -x and has
+    two bounds, k2 = x^2 / 2 and k3 = e^x - 1 - x have one.
+    """
+
+    NONE = "none"
+    TOKEN_K1 = "token_k1"
+    TOKEN_K2 = "token_k2"
+    TOKEN_K3 = "token_k3"
+    SEQ_SUM_K1 = "seq_sum_k1"
+    SEQ_SUM_K2 = "seq_sum_k2"
+    SEQ_SUM_K3 = "seq_sum_k3"
+    SEQ_MEAN_K1 = "seq_mean_k1"
+    SEQ_MEAN_K2 = "seq_mean_k2"
+    SEQ_MEAN_K3 = "seq_mean_k3"
+    SEQ_MAX_K2 = "seq_max_k2"
+    SEQ_MAX_K3 = "seq_max_k3"
+
+
+class ObrsTarget(Choice):
+    """The policy that the kept tokens are moved towards."""
+
+    CURRENT = "current"  # the policy being updated
+    REFERENCE = "reference"  # the proximal policy; the same one as long as a batch has one optimizer step
+
+
+class ObrsNormalizer(Choice):
+    """Where the share Z of accepted probability comes from."""
+
+    TOPK = "topk"  # sum over the candidates (the paper's): never too large
+    TOPK_TAIL = "topk_tail"  # and the most that the rest can add: never too small, 1 for equal policies
+    EXACT = "exact"  # the whole vocabulary from the engine: a check, V numbers for each token
+
+
+class ObrsCalibration(Choice):
+    """What the batch factor kappa compares the normalisers with; the exact one needs none."""
+
+    NONE = "none"
+    ACCEPTED = "accepted"  # share of tokens accepted (the paper's)
+    PROBABILITY = "probability"  # mean acceptance probability: the same expectation, less noise
+
+
+@dataclass(slots=True, kw_only=True)
+class ObrsConfig:
+    """Optimal budgeted rejection sampling, for correction=obrs.
+
+    lam: lambda of the acceptance min(1, p / (lam q)). 1 accepts all while policies agree; above it even
+        equal policies lose tokens, and the kept ones come closer to the target.
+    c1: bound of the weight Z max(lam, p / q). c2: bound of p_proximal / p_target, which is 1 unless the
+        target is the current policy and a batch has several optimizer steps.
+    top_k: candidates the engine returns with each token. target, normalizer, calibration: see there.
+    """
+
+    lam: float = 1.0
+    c1: float = 3.0
+    c2: float = 3.0
+    top_k: int = 20
+    target: ObrsTarget = ObrsTarget.CURRENT
+    normalizer: ObrsNormalizer = ObrsNormalizer.TOPK_TAIL
+    calibration: ObrsCalibration = ObrsCalibration.PROBABILITY
+
+    def __post_init__(self) -> None:
+        if self.lam <= 0:
+            raise ValueError(f"algo.obrs.lam must be positive, got {self.lam}; 1.0 is usual.")
+        for name in ("c1", "c2"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"algo.obrs.{name} must be at least 1, got {getattr(self, name)}: a smaller bound scales "
+                    "down tokens on which the policies agree; 3.0 is usual."
+                )
+        if self.top_k < 1:
+            raise ValueError(f"algo.obrs.top_k must be at least 1, got {self.top_k}; 20 is usual.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +135,10 @@ class AlgoConfig:
     clip_dual: dual-clip bound c > 1 for negative advantages. loss_agg: see LossAgg.
     loss_scale_factor: divisor of seq-mean-token-sum-norm, in tokens (required there, else ignored).
     kl_coef, kl_kind: penalty to the start weights (0: no reference is kept). entropy_coef: bonus.
-    correction, correction_threshold: truncated importance sampling, C in min(ratio, C).
+    proximal: see Proximal. correction: see Correction; obrs: its settings. correction_threshold: C of TIS and
+        the upper bound of IcePop, whose lower one is correction_low.
+    mask: see MaskRule, on top of any correction. mask_high: bound of its statistic; for k1 of
+        pi_rollout / pi_trainer, whose lower bound is mask_low (default 1 / mask_high).
     ppo_epochs, minibatches: passes over a batch, and optimizer steps in each pass.
     skip_zero_advantage: leave out trajectories whose advantages are all 0; with a loss that is
         linear in the advantage and neither KL nor entropy term their gradient is 0, so this saves
@@ -70,12 +159,18 @@ class AlgoConfig:
     entropy_coef: float = 0.0
     correction: Correction = Correction.TIS_TOKEN
     correction_threshold: float = 2.0
+    correction_low: float = 0.5
+    proximal: Proximal = Proximal.START
+    mask: MaskRule = MaskRule.NONE
+    mask_high: float | None = None
+    mask_low: float | None = None
+    obrs: ObrsConfig = field(default_factory=ObrsConfig)
     ppo_epochs: int = 1
     minibatches: int = 1
     skip_zero_advantage: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "correction_threshold"):
+        for name in ("clip_low", "clip_high", "correction_threshold", "correction_low"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"algo.{name} must be positive, got {getattr(self, name)}.")
         if self.clip_dual <= 1:
@@ -91,6 +186,39 @@ class AlgoConfig:
                 "algo.loss_agg=seq-mean-token-sum-norm divides by algo.loss_scale_factor, which is "
                 f"{self.loss_scale_factor}: set it, for example to the longest response in tokens."
             )
+        if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:
+            raise ValueError(
+                f"algo.correction=icepop keeps ratios from algo.correction_low={self.correction_low} to "
+                f"algo.correction_threshold={self.correction_threshold}, which holds none: swap them."
+            )
+        if self.proximal is Proximal.ROLLOUT and self.correction is not Correction.NONE:
+            raise ValueError(
+                f"algo.proximal=rollout has the importance ratio in PPO's own, and algo.correction="
+                f"{self.correction} would apply it again: set algo.correction=none or algo.proximal=start."
+            )
+        self._check_mask()
+
+    def _check_mask(self) -> None:
+        if self.mask is MaskRule.NONE:
+            if self.mask_high is not None or self.mask_low is not None:
+                raise ValueError(
+                    f"algo.mask_high={self.mask_high} and algo.mask_low={self.mask_low} bound nothing with "
+                    "algo.mask=none: choose a rule, for example algo.mask=seq_mean_k3."
+                )
+            return
+        if self.mask_high is None or self.mask_high <= 0:
+            raise ValueError(f"algo.mask={self.mask} needs algo.mask_high > 0, got {self.mask_high}.")
+        ratio = self.mask.value.endswith("k1")
+        if self.mask_low is not None and not (ratio and 0 < self.mask_low <= self.mask_high):
+            remedy = (
+                "choose it from 0 to algo.mask_high" if ratio else "remove it: this statistic has one bound"
+            )
+            raise ValueError(f"algo.mask_low={self.mask_low} does not fit algo.mask={self.mask}: {remedy}.")
+        if ratio and self.mask_low is None and self.mask_high < 1:
+            raise ValueError(
+                f"algo.mask_high={self.mask_high} lies below 1 / algo.mask_high, the default lower bound: "
+                "set algo.mask_low."
+            )
 
     @property
     def skips_zero_advantage(self) -> bool:
@@ -101,3 +229,18 @@ class AlgoConfig:
     def optimizer_steps(self) -> int:
         """Optimizer steps per batch."""
         return self.ppo_epochs * self.minibatches
+
+    @property
+    def needs_start_logprobs(self) -> bool:
+        """Whether the trainer scores a batch before its first optimizer step (a forward pass).
+
+        With one step the current logprobs are those of the start.
+        """
+        return self.proximal is Proximal.START and self.optimizer_steps > 1
+
+    def top_logprobs(self, vocab_size: int) -> int:
+        """How many logprobs the engine returns with each sampled token."""
+        if self.correction is not Correction.OBRS:
+            return 0
+        exact = self.obrs.normalizer is ObrsNormalizer.EXACT
+        return vocab_size if exact else min(self.obrs.top_k, vocab_size)

@@ -42,6 +42,10 @@ class MtpConfig:
     clip_grad: float = 1.0
 
     def __post_init__(self) -> None:
+        self.train = MtpTrain(self.train)
+        self.loss = MtpLossKind(self.loss)
+        self.anchors = AnchorWeighting(self.anchors)
+        self.lr_schedule = LrSchedule(self.lr_schedule)
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"mtp: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}.")
         for name, least in (("depths", 1), ("interval", 1), ("warmup_steps", 0)):
