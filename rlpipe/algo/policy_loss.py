@@ -7,8 +7,10 @@ the batch was cut.
 Which "old" logprobs. PPO's ratio compares with the policy at the start of the batch. With one optimizer
 step per batch that policy is the current one: the old logprobs are the current ones, detached, no extra
 forward pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs,
-minibatches) a pass before the first step computes them. What separates trainer and rollout policy
-(staleness, precision) is handled by the importance weights of `correction`, not by this ratio.
+minibatches) a pass before the first step computes them. `algo.proximal` chooses another policy: the current
+one always, whose ratio is never clipped, or the one that sampled. What separates trainer and rollout policy
+(staleness, precision) is handled by `correction`, not by this ratio: its weights multiply the loss of each
+token, and what it masks leaves every term.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from rlpipe.algo import verl_door
-from rlpipe.algo.correction import add_sample_size, rollout_correction
-from rlpipe.config.algo import AlgoConfig
+from rlpipe.algo.correction import Corrected, add_sample_size, correct
+from rlpipe.config.algo import AlgoConfig, Proximal
 from rlpipe.metrics.values import Max, Mean, Sum, Value
 
 if TYPE_CHECKING:
     import torch
+
+    from rlpipe.algo.obrs import ObrsInputs
 
 _MOMENT = "_moment/"
 
@@ -48,43 +52,76 @@ def micro_batch_loss(
     reference_logprobs: torch.Tensor | None,
     totals: LossTotals,
     config: AlgoConfig,
+    obrs: ObrsInputs | None = None,
 ) -> tuple[torch.Tensor, dict[str, Value]]:
     """Loss (scalar, its gradient summed over micro-batches is the batch's) and metrics.
 
     All tensors [B, S] float32, zero where mask is 0; logprobs and entropies carry the graph.
+    old_logprobs: of the trainer at the start of the batch. obrs: with algo.correction=obrs.
     """
     tokens = mask.sum().item()
     if tokens == 0:  # an empty micro-batch, there to keep the ranks in step
         return (logprobs * mask).sum(), {}
+    current = logprobs.detach()
+    trainer = current if config.proximal is Proximal.CURRENT else old_logprobs
+    corrected = correct(
+        current_logprobs=current,
+        trainer_logprobs=trainer,
+        rollout_logprobs=rollout_logprobs,
+        mask=mask,
+        config=config,
+        obrs=obrs,
+    )
+    metrics = corrected.metrics | _probability_gap(trainer, rollout_logprobs, mask)
+    metrics["perf/train_tokens"] = Sum(tokens)
+    metrics["actor/entropy"] = Mean((entropies.detach() * mask).sum().item(), tokens)
+    if not corrected.mask.any():
+        return (logprobs * corrected.mask).sum(), metrics
+    proximal = rollout_logprobs if config.proximal is Proximal.ROLLOUT else trainer
+    loss, terms = _loss(
+        logprobs, entropies, proximal, advantages, reference_logprobs, corrected, totals, config
+    )
+    return loss, metrics | terms
+
+
+def _loss(
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    reference: torch.Tensor | None,
+    corrected: Corrected,
+    totals: LossTotals,
+    config: AlgoConfig,
+) -> tuple[torch.Tensor, dict[str, Value]]:
+    """Policy loss, entropy bonus and KL penalty over the kept tokens, and their metrics."""
     info = {
         "dp_size": totals.dp_size,
         "batch_num_tokens": totals.tokens,
         "global_batch_size": totals.sequences,
         "loss_scale_factor": config.loss_scale_factor,
     }
-    weights, metrics = rollout_correction(old_logprobs, rollout_logprobs, mask, config)
+    mask, mode = corrected.mask, config.loss_agg.value
+    kept = mask.sum().item()
     loss, verl_metrics = verl_door.policy_loss(config.policy_loss)(
-        old_log_prob=old_logprobs,
+        old_log_prob=proximal,
         log_prob=logprobs,
         advantages=advantages,
         response_mask=mask,
-        loss_agg_mode=config.loss_agg.value,
+        loss_agg_mode=mode,
         config=verl_door.actor_config(config, info),
-        rollout_is_weights=weights,
+        rollout_is_weights=corrected.weights,
     )
-    mode = config.loss_agg.value
-    metrics |= {name: Mean(value * tokens, tokens) for name, value in verl_metrics.items()}
+    metrics: dict[str, Value] = {name: Mean(value * kept, kept) for name, value in verl_metrics.items()}
     metrics["actor/pg_loss"] = _share(loss, totals)
-    metrics["perf/train_tokens"] = Sum(tokens)
-    metrics["actor/entropy"] = Mean((entropies.detach() * mask).sum().item(), tokens)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * verl_door.agg_loss(entropies, mask, mode, **info)
-    if reference_logprobs is not None:
-        kl = verl_door.kl_penalty(logprobs, reference_logprobs, config.kl_kind.value)
+    if reference is not None:
+        kl = verl_door.kl_penalty(logprobs, reference, config.kl_kind.value)
         kl_loss = verl_door.agg_loss(kl, mask, mode, **info)
         loss = loss + config.kl_coef * kl_loss
         metrics["actor/kl_loss"] = _share(kl_loss, totals)
-    return loss, metrics | _probability_gap(old_logprobs, rollout_logprobs, mask)
+    return loss, metrics
 
 
 def optimizer_step_count(config: AlgoConfig) -> dict[str, Value]:

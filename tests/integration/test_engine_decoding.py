@@ -7,8 +7,15 @@ import asyncio
 import pytest
 import torch
 
+import rlpipe.rollout.embedded.drafting as drafting
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.spec.acceptance import block_reach_drafted
+from rlpipe.spec.sampling import Stream, request_uniforms
 from rlpipe.types import FinishReason
+from tests.helpers.driven_engine import GammaScript, RandomGamma, driven_engine
 from tests.helpers.engines import (
     generate,
     recomputed,
@@ -20,7 +27,8 @@ from tests.helpers.engines import (
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.integration
-MODES = ("none", "target_only", "rejection")
+MODES = ("none", "target_only", "rejection", "block", "tree")
+DRAFTING = MODES[1:]
 TOLERANCE = 1e-4
 
 
@@ -58,7 +66,7 @@ def test_logprobs_and_entropies_equal_transformers(checkpoint, reference, mode, 
         assert worst_logprob_error(reference, prompt, result, temperature or 1.0) < TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["target_only", "rejection"])
+@pytest.mark.parametrize("mode", [*DRAFTING, "greedy"])
 def test_greedy_output_is_the_same_with_and_without_speculation(checkpoint, reference, mode):
     requests = [
         request(i, prompt, max_new_tokens=40, temperature=0.0) for i, prompt in enumerate(_prompts(12))
@@ -172,7 +180,7 @@ def _mtp_hidden(path, ids: list[int]) -> torch.Tensor:
         return layer(hidden, weights["model.embed_tokens.weight"][tokens[:, 1:]], positions, mask)[0, -1]
 
 
-@pytest.mark.parametrize("mode", ["target_only", "rejection"])
+@pytest.mark.parametrize("mode", DRAFTING)
 def test_drafts_start_from_true_hidden_states_after_steps_and_turns(checkpoint, mode):
     """The state from which depth 1 is drafted equals the reference module over the whole sequence.
 
@@ -201,6 +209,230 @@ def test_drafts_start_from_true_hidden_states_after_steps_and_turns(checkpoint, 
                 assert (engine._table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max() < TOLERANCE
                 return
     pytest.fail("no step ended exactly at the limit")
+
+
+def _wrong_state(driven, checkpoint, row: int = 0) -> float:
+    """How far the state that depth 1 is drafted from is from the reference's, for a running row."""
+    table = driven.engine._table
+    ids = table.tokens[row, : table.total[row]].tolist()
+    return (table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max().item()
+
+
+@pytest.mark.parametrize("spell", [1, 2, 7])
+@pytest.mark.parametrize("before", [[3], [0], [3, 3, 1]])
+def test_the_draft_is_right_again_after_a_spell_without_drafts(checkpoint, before, spell):
+    """Several rows that joined before and in the spell, one of them a copy of another's keys.
+
+    Equal states and keys draft equal tokens, so acceptance after a spell is what it would have been.
+    """
+    policy = GammaScript(*before, *[0] * spell, 2)
+    with driven_engine(checkpoint, policy=policy) as driven:
+        prompts = _prompts(4)
+        for i in (0, 1):
+            driven.submit(request(i, prompts[i], max_new_tokens=60))
+        for _ in before:
+            driven.round()
+        for i, prompt in enumerate((prompts[2], prompts[3], prompts[3]), 2):
+            driven.submit(request(i, prompt, max_new_tokens=60))
+        for _ in range(spell):
+            driven.round()
+        assert driven.running == 5
+        assert min(_wrong_state(driven, checkpoint, row) for row in range(5)) > 0.01  # it did fall behind
+        for _ in range(2):
+            driven.round()
+            assert max(_wrong_state(driven, checkpoint, row) for row in range(5)) < TOLERANCE
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("second", [0, 3])
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_the_draft_is_right_after_a_spell_in_a_conversation_that_goes_on_or_changes(
+    checkpoint, first, second, cut
+):
+    """first, second: gamma of the two turns; cut: tokens of the first turn that the second one replaces."""
+    policy = GammaScript(first)
+    with driven_engine(checkpoint, policy=policy) as driven:
+        prompt = _prompts(2)[1]
+        (turn,) = driven.generate(request(0, prompt, session="s", max_new_tokens=9))
+        following = [*prompt, *turn.output_ids[: 9 - cut], *[33, 44, 55][: cut + 1]]
+        policy.gammas = [second]
+        driven.submit(request(1, following, session="s", max_new_tokens=60))
+        driven.round()
+        driven.round()
+        policy.gammas = [1]
+        for _ in range(2):
+            driven.round()
+            assert _wrong_state(driven, checkpoint) < TOLERANCE
+
+
+def test_the_draft_is_right_after_weights_came_in_a_spell(checkpoint, tmp_path):
+    other = write_random_checkpoint(tmp_path, seed=1)
+    policy = GammaScript(3, 3, 0, 0)
+    with driven_engine(checkpoint, policy=policy, kv_on_update="recompute") as driven:
+        driven.submit(*(request(i, prompt, max_new_tokens=60) for i, prompt in enumerate(_prompts(3))))
+        for _ in range(4):
+            driven.round()
+        driven.update(read_weights(other), 1)
+        driven.round()
+        policy.gammas = [2]
+        for _ in range(2):
+            driven.round()
+            assert max(_wrong_state(driven, other, row) for row in range(3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["target_only", "rejection", "block", "greedy"])
+def test_a_gamma_that_varies_leaves_logprobs_exact(checkpoint, reference, mode):
+    """Conversations of three turns over few rows, gamma anew for each step."""
+    temperature = 0.0 if mode == "greedy" else 0.8
+    with driven_engine(checkpoint, mode, policy=RandomGamma(3), max_running=4) as driven:
+        ids = dict(enumerate(_prompts(7)))
+        for turn in range(3):
+            results = driven.generate(
+                *(
+                    request(
+                        10 * turn + i, ids[i], session=str(i), max_new_tokens=5 + i, temperature=temperature
+                    )
+                    for i in ids
+                )
+            )
+            for i, result in enumerate(results):
+                assert worst_logprob_error(reference, ids[i], result, temperature or 1.0) < TOLERANCE
+                ids[i] = [*ids[i], *result.output_ids, 9]
+
+
+def test_the_adaptive_engine_chooses_for_itself_and_returns_exact_logprobs(checkpoint, reference):
+    prompts = _prompts(12)
+    engine = EmbeddedEngine(
+        RolloutConfig(max_running=8, max_context=128, device="cpu"), SpecConfig(adaptive=True), checkpoint
+    )
+    try:
+        results = generate(engine, *(request(i, p, max_new_tokens=30) for i, p in enumerate(prompts)))
+        stats = engine.stats()
+    finally:
+        engine.close()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert worst_logprob_error(reference, prompt, result) < TOLERANCE
+    assert stats.decode_seconds > 0 and stats.plain_seconds > 0 and stats.predicted_seconds > 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_greedy_mode_equals_greedy_generate_of_transformers(checkpoint, adaptive):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.generation_config.eos_token_id = None
+    policy = RandomGamma(3) if adaptive else None
+    prompts = _prompts(6)
+    with driven_engine(checkpoint, "greedy", policy=policy, max_running=4) as driven:
+        results = driven.generate(
+            *(request(i, p, max_new_tokens=40, temperature=0.0) for i, p in enumerate(prompts))
+        )
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[
+            0, len(prompt) :
+        ]
+        assert result.output_ids == expected.tolist()
+
+
+def test_greedy_mode_refuses_to_sample(checkpoint):
+    with running_engine(checkpoint, "greedy") as engine:
+        with pytest.raises(
+            ValueError, match=r"temperature=0\.7, but spec\.mode=greedy .* set the temperature"
+        ):
+            generate(engine, request(0, [2, 3], temperature=0.7))
+        (result,) = generate(engine, request(1, [2, 3], temperature=0.0, max_new_tokens=3))
+    assert len(result.output_ids) == 3
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["keys moved", "keys left (planted bug)"])
+def test_logprobs_after_many_accepted_tree_nodes_equal_transformers(tmp_path, monkeypatch, moved):
+    """A nearly flat head accepts nearly all drafts, siblings other than the first among them.
+
+    Its logits are small, so errors are measured against their size.
+    """
+    if not moved:
+        monkeypatch.setattr(drafting, "rearrange_kv", lambda cache, base, source: cache)
+    path = write_random_checkpoint(tmp_path, head_scale=0.02)
+    logits, prompts = transformers_logits(path), _prompts(6)
+    with driven_engine(path, "tree") as driven:
+        results = driven.generate(*(request(i, p, max_new_tokens=80) for i, p in enumerate(prompts)))
+    accepted = sum(sum(result.spec.accepted) for result in results)
+    assert accepted > 0.6 * sum(len(result.output_ids) for result in results)
+    size = logits(prompts[0]).std().item()
+    worst = max(worst_logprob_error(logits, p, r) for p, r in zip(prompts, results, strict=True)) / size
+    assert worst < TOLERANCE if moved else worst > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("mode", [*DRAFTING, "greedy"])
+def test_recorded_drafts_stand_where_they_were_drafted_with_their_p_and_q(checkpoint, reference, mode):
+    temperature = 0.0 if mode == "greedy" else 0.9
+    prompts = _prompts(5)
+    with running_engine(checkpoint, mode) as engine:
+        results = generate(
+            engine,
+            *(
+                request(i, p, max_new_tokens=25, temperature=temperature, record_drafts=i != 1)
+                for i, p in enumerate(prompts)
+            ),
+        )
+    assert results.pop(1).drafts is None
+    prompts.pop(1)
+    for prompt, result in zip(prompts, results, strict=True):
+        position = 1
+        assert len(result.drafts) == result.spec.verify_steps
+        for step in result.drafts:
+            assert step.position == position
+            assert len(step.tokens) == (10 if mode == "tree" else 3)
+            if mode != "tree":
+                ids = [*prompt, *result.output_ids[:position], *step.tokens]
+                rows = reference(ids)[len(prompt) + position - 1 : -1] / (temperature or 1.0)
+                p = rows.softmax(-1) if temperature else torch.eye(64)[rows.argmax(-1)]
+                p = p.gather(1, torch.tensor(step.tokens).unsqueeze(1)).squeeze(1)
+                assert torch.allclose(torch.tensor(step.target_probs), p, atol=TOLERANCE)
+                kept = step.tokens[: step.num_accepted]
+                assert kept[: len(result.output_ids) - position] == result.output_ids[position:][: len(kept)]
+            if mode in ("target_only", "greedy"):
+                assert step.draft_probs == [1.0] * 3
+            else:
+                assert all(0 < q <= 1 for q in step.draft_probs)
+            position += step.num_accepted + 1
+        accepted = [sum(step.num_accepted > depth for step in result.drafts) for depth in range(3)]
+        assert result.spec.accepted == accepted
+
+
+@pytest.mark.parametrize("mode", ["target_only", "rejection", "greedy", "block"])
+def test_recorded_p_and_q_and_the_requests_own_coins_explain_every_acceptance(tmp_path, mode):
+    """Chain: accepted while u q < p. Block: all gamma are accepted exactly when the last u < w_gamma."""
+    path = write_random_checkpoint(tmp_path, vocab=3, scale=0.3)
+    temperature = 0.0 if mode == "greedy" else 0.9
+    with running_engine(path, mode) as engine:
+        results = generate(
+            engine,
+            *(
+                request(
+                    seed,
+                    [seed % 3, 2, seed // 3],
+                    max_new_tokens=60,
+                    temperature=temperature,
+                    record_drafts=True,
+                )
+                for seed in range(9)
+            ),
+        )
+    outcomes = set()
+    for seed, result in enumerate(results):
+        for step in result.drafts:
+            p, q = torch.tensor([step.target_probs, step.draft_probs], dtype=torch.float64)
+            if mode == "block":
+                coins = torch.from_numpy(request_uniforms(seed, 70, 9)).view(-1, 3, 3)[:, :, Stream.COIN]
+                weight = block_reach_drafted(p, q)[-1]
+                assert (coins[step.position, -1] < weight).item() == (step.num_accepted == 3)
+            else:
+                coins = torch.from_numpy(request_uniforms(seed, 70))[step.position :][:3, Stream.COIN]
+                passed = (coins * q < p).long()
+                assert step.num_accepted == passed.cumprod(0).sum()
+            outcomes.add(step.num_accepted)
+    assert outcomes == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -255,20 +487,24 @@ def test_top_logprobs_are_the_largest_of_the_target(checkpoint, reference, mode)
         assert torch.allclose(torch.tensor([value for _, value in top]), values, atol=TOLERANCE)
 
 
-def test_counts_add_up_to_the_emitted_tokens(checkpoint):
+@pytest.mark.parametrize(
+    ("mode", "nodes"), [("target_only", 3), ("rejection", 3), ("block", 3), ("greedy", 3), ("tree", 10)]
+)
+def test_counts_add_up_to_the_emitted_tokens(checkpoint, mode, nodes):
     """All tokens but the first come from verify steps: accepted drafts plus one each."""
-    with running_engine(checkpoint, gamma=2) as engine:
-        results = generate(engine, *(request(i, p, max_new_tokens=30) for i, p in enumerate(_prompts(8))))
+    sampling = {"max_new_tokens": 30, "temperature": 0.0 if mode == "greedy" else 1.0}
+    with running_engine(checkpoint, mode) as engine:
+        results = generate(engine, *(request(i, p, **sampling) for i, p in enumerate(_prompts(8))))
         total = engine.stats()
     for result in results:
         spec = result.spec
-        assert spec.proposed == 2 * spec.verify_steps
+        assert spec.proposed == nodes * spec.verify_steps
         assert spec.drafted[0] == spec.verify_steps
-        assert spec.drafted[1] == spec.accepted[0]
+        assert spec.drafted[1:] == spec.accepted[:-1]
         emitted = 1 + spec.verify_steps + sum(spec.accepted)
-        assert 0 <= emitted - len(result.output_ids) <= 2  # the last step may go beyond the limit
+        assert 0 <= emitted - len(result.output_ids) <= 3  # the last step may go beyond the limit
     assert total.spec.verify_steps == sum(result.spec.verify_steps for result in results)
-    assert total.spec.accepted == [sum(r.spec.accepted[k] for r in results) for k in range(2)]
+    assert total.spec.accepted == [sum(r.spec.accepted[k] for r in results) for k in range(3)]
     assert total.generated_tokens == sum(len(result.output_ids) for result in results)
 
 

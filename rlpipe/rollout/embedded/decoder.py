@@ -172,7 +172,9 @@ class Decoder:
             table.draft_keys[: table.active] = self._model.slots
             return
         new = decoding + len(starts)
-        known = np.concatenate((table.total[:decoding] - 1, np.asarray(starts, np.int64)))
+        # The draft's key before a start pairs the state there with the token at it, which may be a new one.
+        seen = np.maximum(np.asarray(starts, np.int64) - 1, 0)
+        known = np.concatenate((table.total[:decoding] - 1, seen))
         table.draft_keys[:new] = np.minimum(table.draft_keys[:new], known)
         table.draft_keys[new : table.active] = table.draft_keys[copies]
 

@@ -8,7 +8,7 @@ prefix occurred, and
 
 Cells may be as small as they like: mean and variance of G_i under the law are simulated from the same
 multinomials, and G_i is read as a chi-square of that mean and variance (Satterthwaite), as a standard
-normal score (Wilson-Hilferty). Without a swap, the G_i add up to the G of the joint law.
+normal score (Wilson-Hilferty). Their sum is judged too: with one model it is the G of the joint law.
 """
 
 from __future__ import annotations
@@ -62,22 +62,23 @@ class Law:
         return total
 
     def scores(self, tokens: np.ndarray, models: np.ndarray | int = 0) -> list[float]:
-        """Standard normal score of G_i for each depth i; large when tokens do not follow the law.
+        """Standard normal scores of G_i by depth, then of their sum; large when tokens break the law.
 
         tokens: [n, depth]. models: [n, depth], the model that sampled each.
         """
         rng = np.random.default_rng(0)
         models = np.broadcast_to(models, tokens.shape)
-        number, scores = np.zeros(len(tokens), np.int64), []
+        number, statistics, simulated = np.zeros(len(tokens), np.int64), [], []
         for i, row in enumerate(self.rows):
             prefixes = self.vocab**i
             cell = ((models[:, i] * prefixes) + number) * self.vocab + tokens[:, i]
             counts = np.bincount(cell, minlength=row.size).reshape(-1, self.vocab)
             law, size = row.reshape(-1, self.vocab), counts.sum(1)
-            simulated = np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)])
-            scores.append(_normal_score(_g(counts, law), simulated.mean(), simulated.var()))
+            statistics.append(_g(counts, law))
+            simulated.append(np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)]))
             number = number * self.vocab + tokens[:, i]
-        return scores
+        pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
+        return [_normal_score(value, null.mean(), null.var()) for value, null in pairs]
 
 
 def _g(counts: np.ndarray, law: np.ndarray) -> float:

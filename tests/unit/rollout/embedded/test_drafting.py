@@ -1,0 +1,208 @@
+"""What is drafted, against the reference MTP module; which uniforms judge it; and in which order a step asks.
+
+The engine is driven round by round, and what passes between drafting and judging is recorded.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rlpipe.rollout.embedded.drafting as drafting
+from rlpipe.config.spec import SpecConfig
+from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.rollout.embedded.drafting import drafting_streams
+from rlpipe.spec.tree import Tree
+from tests.helpers.driven_engine import GammaScript, driven_engine
+from tests.helpers.engines import request, transformers_logits
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.unit
+TOLERANCE = 1e-4
+PROMPTS = [[5, 9, 33, 2, 17], [60, 3, 3, 41, 8, 11, 29, 7], [12, 50]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_random_checkpoint(tmp_path_factory.mktemp("drafting"))
+
+
+@pytest.fixture(scope="module")
+def draft_law(checkpoint):
+    """A function of token ids and drafts behind them to q after the last draft, [V].
+
+    Depth 1 comes from the MTP module over true hidden states; a deeper state is fed back with the draft.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlpipe.mtp.layer import MtpLayer
+
+    weights = read_weights(checkpoint)
+    layer = MtpLayer(AutoConfig.from_pretrained(checkpoint))
+    layer.load_state_dict({k.removeprefix(MTP_PREFIX): v for k, v in weights.items() if MTP_PREFIX in k})
+    backbone = AutoModelForCausalLM.from_pretrained(checkpoint).model
+
+    @torch.no_grad()
+    def law(ids: list[int], drafts: list[int]) -> torch.Tensor:
+        states = backbone(torch.tensor([ids[:-1]])).last_hidden_state
+        for depth in range(len(drafts) + 1):
+            following = torch.tensor([[*ids[1:], *drafts[:depth]]])
+            count = following.shape[1]
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            embedded = weights["model.embed_tokens.weight"][following]
+            state = layer(states, embedded, torch.arange(count)[None], mask)[:, -1:]
+            states = torch.cat((states, state), 1)
+        return (state[0, -1] @ weights["lm_head.weight"].T).softmax(-1)
+
+    return law
+
+
+class Recorded:
+    """What a drafting drafted and was given to judge, step by step."""
+
+    def __init__(self, driven) -> None:
+        self.steps = []
+        inner = driven.engine._decoder._drafting
+        table, judge = driven.engine._table, inner.judge
+
+        def recording(drafted, choices):
+            rows = range(len(choices))
+            ids = [table.tokens[row, : table.total[row]].tolist() for row in rows]
+            tokens = drafted.part.tokens[:, 1:].clone()
+            judged = judge(drafted, choices)
+            self.steps.append((ids, tokens, drafted, choices.clone(), judged))
+            return judged
+
+        inner.judge = recording
+
+
+def _recorded(checkpoint, mode: str, rounds: int = 6, **spec) -> list:
+    with driven_engine(checkpoint, mode, **spec) as driven:
+        recorded = Recorded(driven)
+        driven.submit(*(request(i, prompt, max_new_tokens=40) for i, prompt in enumerate(PROMPTS)))
+        for _ in range(rounds):
+            driven.round()
+    return recorded.steps
+
+
+@pytest.mark.parametrize(("mode", "tree"), [("rejection", [1, 1, 1]), ("tree", [2, 2, 1]), ("tree", [3, 1])])
+def test_p_and_q_of_every_node_are_those_of_its_path(checkpoint, draft_law, mode, tree):
+    """All nodes of all steps: the target against transformers, the draft against the reference module."""
+    target, shape = transformers_logits(checkpoint), Tree.from_branching(tree)
+    paths = [[node for node in path if node >= 0] for path in shape.paths().tolist()]
+    steps = _recorded(checkpoint, mode, tree=tree, gamma=len(tree))
+    assert len(steps) == 5
+    for ids, tokens, drafted, choices, _ in steps:
+        for row, prefix in enumerate(ids):
+            for node, path in enumerate(paths):
+                drafts = [int(tokens[row, n - 1]) for n in path]
+                p = target([*prefix, *drafts])[-1].softmax(-1)
+                assert (choices[row, node] - p).abs().max() < TOLERANCE
+                if shape.children(node):
+                    q = draft_law(prefix, drafts)
+                    assert (drafted.probs[row, node] - q).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["target_only", "greedy"])
+def test_drafts_that_are_not_sampled_are_the_argmax_of_q(checkpoint, draft_law, mode):
+    steps = []
+    with driven_engine(checkpoint, mode) as driven:
+        recorded = Recorded(driven)
+        driven.submit(*(request(i, p, max_new_tokens=40, temperature=0.0) for i, p in enumerate(PROMPTS)))
+        for _ in range(4):
+            driven.round()
+        steps = recorded.steps
+    for ids, tokens, drafted, _, _ in steps:
+        assert drafted.probs is None
+        for row, prefix in enumerate(ids):
+            drafts = tokens[row].tolist()
+            expected = [int(draft_law(prefix, drafts[:depth]).argmax()) for depth in range(3)]
+            assert drafts == expected
+
+
+def test_siblings_are_drawn_without_replacement():
+    """Over a fine lattice of uniforms the second sibling follows q without the first, normalised."""
+    q = torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64)
+    lattice = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for first, uniform in ((0, 0.25), (1, 0.6), (2, 0.9)):
+        noise = torch.stack((torch.full_like(lattice, uniform), lattice), 1).unsqueeze(1)
+        drawn = drafting._siblings(q.expand(1000, 1, 4), noise)[:, 0]
+        assert (drawn[:, 0] == first).all()
+        counts = torch.bincount(drawn[:, 1], minlength=4) / 1000
+        rest = q.index_fill(0, torch.tensor(first), 0.0)
+        assert (counts - rest / rest.sum()).abs().max() <= 1e-3
+
+
+def test_more_siblings_than_tokens_repeat_the_last():
+    q = torch.tensor([[[0.0, 1.0, 0.0]]])
+    drawn = drafting._siblings(q, torch.tensor([[[0.3, 0.9, 0.1]]], dtype=torch.float64))
+    assert drawn.tolist() == [[[1, 1, 1]]]
+
+
+@pytest.mark.parametrize("tree", [[2, 2, 1], [3, 1], [1, 1, 1], [4]])
+def test_every_node_of_a_tree_has_a_draft_and_a_coin_of_its_own(tree):
+    """No two nodes at one depth share a uniform, and none is the residual's."""
+    spec = SpecConfig(mode="tree", tree=tree)
+    made = drafting.TreeDrafting.__new__(drafting.TreeDrafting)
+    model = type("Model", (), {"device": torch.device("cpu")})
+    made.__init__(model, None, Tree.from_branching(tree))
+    widest = max(map(len, made._levels))
+    used = made._draft_streams[:widest] + made._coin_streams[:widest] + [int(drafting.Stream.RESIDUAL)]
+    assert len(set(used)) == len(used) == 2 * widest + 1
+    assert max(used) < drafting_streams(spec)
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block", "tree"])
+def test_no_uniform_that_decided_anything_is_used_by_a_later_step(checkpoint, mode):
+    """Block: none at all, as all drafts of a step decide together. Else: none up to the first rejection.
+
+    A coin drawn again after it failed is a coin known to be high: that biases what follows.
+    """
+    seen: list[set[float]] = [set() for _ in PROMPTS]
+    for _, _, drafted, _, judged in _recorded(checkpoint, mode, rounds=10):
+        for row, kept in enumerate(judged.accepted.tolist()):
+            uniforms = drafted.uniforms[row]
+            deciding = uniforms if mode == "block" else uniforms[: kept + 1]
+            now = set(deciding.flatten().tolist())
+            assert len(now) == deciding.numel()
+            assert not seen[row] & set(uniforms.flatten().tolist())
+            seen[row] |= now
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block", "target_only"])
+def test_gamma_is_chosen_before_anything_is_drafted(checkpoint, mode, monkeypatch):
+    """In each round: choose, draft that many, judge, and then tell the policy sums alone."""
+    events = []
+
+    class Policy(GammaScript):
+        def choose(self, batch):
+            events.append(("choose", super().choose(batch)))
+            return events[-1][1]
+
+        def observe(self, drafted, accepted):
+            assert all(type(n) is int for n in (*drafted, *accepted))
+            events.append(("observe", len(drafted)))
+
+    draft, judge = drafting.ChainDrafting.draft, drafting.ChainDrafting.judge
+
+    def drafted(self, decoding, gamma):
+        events.append(("draft", gamma))
+        return draft(self, decoding, gamma)
+
+    def judged(self, one, choices):
+        events.append(("judge", one.part.span.width - 1))
+        return judge(self, one, choices)
+
+    monkeypatch.setattr(drafting.ChainDrafting, "draft", drafted)
+    monkeypatch.setattr(drafting.ChainDrafting, "judge", judged)
+    gammas = [2, 3, 0, 1, 0, 0, 2]
+    with driven_engine(checkpoint, mode, policy=Policy(*gammas)) as driven:
+        events.clear()  # those of the cost measurement
+        driven.submit(request(0, PROMPTS[0], max_new_tokens=60))
+        for _ in gammas:
+            driven.round()
+    expected = [("choose", gammas[0])]  # the first round fills the prompt and drafts nothing
+    for gamma in gammas[1:]:
+        expected += [("choose", gamma), ("draft", gamma), ("judge", gamma)]
+        expected += [("observe", gamma)] if gamma else []
+    assert events == expected

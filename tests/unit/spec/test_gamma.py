@@ -1,0 +1,153 @@
+"""The choice of gamma: the best predicted throughput, without flutter, from batches and sums alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from rlpipe.spec.gamma import AdaptiveGamma, FixedGamma
+
+pytestmark = pytest.mark.unit
+COSTS = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
+
+
+def _teach(policy: AdaptiveGamma, alphas: list[float], rows: int = 4096, steps: int = 8) -> None:
+    """Steps whose drafts were accepted at these rates."""
+    for _ in range(steps):
+        reached, drafted, accepted = float(rows), [], []
+        for alpha in alphas:
+            drafted.append(round(reached))
+            reached *= alpha
+            accepted.append(round(reached))
+        policy.observe(drafted, accepted)
+
+
+def test_a_fixed_gamma_stays():
+    policy = FixedGamma(2)
+    policy.observe([5, 0], [0, 0])
+    assert [policy.choose(batch) for batch in (1, 8, 64)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_argmax_of_tokens_per_second(seed):
+    """Against throughput written out for random costs and acceptances."""
+    rng = random.Random(seed)
+    costs = {(batch, gamma): rng.uniform(0.5, 1.5) + gamma * 0.3 for batch in (1, 8) for gamma in range(4)}
+    alphas = [round(rng.uniform(0.2, 1.0), 2) for _ in range(3)]
+    policy = AdaptiveGamma(costs, margin=0.0)
+    _teach(policy, alphas)
+    learnt = policy.alphas
+    assert learnt == pytest.approx(alphas, abs=0.01)
+    for batch in (1, 8):
+        speeds = []
+        for gamma in range(4):
+            tokens, reach = 1.0, 1.0
+            for alpha in learnt[:gamma]:
+                reach *= alpha
+                tokens += reach
+            speeds.append(batch * tokens / costs[batch, gamma])
+        assert [policy.throughput(batch, gamma) for gamma in range(4)] == pytest.approx(speeds)
+        assert policy.choose(batch) == speeds.index(max(speeds))
+        assert policy.speedup(batch, 2) == pytest.approx(speeds[2] / speeds[0])
+
+
+def test_costs_between_two_batches_are_interpolated_and_beyond_the_largest_proportional():
+    policy = AdaptiveGamma(COSTS)
+    assert policy.seconds(1, 1) == 1.2
+    assert policy.seconds(64, 1) == 8.0
+    assert policy.seconds(22, 1) == pytest.approx(1.2 + (8.0 - 1.2) * 21 / 63)
+    assert policy.seconds(128, 2) == pytest.approx(24.0)
+    crossing = [policy.choose(batch) for batch in (1, 64)]
+    assert crossing == [2, 0]
+
+
+def test_costs_below_the_smallest_measured_batch_are_those_of_the_smallest():
+    policy = AdaptiveGamma({(4, 0): 1.0, (4, 1): 1.5})
+    assert policy.seconds(1, 1) == policy.seconds(4, 1) == 1.5
+
+
+def test_a_change_must_promise_the_margin():
+    """gamma 1 against 0 at alpha: 1 + alpha tokens in 1.5 seconds, so 1.5 % better or 4 % better."""
+    costs = {(1, 0): 1.0, (1, 1): 1.5}
+    for alpha, expected in ((0.5225, 0), (0.56, 1)):
+        policy = AdaptiveGamma(costs, prior=0.1, margin=0.02)
+        assert policy.choose(1) == 0
+        _teach(policy, [alpha])
+        assert policy.throughput(1, 1) > policy.throughput(1, 0)
+        assert policy.choose(1) == expected
+    eager = AdaptiveGamma(costs, prior=0.1, margin=0.0)
+    eager.choose(1)
+    _teach(eager, [0.5225])
+    assert eager.choose(1) == 1
+
+
+def test_the_margin_is_kept_apart_for_small_and_large_batches():
+    """What is best for one row does not stick to 64 rows."""
+    policy = AdaptiveGamma(COSTS)
+    assert [policy.choose(batch) for batch in (1, 64, 1, 64)] == [2, 0, 2, 0]
+
+
+def test_drafting_that_was_given_up_is_tried_again_once_and_comes_back_when_it_pays():
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.4, (1, 2): 1.8}, prior=0.1, probe_every=10)
+
+    def choose_and_draft(alpha: float) -> int:
+        gamma = policy.choose(1)
+        if gamma:
+            _teach(policy, [alpha] * gamma, rows=64, steps=1)
+        return gamma
+
+    choices = [choose_and_draft(0.0) for _ in range(33)]
+    assert choices == ([0] * 10 + [2]) * 3
+    for _ in range(400):  # an update made the draft good
+        last = choose_and_draft(0.95)
+    assert last == 2
+
+
+def test_the_probe_counts_steps_since_the_deepest_draft():
+    """A gamma of 1 in use does not keep depth 2 known."""
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.1, (1, 2): 5.0}, probe_every=5)
+    seen = []
+    for _ in range(12):
+        gamma = policy.choose(1)
+        seen.append(gamma)
+        policy.observe([1] * gamma, [1] * gamma)
+    assert seen == [1] * 5 + [2] + [1] * 5 + [2]
+
+
+def test_old_acceptance_is_forgotten_with_the_stated_memory():
+    """A depth's sums shrink by 1 - reached / MEMORY: exp(-1) of what was known is left after MEMORY rows."""
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.2}, prior=0.5)
+    _teach(policy, [1.0], rows=64, steps=4000)
+    assert policy.alphas[0] == pytest.approx(1.0, abs=1e-6)
+    _teach(policy, [0.0], rows=64, steps=AdaptiveGamma.MEMORY // 64)
+    assert policy.alphas[0] == pytest.approx((1 - 64 / AdaptiveGamma.MEMORY) ** 64, abs=1e-3)
+
+
+def test_a_step_larger_than_the_memory_replaces_what_was_known():
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.2}, prior=0.9)
+    policy.observe([10_000], [2_500])
+    assert policy.alphas == [0.25]
+
+
+def test_a_shallow_step_says_nothing_of_deeper_depths():
+    policy = AdaptiveGamma(COSTS)
+    before = policy.alphas[1]
+    policy.observe([100], [100])
+    assert policy.alphas[1] == before
+    assert policy.alphas[0] > before
+
+
+def test_a_choice_depends_on_nothing_but_batches_and_sums():
+    """Two policies told the same sums choose alike, however often each was asked about other things."""
+    policies = [AdaptiveGamma(COSTS), AdaptiveGamma(COSTS)]
+    rng = random.Random(0)
+    for _ in itertools.repeat(None, 50):
+        batch = rng.randint(1, 64)
+        policies[0].throughput(batch, 1)
+        choices = {policy.choose(batch) for policy in policies}
+        assert len(choices) == 1
+        told = [rng.randint(0, batch) for _ in range(max(choices))]
+        for policy in policies:
+            policy.observe(told, [n // 2 for n in told])
