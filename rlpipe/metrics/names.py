@@ -269,7 +269,7 @@ SECTIONS: tuple[Section, ...] = (
             "spec/speedup_observed",
             "average",
             "1",
-            "Adaptive gamma: time the tokens would take without drafts, by measured costs / time taken.",
+            "Adaptive gamma: time of drafted steps without drafts, by measured costs / time taken.",
         ),
         (
             "spec/speedup_predicted",

@@ -18,8 +18,9 @@ class EngineStats:
 
     running, waiting: requests now. generated_tokens, prefill_tokens: totals.
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
-    decode_seconds: of steps no prompt joined, while gamma is chosen from measured costs; plain_seconds:
-        what their tokens would have taken without drafts; predicted_seconds: what a policy expected.
+    decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
+        plain_seconds: what their tokens would have taken without drafts, by those costs;
+        predicted_seconds: what the policy expected.
     """
 
     policy_version: int = 0

@@ -6,7 +6,9 @@ output tokens; the three streams never share a number, because a draft and the c
 judges it must be independent.
 
 A draft that was proposed for a position and thrown away before that position was reached leaves no
-trace in what was emitted, so drawing the position's uniforms again is exact.
+trace in what was emitted, so drawing the position's uniforms again is exact. Block verification is the
+exception: its deeper drafts and coins help decide how many are kept, so a step takes all its uniforms
+from the row of its first position.
 """
 
 from __future__ import annotations

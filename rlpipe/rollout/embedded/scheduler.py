@@ -93,7 +93,7 @@ class Scheduler:
         seconds = time.perf_counter() - started
         tokens = self._record(emitted)
         self._stats.row_steps += decoding
-        if decoding == len(jobs) and isinstance(self._policy, AdaptiveGamma):
+        if self._gamma and decoding == len(jobs) and isinstance(self._policy, AdaptiveGamma):
             plain = tokens * self._policy.seconds(decoding, 0) / decoding
             self._stats.decode_seconds += seconds
             self._stats.plain_seconds += plain
