@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpipe.config.adapt import AdaptConfig
-from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.choice import Choice
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.metrics import MetricsConfig
@@ -144,6 +144,11 @@ def check(config: Config) -> None:
     hf_config = read_config(model_path)
     if config.spec.mode is not SpecMode.NONE:
         require_mtp(hf_config, config.model.path, config.spec.mode)
+    if config.algo.correction is Correction.OBRS:
+        raise ValueError(
+            "algo.correction=obrs: trajectories do not carry the rollout's top-k logprobs yet, so a run "
+            "cannot use it (rlpipe.algo.obrs can be called on your own). Use tis_token, tis_sequence or icepop."
+        )
     if config.mtp.train is MtpTrain.ONLINE:
         check_draft(config.mtp, hf_config, config.model.path)
     temperatures = (config.rollout.temperature, config.val.temperature)

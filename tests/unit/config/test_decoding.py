@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, check
@@ -62,4 +63,11 @@ def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):
     config = Config(spec=SpecConfig(mode="none"), mtp=MtpConfig(train="online"))
     config.model.path, config.run.dir = str(model), str(tmp_path / "run")
     with pytest.raises(ValueError, match=r"no MTP layer .* set mtp\.train=frozen"):
+        check(config)
+
+
+def test_obrs_is_refused_while_trajectories_carry_no_top_logprobs(tmp_path):
+    config = Config(algo=AlgoConfig(correction=Correction.OBRS))
+    config.run.dir = str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"top-k logprobs .* Use tis_token, tis_sequence or icepop"):
         check(config)
