@@ -147,7 +147,7 @@ def check(config: Config) -> None:
     if config.algo.correction is Correction.OBRS:
         raise ValueError(
             "algo.correction=obrs: trajectories do not carry the rollout's top-k logprobs yet, so a run "
-            "cannot use it (rlpipe.algo.obrs can be called on your own). Use tis_token, tis_sequence or icepop."
+            "cannot use it (rlpipe.algo.obrs stands alone). Use tis_token, tis_sequence or icepop."
         )
     if config.mtp.train is MtpTrain.ONLINE:
         check_draft(config.mtp, hf_config, config.model.path)
