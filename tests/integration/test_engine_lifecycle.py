@@ -198,7 +198,7 @@ def test_close_answers_everyone_and_later_calls_say_so(checkpoints):
 def test_an_exception_in_the_thread_reaches_every_caller(checkpoints, monkeypatch):
     with running_engine(checkpoints[0], max_running=2) as engine:
 
-        def broken(*args):
+        def broken(*args, **kwargs):
             raise FloatingPointError("planted")
 
         async def run():
