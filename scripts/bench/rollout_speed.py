@@ -198,6 +198,7 @@ class ArmProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve_arm, args=(theirs, make, threads), daemon=True)
         self._process.start()
+        self._pipe.recv()  # one after another: an engine that measures its costs must not be disturbed
 
     def run(self, work: Workload, batch: int) -> tuple[float, SpecCounts]:
         """Tokens per second, and counts of drafts."""
@@ -215,6 +216,7 @@ def serve_arm(pipe: Any, make: Callable[[], Any], threads: int) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads if make.func is TransformersArm else 1)  # the engine's thread sets its own
     arm = make()
+    pipe.send(None)
     while (order := pipe.recv()) is not None:
         started = time.perf_counter()
         tokens, spec = arm.run(*order)
