@@ -155,7 +155,7 @@ class Decoder:
     def _remember(self, parts: list[Part], hidden: torch.Tensor) -> None:
         """Keep the target's hidden states, where the draft may need them later."""
         if self._table.history is not None:
-            self._table.history.flatten(0, 1)[self._places(parts)] = hidden
+            self._table.history.flatten(0, 1).index_copy_(0, self._places(parts), hidden)
 
     def _places(self, parts: list[Part]) -> torch.Tensor:
         """Where the tokens of parts are in `RowTable.history`."""
