@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.trainer.batch import Branch, MicroBatch
+from rlpipe.trainer.batch import Branch, MicroBatch, Path, first_tokens
 from rlpipe.types import Trajectory
-
-Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
 
 
 def lay_out(
@@ -38,7 +36,7 @@ def lay_out(
     used = 0
     for own, same, chosen in zip(inputs, [0, *shared[1:]], targets, strict=True):
         fresh = len(own) - same
-        path = _first(path, same)
+        path = first_tokens(path, same)
         places = np.concatenate([places[:same], np.arange(used, used + fresh)])
         if fresh:
             branches.append(Branch(length=fresh, context=path))
@@ -94,14 +92,3 @@ def nothing() -> MicroBatch:
 def _sampled(trajectory: Trajectory) -> np.ndarray:
     """Indices of the sampled tokens; the first token of all is never predicted."""
     return np.flatnonzero(trajectory.loss_mask[1:]) + 1
-
-
-def _first(path: Path, tokens: int) -> Path:
-    """The pieces that hold the first `tokens` tokens of a path."""
-    pieces = []
-    for branch, count in path:
-        if tokens <= 0:
-            break
-        pieces.append((branch, min(count, tokens)))
-        tokens -= count
-    return pieces

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
+
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
@@ -72,6 +74,17 @@ class MicroBatch:
             )
         rows, cells = as_rows(self.branches, self.tokens)
         return rows, cells[self.sources]
+
+
+def first_tokens(path: Path, tokens: int) -> Path:
+    """The pieces that hold the first `tokens` tokens of a path."""
+    pieces = []
+    for branch, count in path:
+        if tokens <= 0:
+            break
+        pieces.append((branch, min(count, tokens)))
+        tokens -= count
+    return pieces
 
 
 def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

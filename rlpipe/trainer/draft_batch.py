@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpipe.trainer.batch import Branch, MicroBatch
-
-Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
+from rlpipe.trainer.batch import Branch, MicroBatch, Path, first_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +62,7 @@ def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch
         tokens = np.append(micro.tokens[own], micro.targets[end - 1])
         same = _common_anchors(before, own, depths)
         fresh = len(own) - same
-        path, before = _first(path, same), own
+        path, before = first_tokens(path, same), own
         cells = np.concatenate([cells[:same], np.arange(used, used + fresh)])
         if fresh:
             branches.append(Branch(length=fresh, context=path))
@@ -119,17 +117,6 @@ def _ahead(tokens: np.ndarray, depths: int) -> np.ndarray:
     """[depths, T] the token k further on, 0 past the end."""
     padded = np.append(tokens, np.zeros(depths, dtype=tokens.dtype))
     return np.lib.stride_tricks.sliding_window_view(padded, len(tokens))[1 : depths + 1]
-
-
-def _first(path: Path, tokens: int) -> Path:
-    """The pieces that hold the first `tokens` tokens of a path."""
-    pieces = []
-    for branch, count in path:
-        if tokens <= 0:
-            break
-        pieces.append((branch, min(count, tokens)))
-        tokens -= count
-    return pieces
 
 
 def _padded(rows: list[np.ndarray], length: int) -> np.ndarray:
