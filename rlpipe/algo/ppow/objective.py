@@ -1,0 +1,70 @@
+"""The objective: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
+
+
+@dataclass(slots=True, kw_only=True)
+class PpowStats:
+    """Sums over drafted tokens, detached: divide by `tokens`.
+
+    clipped: tokens whose clipped term was the smaller. kl: KL(draft || target), nats. ratio: of the
+    drafter's probability to the one that drafted.
+    """
+
+    tokens: Tensor
+    clipped: Tensor
+    kl: Tensor
+    ratio: Tensor
+
+
+def group_advantages(rewards: Tensor) -> Tensor:
+    """A_i = (R_i - mean) / (std + delta) over the G windows of each prefix. [..., G] -> same.
+
+    The standard deviation is that of the group itself (divided by G).
+
+    >>> group_advantages(torch.tensor([[0.0, 1.0], [2.0, 2.0]])).round().tolist()
+    [[-1.0, 1.0], [0.0, 0.0]]
+    """
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    return centred / (rewards.std(-1, correction=0, keepdim=True) + DELTA)
+
+
+def ppow_loss(
+    draft_logprobs: Tensor,
+    target_logprobs: Tensor,
+    tokens: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    kl_coef: float,
+) -> tuple[Tensor, PpowStats]:
+    """-J: mean over windows and their K drafts of min(r A, clip(r) A) - beta KL(draft || target).
+
+    draft_logprobs: [N, K, V] of the drafter after the drafts before, normalised; gradients flow into it
+    alone. target_logprobs: [N, K, V] at the same places. tokens: [N, K] drafted. behaviour_logprobs:
+    [N, K], theirs when they were drafted. advantages: [N], one per window.
+    Returns a scalar, 0 for no windows, and sums.
+    """
+    log_q, log_p = draft_logprobs.float(), target_logprobs.float().detach()
+    chosen = log_q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    ratio = (chosen - behaviour_logprobs).exp()
+    advantage = advantages.unsqueeze(-1)
+    plain, bounded = ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
+    q = log_q.exp()
+    kl = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+    terms = torch.minimum(plain, bounded) - kl_coef * kl
+    stats = PpowStats(
+        tokens=torch.tensor(tokens.numel(), device=tokens.device),
+        clipped=(bounded < plain).sum(),
+        kl=kl.detach().double().sum(),
+        ratio=ratio.detach().double().sum(),
+    )
+    return -terms.sum() / max(1, tokens.numel()), stats

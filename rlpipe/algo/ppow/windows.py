@@ -1,0 +1,75 @@
+"""Which windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
+
+P is the target and Q the drafter at a position, both after the tokens of the target's own text. A window is
+the K positions j .. j + K - 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def confidence(target_logprobs: Tensor) -> Tensor:
+    """C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). [..., V] -> [...].
+
+    target_logprobs: normalised; -inf, of tokens that cannot occur, count in |V|.
+
+    >>> confidence(torch.tensor([0.5, 0.5]).log()).item()
+    0.0
+    """
+    log_p = target_logprobs.float()
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    return (1 - entropy / math.log(log_p.shape[-1])).clamp(0, 1)
+
+
+def criticality(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
+    """v = C(P) KL(P || Q), in nats: much where a sure target is missed. [..., V] twice -> [...].
+
+    Infinite where Q lacks a token that P has.
+    """
+    log_p, log_q = target_logprobs.float(), draft_logprobs.float()
+    p = log_p.exp()
+    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+    return confidence(log_p) * terms.sum(-1).clamp(min=0)
+
+
+def window_scores(critical: Tensor, length: int) -> Tensor:
+    """s_j = mean of v_j .. v_{j+K-1}: [..., T] -> [..., T - K + 1].
+
+    Raises ValueError when the text is shorter than a window.
+
+    >>> window_scores(torch.tensor([1.0, 3.0, 5.0]), 2).tolist()
+    [2.0, 4.0]
+    """
+    if critical.shape[-1] < length:
+        raise ValueError(f"a text of {critical.shape[-1]} positions has no window of {length}: leave it out.")
+    return critical.unfold(-1, length, 1).mean(-1)
+
+
+def hard_share(step: int, steps: int, start: float, end: float) -> float:
+    """Share of windows drawn by score at a step, 0-based, of `steps`: linear from start to end.
+
+    >>> [hard_share(step, 3, 0.2, 0.8) for step in range(3)]
+    [0.2, 0.5, 0.8]
+    """
+    return start + (end - start) * (min(step, steps - 1) / (steps - 1) if steps > 1 else 1.0)
+
+
+def window_law(scores: Tensor, hard: float) -> Tensor:
+    """Probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
+
+    The even part is what the paper calls the other windows; where all scores are 0 it is everything. Of
+    infinite scores each is as good as another, and finite ones get nothing of the hard part.
+    """
+    weights = scores.isinf().double() if scores.isinf().any() else scores.double()
+    even = torch.full_like(weights, 1 / len(weights))
+    total = weights.sum()
+    return hard * weights / total + (1 - hard) * even if total > 0 else even
+
+
+def sample_windows(scores: Tensor, count: int, hard: float, generator: torch.Generator) -> Tensor:
+    """Starts of `count` windows, drawn with replacement from `window_law`: [n] -> [count] int64."""
+    return torch.multinomial(window_law(scores, hard), count, replacement=True, generator=generator)
