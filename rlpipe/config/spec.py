@@ -18,6 +18,13 @@ class SpecMode(Choice):
     TREE = "tree"  # several drafts per position, siblings judged in rounds
 
 
+class Drafter(Choice):
+    """What proposes the drafts of a chain; verification does not know."""
+
+    MTP = "mtp"  # the checkpoint's MTP layer
+    SUFFIX = "suffix"  # what followed the last time the text ended like this; needs no training
+
+
 @dataclass(slots=True, kw_only=True)
 class SpecConfig:
     """Settings of speculative decoding.
@@ -25,6 +32,8 @@ class SpecConfig:
     mode: verification rule. gamma: drafted tokens per verify step (gamma = 3 verifies 4 tokens).
     adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
         but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
+    drafter: what drafts. Suffix drafts are certain, so rejection and block judge them as target_only does.
+    suffix: most tokens of the text's end that drafter suffix looks up.
 
     >>> SpecConfig(mode="target_only").mode
     <SpecMode.TARGET_ONLY: 'target_only'>
@@ -36,9 +45,11 @@ class SpecConfig:
     gamma: int = 3
     adaptive: bool = False
     tree: list[int] = field(default_factory=lambda: [2, 2, 1])
+    drafter: Drafter = Drafter.MTP
+    suffix: int = 4
 
     def __post_init__(self) -> None:
-        self.mode = SpecMode(self.mode)
+        self.mode, self.drafter = SpecMode(self.mode), Drafter(self.drafter)
         if self.gamma < 1:
             raise ValueError(
                 f"spec.gamma={self.gamma} drafts nothing: gamma must be at least 1. "
@@ -49,8 +60,19 @@ class SpecConfig:
                 f"spec.adaptive=true needs a chain of drafts, got spec.mode={self.mode}: "
                 "use spec.mode=rejection, block, target_only or greedy."
             )
+        if self.drafter is Drafter.SUFFIX and self.mode is SpecMode.TREE:
+            raise ValueError(
+                "spec.drafter=suffix drafts one path, got spec.mode=tree: use spec.mode=target_only or greedy."
+            )
+        if self.suffix < 1:
+            raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")
         if not self.tree or min(self.tree) < 1:
             raise ValueError(f"spec.tree={self.tree} must list one or more children for each depth.")
+
+    @property
+    def needs_mtp(self) -> bool:
+        """Whether an MTP layer drafts."""
+        return self.mode is not SpecMode.NONE and self.drafter is Drafter.MTP
 
     @property
     def depth(self) -> int:

@@ -123,11 +123,12 @@ def driven_engine(
     gamma: int = 3,
     tree: Sequence[int] = (2, 2, 1),
     policy: GammaPolicy | None = None,
+    drafter: str = "mtp",
     **rollout: Any,
 ) -> Iterator[DrivenEngine]:
     """An engine to drive. policy: chooses gamma in place of what the engine would have used."""
     settings = {"max_running": 8, "max_context": 128, "device": "cpu"} | rollout
-    spec = SpecConfig(mode=mode, gamma=gamma, tree=list(tree), adaptive=policy is not None)
+    spec = SpecConfig(mode=mode, gamma=gamma, tree=list(tree), adaptive=policy is not None, drafter=drafter)
     engine = EmbeddedEngine(RolloutConfig(**settings), spec, path)
     engine.pause()
     if policy is not None:

@@ -118,6 +118,18 @@ def test_a_gamma_that_varies_from_step_to_step_keeps_the_law(case, mode):
     assert _score(case, mode, policy=RandomGamma(GAMMA)) < LIMIT
 
 
+@pytest.mark.parametrize(("mode", "adaptive"), [("rejection", False), ("target_only", True)])
+def test_looked_up_drafts_keep_the_law(case, mode, adaptive):
+    """Half of the rows repeat a token soon, so drafts are accepted and rejected at every depth."""
+    policy = RandomGamma(GAMMA) if adaptive else None
+    assert _score(case, mode, policy=policy, drafter="suffix") < LIMIT
+
+
+def test_looked_up_drafts_follow_their_own_model_across_a_weight_swap(case):
+    tokens, models = _sample(case, "target_only", swap_every=2, drafter="suffix")
+    assert max(case.law.scores(tokens, models)) < LIMIT
+
+
 def test_a_gamma_chosen_from_batch_and_acceptance_keeps_the_law(case):
     """Drafts are dear in large batches and cheap in small ones, so all gammas are chosen."""
     price = {1: 0.1, 48: 0.2, 120: 0.8, 192: 2.0}

@@ -70,7 +70,8 @@ class Decoder:
         """
         table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
-        if gamma:
+        drafts_on = bool(gamma) and model.mtp  # a lookup has nothing to catch up with
+        if drafts_on:
             self._close_gaps(decoding)
         drafted = self._drafting.draft(decoding, gamma) if decoding else None
         fills = self._fills(decoding, starts, table.total[decoding : decoding + len(starts)])
@@ -111,11 +112,11 @@ class Decoder:
             tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
         self._remember(parts, hidden)
-        if gamma:
+        if drafts_on:
             self._catch_up(parts, fills, tokens, accepted, hidden)
         if copies:
             new = slice(len(starts), None)
-            self._copy(decoding + len(starts), copies, new_tokens[new], ready[nodes:][new], gamma)
+            self._copy(decoding + len(starts), copies, new_tokens[new], ready[nodes:][new], drafts_on)
         self._note_draft_keys(decoding, starts, copies, gamma)
         emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
         emitted.verified = decoding if gamma else 0
@@ -204,13 +205,13 @@ class Decoder:
         self._table.hidden[first : first + len(state)] = state
 
     def _copy(
-        self, first: int, copies: list[int], tokens: torch.Tensor, hidden: torch.Tensor, gamma: int
+        self, first: int, copies: list[int], tokens: torch.Tensor, hidden: torch.Tensor, draft: bool
     ) -> None:
         """Copy the keys of rows to the rows first, first + 1, ... whose first token may be another one."""
         table = self._table
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
-        if gamma:
+        if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
             span = self._model.span(first, self._upload(last), int(last.max()) + 1)

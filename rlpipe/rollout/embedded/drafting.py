@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.config.spec import SpecMode
 from rlpipe.rollout.embedded.model import Model, Span
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.spec.sampling import Stream, sample_cdf
@@ -281,17 +281,3 @@ def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def tree_streams(tree: Tree) -> int:
     """Uniforms of a position: a draft and a coin for each node that may stand there, and the residual."""
     return len(Stream) + 2 * (max(map(tree.depths.count, set(tree.depths))) - 1)
-
-
-def drafting_streams(spec: SpecConfig) -> int:
-    """Uniforms of a position under a configuration; block: those of a whole step that starts there."""
-    if spec.mode is SpecMode.TREE:
-        return tree_streams(Tree.from_branching(spec.tree))
-    return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK else 1)
-
-
-def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
-    """The drafting that a configuration asks for."""
-    if spec.mode is SpecMode.TREE:
-        return TreeDrafting(model, table, Tree.from_branching(spec.tree))
-    return ChainDrafting(model, table, spec.mode)

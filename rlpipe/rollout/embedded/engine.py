@@ -31,7 +31,7 @@ from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_m
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
-from rlpipe.rollout.embedded.drafting import drafting_streams, make_drafting
+from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
@@ -54,8 +54,8 @@ class EmbeddedEngine:
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> None:
         hf_config = read_config(model_path)
         arch = read_architecture(hf_config)
-        speculate = spec.mode is not SpecMode.NONE
-        if speculate:
+        drafts = spec.needs_mtp
+        if drafts:
             require_mtp(hf_config, model_path, spec.mode)
         if config.max_context > arch.max_position:
             raise ValueError(
@@ -64,9 +64,9 @@ class EmbeddedEngine:
             )
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
-        self._shapes = arch.weight_shapes(mtp=speculate)
+        self._shapes = arch.weight_shapes(mtp=drafts)
         # A tied head may be left out of an update, and a draft that is not used may be sent or not.
-        self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not speculate)
+        self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not drafts)
         if arch.tied:
             self._optional |= {"lm_head.weight"}
         check_weights(weights, self._shapes, self._optional)
@@ -74,7 +74,7 @@ class EmbeddedEngine:
         self._model = Model(
             arch,
             weights,
-            mtp=speculate,
+            mtp=drafts,
             rows=config.max_running,
             slots=config.max_context + spec.drafts + 2,
             device=torch.device(_pick_device(config.device)),
@@ -94,7 +94,7 @@ class EmbeddedEngine:
         """What stands between the inbox and the model."""
         config, spec, model = self._config, self._spec, self._model
         streams = drafting_streams(spec)
-        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive)
+        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive and spec.needs_mtp)
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
         policy: GammaPolicy = FixedGamma(spec.depth)
