@@ -62,7 +62,7 @@ class SpecConfig:
             )
         if self.drafter is Drafter.SUFFIX and self.mode is SpecMode.TREE:
             raise ValueError(
-                "spec.drafter=suffix drafts one path, got spec.mode=tree: use spec.mode=target_only or greedy."
+                "spec.drafter=suffix drafts one path, got spec.mode=tree: use target_only or greedy."
             )
         if self.suffix < 1:
             raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")

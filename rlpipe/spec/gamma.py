@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import exp, log
 from operator import mul
 from typing import Protocol
 
@@ -45,9 +46,11 @@ class AdaptiveGamma:
     """The gamma of highest predicted throughput.
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
-    are interpolated. Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must
-    promise `margin` more throughput. A depth that was not drafted for `probe_every` steps is tried once,
-    so that speculation can come back after an update made it worth its cost.
+    are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
+    in use sets the pace, and its neighbours, tried for two steps every `explore_every`, are judged by it.
+    Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must promise `margin` more
+    throughput. A depth that was not drafted for `probe_every` steps is tried once, so that speculation can
+    come back after an update made it worth its cost.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -56,6 +59,8 @@ class AdaptiveGamma:
     """
 
     MEMORY = 4096  # verified rows after which a count has decayed to 1/e
+    PACE, LESSON = 0.1, 0.3  # weight of one step in the pace, and in what is thought of another gamma
+    OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
 
     def __init__(
         self,
@@ -64,15 +69,19 @@ class AdaptiveGamma:
         prior: float = 0.75,
         margin: float = 0.02,
         probe_every: int = 512,
+        explore_every: int = 32,
     ) -> None:
         self._batches = sorted({batch for batch, _ in seconds})
         self._max = max(gamma for _, gamma in seconds)
         self._seconds = dict(seconds)
-        self._margin, self._probe_every = margin, probe_every
+        self._margin, self._probe_every, self._explore_every = margin, probe_every, explore_every
         self._drafted = [16.0] * self._max
         self._accepted = [16.0 * prior] * self._max
         self._unseen = [0] * self._max  # steps since a depth was drafted
         self._last: dict[int, int] = {}  # choice by batch bucket
+        self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
+        self._steps = 0
+        self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
 
     @property
     def alphas(self) -> list[float]:
@@ -81,15 +90,10 @@ class AdaptiveGamma:
 
     def seconds(self, batch: int, gamma: int) -> float:
         """Measured or interpolated duration of a step; beyond the largest batch, in proportion."""
-        below = max((b for b in self._batches if b <= batch), default=self._batches[0])
-        above = min((b for b in self._batches if b >= batch), default=None)
-        low = self._seconds[below, gamma]
-        if above is None:
-            return low * batch / below
-        if above <= below:
-            return low
-        part = (batch - below) / (above - below)
-        return low + part * (self._seconds[above, gamma] - low)
+        low, high, part = self._nodes(batch)
+        if part is None:
+            return self._seconds[low, gamma] * batch / low
+        return (1 - part) * self._seconds[low, gamma] + part * self._seconds[high, gamma]
 
     def throughput(self, batch: int, gamma: int) -> float:
         """Predicted tokens per second."""
@@ -97,11 +101,17 @@ class AdaptiveGamma:
 
     def choose(self, batch: int) -> int:
         """See `GammaPolicy.choose`."""
+        self._steps += 1
         for depth in range(self._max):
             self._unseen[depth] += 1
         if self._unseen[-1] > self._probe_every:
             return self._max
         bucket = batch.bit_length()
+        turn = self._steps % self._explore_every
+        if turn < 2 and self._last.get(bucket):  # from 0, the probe of all depths does it
+            neighbour = self._last[bucket] + (1 if self._steps // self._explore_every % 2 else -1)
+            if 0 <= neighbour <= self._max:
+                return neighbour
         best = max(range(self._max + 1), key=lambda gamma: self.throughput(batch, gamma))
         last = self._last.get(bucket, best)
         if self.throughput(batch, best) < (1 + self._margin) * self.throughput(batch, last):
@@ -117,6 +127,34 @@ class AdaptiveGamma:
             self._accepted[depth] = self._accepted[depth] * decay + kept
             self._unseen[depth] = 0
 
+    def timed(self, batch: int, gamma: int, seconds: float) -> None:
+        """What a step took in which nobody joined.
+
+        The first step of a gamma is left out: it also pays for the change.
+        """
+        bucket = batch.bit_length()
+        before, self._before = self._before, (bucket, gamma)
+        if before != (bucket, gamma):
+            return
+        ratio = log(
+            min(seconds / self.seconds(batch, gamma), self.OUTLIER * exp(self._pace.get(bucket, 0.0)))
+        )
+        if gamma == self._last.get(bucket):
+            pace = self._pace.setdefault(bucket, ratio)
+            self._pace[bucket] = pace + self.PACE * (ratio - pace)
+        elif bucket in self._pace:
+            low, high, part = self._nodes(batch)
+            for node, weight in ((low, 1 - (part or 0)), (high, part or 0)):
+                self._seconds[node, gamma] *= exp(self.LESSON * weight * (ratio - self._pace[bucket]))
+
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
         return self.throughput(batch, gamma) / self.throughput(batch, 0)
+
+    def _nodes(self, batch: int) -> tuple[int, int, float | None]:
+        """The measured batches around one, and how far it is from the lower; None beyond the largest."""
+        below = max((b for b in self._batches if b <= batch), default=self._batches[0])
+        above = min((b for b in self._batches if b >= batch), default=None)
+        if above is None:
+            return below, below, None
+        return below, above, (batch - below) / (above - below) if above > below else 0.0

@@ -13,8 +13,8 @@ the engine's business. In one step
 
 Keys of rejected drafts stay behind and are masked until the next tokens overwrite them. Without
 speculation only the middle remains: one token per row. Where gamma may be 0 for a while (adaptive), the
-draft does not catch up then; the target's hidden states are kept, and the gap is closed in one pass when
-drafting comes back.
+draft does not catch up then; the target's hidden states of those steps are kept, and the gap is closed in
+one pass when drafting comes back.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ class Decoder:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
             tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
-        self._remember(parts, hidden)
         if drafts_on:
             self._catch_up(parts, fills, tokens, accepted, hidden)
+        elif table.history is not None:
+            table.history.flatten(0, 1).index_copy_(0, self._places(parts), hidden)
         if copies:
             new = slice(len(starts), None)
             self._copy(decoding + len(starts), copies, new_tokens[new], ready[nodes:][new], drafts_on)
@@ -133,7 +134,6 @@ class Decoder:
         fills = self._fills(0, [0] * table.active, ends)
         for part in fills:  # one by one: all rows at once may be far beyond the prefill budget
             hidden = self._model.forward(part.tokens.flatten(), [part.span])
-            self._remember([part], hidden)
             if self._model.mtp:
                 rows = np.arange(part.first, part.first + part.span.batch)
                 following = self._upload(table.tokens[rows, ends[rows]])
@@ -153,11 +153,6 @@ class Decoder:
             following = self._upload(table.tokens[own, ends[own]])
             self._catch_up([part], [part], [following], None, hidden)
 
-    def _remember(self, parts: list[Part], hidden: torch.Tensor) -> None:
-        """Keep the target's hidden states, where the draft may need them later."""
-        if self._table.history is not None:
-            self._table.history.flatten(0, 1).index_copy_(0, self._places(parts), hidden)
-
     def _places(self, parts: list[Part]) -> torch.Tensor:
         """Where the tokens of parts are in `RowTable.history`."""
         slots = self._model.slots
@@ -173,9 +168,7 @@ class Decoder:
             table.draft_keys[: table.active] = self._model.slots
             return
         new = decoding + len(starts)
-        # The draft's key before a start pairs the state there with the token at it, which may be a new one.
-        seen = np.maximum(np.asarray(starts, np.int64) - 1, 0)
-        known = np.concatenate((table.total[:decoding] - 1, seen))
+        known = np.concatenate((table.total[:decoding] - 1, np.asarray(starts, np.int64)))
         table.draft_keys[:new] = np.minimum(table.draft_keys[:new], known)
         table.draft_keys[new : table.active] = table.draft_keys[copies]
 

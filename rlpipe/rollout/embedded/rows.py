@@ -34,7 +34,7 @@ class RowTable:
         self.cache = model.cache
         self._device = model.device
         self.hidden = torch.zeros(rows, model.arch.hidden, dtype=model.dtype, device=model.device)
-        # [rows, slots, H], what the target made of each token
+        # [rows, slots, H], what the target made of the tokens that the draft has not caught up with
         self.history = self.hidden.new_zeros(rows, slots, model.arch.hidden) if history else None
         self.draft_keys = np.full(rows, slots)  # the draft's keys are right before this position
         self.tokens = np.zeros((rows, slots), np.int64)

@@ -82,6 +82,7 @@ class Scheduler:
         if not jobs:
             return
         sampling = [job.request.sampling for job in jobs]
+        plain = decoding == len(jobs)  # nobody joined
         started = time.perf_counter()
         emitted = self._decoder.step(
             starts,
@@ -93,11 +94,13 @@ class Scheduler:
         seconds = time.perf_counter() - started
         tokens = self._record(emitted)
         self._stats.row_steps += decoding
-        if self._gamma and decoding == len(jobs) and isinstance(self._policy, AdaptiveGamma):
-            plain = tokens * self._policy.seconds(decoding, 0) / decoding
-            self._stats.decode_seconds += seconds
-            self._stats.plain_seconds += plain
-            self._stats.predicted_seconds += plain / self._policy.speedup(decoding, self._gamma)
+        if plain and isinstance(self._policy, AdaptiveGamma):
+            self._policy.timed(decoding, self._gamma, seconds)
+            if self._gamma:
+                without = tokens * self._policy.seconds(decoding, 0) / decoding
+                self._stats.decode_seconds += seconds
+                self._stats.plain_seconds += without
+                self._stats.predicted_seconds += without / self._policy.speedup(decoding, self._gamma)
 
     def abort(self, chosen: frozenset[str] | None) -> None:
         """Answer the named requests (None: all) with what they have."""
@@ -174,9 +177,11 @@ class Scheduler:
         differ = np.flatnonzero(table.tokens[row, :keys] != np.asarray(prompt[:keys]))
         common = int(differ[0]) if len(differ) else keys
         start = min(common, length - 1)
-        if self._gamma:
+        if self._depth:
             # The draft's key at common - 1 needs the hidden state there and the (new) token after it.
-            start = min(start, common - 1, int(table.draft_keys[row]))
+            start = min(start, common - 1)
+        if self._gamma:
+            start = min(start, int(table.draft_keys[row]))
         return max(0, start)
 
     def _seat(self, job: Job) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from math import exp
 
 import pytest
 
@@ -137,6 +138,48 @@ def test_a_shallow_step_says_nothing_of_deeper_depths():
     policy.observe([100], [100])
     assert policy.alphas[1] == before
     assert policy.alphas[0] > before
+
+
+def _run(
+    policy: AdaptiveGamma, batch: int, true: dict[int, float], steps: int, noise: float = 0.0
+) -> list[int]:
+    """Choices over steps that take what `true` says, all drafts accepted."""
+    rng, choices = random.Random(1), []
+    for _ in range(steps):
+        gamma = policy.choose(batch)
+        choices.append(gamma)
+        policy.observe([batch] * gamma, [batch] * gamma)
+        policy.timed(batch, gamma, true[gamma] * exp(rng.gauss(0, noise)))
+    return choices
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_costs_that_were_measured_wrong_are_corrected_in_use(slower):
+    """Measured, gamma 2 looks cheap; in use it costs more than its three tokens are worth."""
+    measured = {(8, 0): 1.0, (8, 1): 1.3, (8, 2): 1.4}
+    true = {0: 1.0 * slower, 1: 1.3 * slower, 2: 2.6 * slower}
+    policy = AdaptiveGamma(measured, prior=0.9)
+    choices = _run(policy, 8, true, 1500, noise=0.05)
+    assert choices[0] == 2
+    assert choices[-500:].count(1) > 450
+    assert policy.seconds(8, 2) / policy.seconds(8, 1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_machine_that_slows_down_for_a_while_changes_no_choice():
+    """Whatever gamma is in use then is not to blame."""
+    true = {0: 1.0, 1: 1.3, 2: 1.4}
+    policy = AdaptiveGamma({(8, gamma): seconds for gamma, seconds in true.items()}, prior=0.9)
+    _run(policy, 8, true, 200)
+    choices = _run(policy, 8, {gamma: 4 * seconds for gamma, seconds in true.items()}, 60)
+    choices += _run(policy, 8, true, 400)
+    assert choices.count(2) > 0.9 * len(choices)
+    assert policy.seconds(8, 1) / policy.seconds(8, 2) == pytest.approx(1.3 / 1.4, rel=0.15)
+
+
+def test_exploring_costs_two_steps_in_the_stated_number():
+    policy = AdaptiveGamma({(8, 0): 1.0, (8, 1): 1.3, (8, 2): 2.2}, prior=0.9, explore_every=20)
+    choices = _run(policy, 8, {0: 1.0, 1: 1.3, 2: 2.2}, 2000)
+    assert choices.count(1) == pytest.approx(2000 * 18 / 20, rel=0.02)
 
 
 def test_a_choice_depends_on_nothing_but_batches_and_sums():
