@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-SHIPPED = ("configs", "data", "models")
+SHIPPED = ("configs", "data", "models", "sglang_env")
 CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pycache__"])
 # setuptools wants each folder named as a package, also one that only holds files.
 FOLDERS = [f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir()]

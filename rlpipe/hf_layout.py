@@ -97,6 +97,23 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+def weight_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every stored tensor, from the files' headers alone; a tied head is not added.
+
+    Raises ValueError when there is no safetensors file.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model.path={str(path)!r} holds no *.safetensors file.")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="np") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
+
+
 def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
     """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
 

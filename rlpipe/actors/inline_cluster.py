@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,19 @@ from typing import Any
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.run import Config
+from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value
 from rlpipe.types import Group, Prompt, Trajectory
 
 
 class InlineCluster:
-    """One rollout worker, one trainer rank; all trainer calls run on one thread."""
+    """One rollout worker, one trainer rank; all trainer calls run on one thread.
 
-    def __init__(self, config: Config) -> None:
+    on_event: told of every fault (kind, fields).
+    """
+
+    def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
+        self._on_event = on_event
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._trainer = TrainerWorker(config)
         self._thread.submit(lambda: self._trainer.start(self._trainer.address())).result()
@@ -39,10 +44,17 @@ class InlineCluster:
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         return await self._train(self._trainer.step, groups)
 
+    async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
+        return await self._train(self._trainer.probe, trajectories)
+
     async def publish_weights(self, version: int) -> dict[str, Value]:
         started = time.monotonic()
         payload = await self._train(self._trainer.export, version)
-        metrics = await self._rollout.update_weights(payload)
+        try:
+            metrics = await self._rollout.update_weights(payload)
+        finally:
+            for kind, fields in await self._rollout.take_events():
+                self._on_event(kind, **fields)
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 

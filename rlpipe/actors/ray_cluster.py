@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.run import Config
+from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.types import Group, Prompt, Trajectory
 
@@ -32,7 +33,7 @@ class RayCluster:
         self._on_event = on_event
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         self._options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 1000}
-        self._rollouts = [self._spawn_rollout() for _ in range(config.rollout.workers)]
+        self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers)]
         self._load = [0] * len(self._rollouts)
         self._restarts = 0
         self._respawning = asyncio.Lock()
@@ -63,6 +64,11 @@ class RayCluster:
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         shared = ray.put(groups)
         results = await asyncio.gather(*(t.step.remote(shared) for t in self._trainers))
+        return results[0]
+
+    async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
+        shared = ray.put(trajectories)
+        results = await asyncio.gather(*(t.probe.remote(shared) for t in self._trainers))
         return results[0]
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
@@ -96,8 +102,8 @@ class RayCluster:
         for actor in self._rollouts + self._trainers:
             ray.kill(actor)
 
-    def _spawn_rollout(self) -> Any:
-        return ray.remote(RolloutWorker).options(**self._options).remote(self._config)
+    def _spawn_rollout(self, n: int) -> Any:
+        return ray.remote(RolloutWorker).options(**self._options).remote(self._config, n)
 
     async def _on_some_worker(self, method: str, *args: Any) -> Any:
         """Call the least loaded worker."""
@@ -118,7 +124,11 @@ class RayCluster:
                 await self._replace(n, worker, error)
 
     async def _update(self, n: int) -> dict[str, Value]:
-        return await self._call(n, "update_weights", self._newest_weights)
+        try:
+            return await self._call(n, "update_weights", self._newest_weights)
+        finally:
+            for kind, fields in await self._call(n, "take_events"):
+                self._on_event(kind, worker=n, **fields)
 
     async def _replace(self, n: int, dead: Any, error: RayActorError) -> None:
         """Put a new worker in the dead one's place, once, with the newest weights."""
@@ -133,7 +143,7 @@ class RayCluster:
                     f"rollout workers died {self._restarts} times (cluster.max_restarts="
                     f"{self._config.cluster.max_restarts}); the last: {reason}"
                 ) from error
-            worker = self._spawn_rollout()
+            worker = self._spawn_rollout(n)
             if self._newest_weights is not None:
                 await worker.update_weights.remote(self._newest_weights)
             self._rollouts[n] = worker

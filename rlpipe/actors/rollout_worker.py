@@ -9,35 +9,65 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from rlpipe.actors.engines import make_engine
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
+from rlpipe.envs.slow import SlowSuite
+from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.injection import InjectedEngine
 from rlpipe.types import Group, Prompt, Trajectory
 from rlpipe.weights.sync import WeightPayload, unpack_weights
 
 
 class RolloutWorker:
-    """Owns its engine and sandbox; everything is freed by `close`."""
+    """Owns its engine and sandbox; everything is freed by `close`. number: its place among the workers."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, number: int = 0) -> None:
+        busy = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
+        self._spans = SpanLog(f"rollout {number}", busy)
+        self._events: list[tuple[str, dict[str, Any]]] = []
         path = resolve(config.model.path)
         self._suite = make_suite(config.env, seed=config.run.seed)
-        self._engine = EmbeddedEngine(config.rollout, config.spec, path)
-        self._collector = Collector(
-            engine=self._engine,
-            suite=self._suite,
+        self._engine: Engine = make_engine(config, self._note)
+        self._engines = [self._engine]  # all that are given new weights
+        collector = partial(
+            Collector,
             chat=ChatFormat.from_pretrained(path),
             rollout=config.rollout,
             env=config.env,
+            top_logprobs=config.algo.top_logprobs(int(read_config(path)["vocab_size"])),
+            record_drafts=config.metrics.rollouts_per_step > 0,
+            spans=self._spans,
         )
+        self._evaluator = self._collector = collector(engine=self._engine, suite=self._suite)
+        if config.injection.active():
+            self._inject(config, path, collector)
         self._last = self._engine.stats()
         self._last_time = time.monotonic()
+
+    def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
+        """Disturb training rollouts; evaluations keep the clean suite, and an engine with clean weights."""
+        clean, weights = self._engine, None
+        if config.injection.changes_weights:
+            clean = make_engine(config, self._note)
+        if config.injection.weight_noise:
+            weights = read_weights(path)
+        disturbed = InjectedEngine(self._engine, config.injection, config.rollout.max_context, weights)
+        self._engines = [disturbed] if clean is self._engine else [disturbed, clean]
+        self._evaluator = collector(engine=clean, suite=self._suite)
+        slow = SlowSuite(self._suite, config.injection, config.run.seed)
+        self._engine, self._collector = disturbed, collector(engine=disturbed, suite=slow)
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         """Play one group."""
@@ -47,13 +77,15 @@ class RolloutWorker:
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
         """Play held-out instances, `samples` times each."""
-        return await self._collector.evaluate(instance_ids, samples, temperature)
+        return await self._evaluator.evaluate(instance_ids, samples, temperature)
 
     async def update_weights(self, payload: WeightPayload) -> dict[str, Value]:
         """Serve a new version from the next decode step on; returns bytes and seconds."""
         started = time.monotonic()
-        weights = unpack_weights(payload)
-        await asyncio.to_thread(self._engine.update_weights, weights, payload.version)
+        with self._spans.lane() as lane, lane.span("sync", version=payload.version):
+            weights = unpack_weights(payload)
+            for engine in self._engines:
+                await asyncio.to_thread(engine.update_weights, weights, payload.version)
         return {
             "weights/bytes": Last(payload.num_bytes),
             "timing_s/load_weights": Mean(time.monotonic() - started, 1),
@@ -79,11 +111,22 @@ class RolloutWorker:
             values["spec/speedup_observed"] = Ratio(plain, stats.decode_seconds - last.decode_seconds)
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
+        values |= {name: Last(figure) for name, figure in stats.sync.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
         self._last, self._last_time = stats, now
-        return values
+        return values | self._spans.drain()
+
+    async def take_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Faults the engines told of since the last call: (kind, fields)."""
+        events, self._events = self._events, []
+        return events
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        self._events.append((kind, fields))
 
     async def close(self) -> None:
         """Stop decoding and free the sandbox."""
-        await self._collector.close()
-        await asyncio.to_thread(self._engine.close)
+        for collector in dict.fromkeys((self._collector, self._evaluator)):
+            await collector.close()
+        for engine in self._engines:
+            await asyncio.to_thread(engine.close)

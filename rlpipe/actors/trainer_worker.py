@@ -9,14 +9,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
+
 from rlpipe.algo.advantage import compute_advantages
+from rlpipe.algo.obrs import token_uniforms
+from rlpipe.config.algo import Correction
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
+from rlpipe.metrics.probe import COLUMNS, ProbeTable
+from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
 from rlpipe.pipeline.batcher import pack
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import free_address
-from rlpipe.types import Group
+from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights
 
 
@@ -26,6 +32,7 @@ class TrainerWorker:
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
+        self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str:
         """A free rendezvous address on this rank's machine; host: how the other ranks reach it."""
@@ -42,14 +49,24 @@ class TrainerWorker:
             world_size=self._world_size,
             master=master,
             total_steps=self._config.run.steps,
+            ppow=self._config.ppow,
+            seed=self._config.run.seed,
         )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
         """Advantages, packing, one optimizer step."""
+        with self._spans.lane() as lane, lane.span("train", version=self._trainer.policy_version):
+            metrics = self._step(groups)
+        return metrics | self._spans.drain()
+
+    def _step(self, groups: list[Group]) -> dict[str, Value]:
         started = time.monotonic()
         config = self._config
         advantages = compute_advantages(groups, config.algo)
         trajectories = [t for group in groups for t in group.trajectories]
+        seed, uniforms = config.run.seed, None
+        if config.algo.correction is Correction.OBRS:
+            uniforms = [token_uniforms(seed, t.trajectory_id, len(t.token_ids)) for t in trajectories]
         batch = pack(
             trajectories,
             advantages,
@@ -59,7 +76,8 @@ class TrainerWorker:
             temperature=config.rollout.temperature,
             skip_zero_advantage=config.algo.skips_zero_advantage,
             share_prefixes=self._trainer.shares_prefixes,
-            seed=config.run.seed + self._trainer.policy_version,
+            uniforms=uniforms,
+            seed=seed + self._trainer.policy_version,
         )
         metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}
         sampled = (
@@ -70,10 +88,31 @@ class TrainerWorker:
         )
         return metrics | Stats.of(sampled).expand("critic/advantages") | self._trainer.train_step(batch)
 
+    def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
+        """What target and draft say at every context of these trajectories; see `metrics.probe`."""
+        config = self._config
+        batch = pack(
+            trajectories,
+            None,
+            config.trainer.micro_batch_tokens,
+            config.trainer.dp,
+            temperature=config.rollout.temperature,
+            share_prefixes=self._trainer.shares_prefixes,
+        )
+        tables = self._trainer.draft_tables(batch)
+        nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, config.mtp.depths)) for name in COLUMNS}
+        return [
+            ProbeTable(trajectory_id=t.trajectory_id, positions=positions, values=values)
+            for t, (positions, values) in (
+                (t, table or nowhere) for t, table in zip(trajectories, tables, strict=True)
+            )
+        ]
+
     def export(self, version: int) -> WeightPayload | None:
         """Full weights for the engines; None off rank 0 (which still takes part in the gathering)."""
-        weights = self._trainer.export_weights()
-        return None if weights is None else pack_weights(weights, version)
+        with self._spans.lane() as lane, lane.span("sync", version=version):
+            weights = self._trainer.export_weights()
+            return None if weights is None else pack_weights(weights, version)
 
     def save(self, directory: Path) -> None:
         """Trainer state under `trainer/`, an HF checkpoint under `hf/`."""

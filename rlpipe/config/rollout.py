@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.sglang import SglangConfig
 
 
 class EngineKind(Choice):
     """Which engine decodes."""
 
     EMBEDDED = "embedded"  # in-process, CPU or GPU
+    SGLANG = "sglang"  # a server process of its own, in an environment of its own
 
 
 class KvOnUpdate(Choice):
@@ -45,6 +47,7 @@ class RolloutConfig:
     threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
         steps (one request is always admitted).
     kv_on_update: see `KvOnUpdate`.
+    sglang: of the server, engine sglang only.
     """
 
     engine: EngineKind = EngineKind.EMBEDDED
@@ -62,6 +65,7 @@ class RolloutConfig:
     threads: int = 1
     prefill_tokens: int = 4096
     kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
+    sglang: SglangConfig = field(default_factory=SglangConfig)
 
     def __post_init__(self) -> None:
         self.engine = EngineKind(self.engine)

@@ -1,6 +1,6 @@
 """The engine Protocol: what the collector and the controller ask of any decoding engine.
 
-Owns the contract only. `embedded` implements it in-process; an SGLang pool implements it over HTTP.
+Owns the contract only. `embedded` implements it in-process, `sglang` over HTTP.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class EngineStats:
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
         plain_seconds: what their tokens would have taken without drafts, by those costs;
         predicted_seconds: what the policy expected.
+    sync: figures of the last weight update by metric name, of engines that measure it themselves.
     """
 
     policy_version: int = 0
@@ -34,6 +35,7 @@ class EngineStats:
     plain_seconds: float = 0.0
     predicted_seconds: float = 0.0
     spec: SpecCounts = field(default_factory=SpecCounts)
+    sync: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

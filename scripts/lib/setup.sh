@@ -51,6 +51,12 @@ need_bubblewrap() {
         die "bwrap is missing: install the package 'bubblewrap' (apt-get, dnf, pacman: the same name)."
 }
 
+# need_chromium: tests look at the report in a real browser.
+need_chromium() {
+    command -v chromium >/dev/null || command -v google-chrome >/dev/null || debian_package chromium ||
+        die "chromium is missing: install the package 'chromium' (apt-get, dnf, pacman: the same name)."
+}
+
 # need_compiler PYTHON: one dependency (pycosat, which reasoning-gym needs) comes as C source only.
 need_compiler() {
     headers=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -65,6 +71,16 @@ install_into() {
     quietly "$environment/bin/python" -m pip install --no-input --no-compile -c "$root/constraints.txt" "$@"
 }
 
+# make_bare_environment DIR: a virtual environment with nothing in it, unless one is there.
+make_bare_environment() {
+    [ ! -x "$1/bin/python" ] || return 0
+    python=$(find_python)
+    say "making a virtual environment with $("$python" --version)"
+    "$python" -c 'import ensurepip' 2>/dev/null || debian_package python3-venv ||
+        die "$python cannot make virtual environments: install the package 'python3-venv'."
+    quietly "$python" -m venv "$1"
+}
+
 # make_environment DIR EXTRAS: a virtual environment at DIR with rlpipe (editable) and "[extras]".
 # Does nothing when DIR already holds exactly that; an environment that is there is updated, not emptied.
 make_environment() {
@@ -75,18 +91,44 @@ make_environment() {
     fi
     if [ ! -x "$1/bin/python" ]; then
         python=$(find_python)
-        say "making a virtual environment with $("$python" --version)"
         need_compiler "$python"
-        "$python" -c 'import ensurepip' 2>/dev/null || debian_package python3-venv ||
-            die "$python cannot make virtual environments: install the package 'python3-venv'."
-        quietly "$python" -m venv "$1"
     fi
+    make_bare_environment "$1"
     # torch first and alone: whichever build the machine's pip is set up for (CPU or CUDA) then stands, and
     # nothing that is resolved later brings another. Without a GPU the CPU build spares 3 GB.
     say "installing torch"
     install_into "$1" torch
     say "installing rlpipe$2 and what it needs (one to three minutes)"
     install_into "$1" -e "$root$2"
+    printf '%s\n' "$stamp" >"$1/rlpipe-stamp"
+    say "installed"
+}
+
+# make_sglang_environment DIR cpu|gpu: SGLang's own virtual environment at DIR. Does nothing when DIR already
+# holds exactly that.
+make_sglang_environment() {
+    pins=$root/sglang_env/requirements_$2.txt
+    stamp=$(find "$root/sglang_env" -type f ! -path '*/__pycache__/*' -exec cat {} + | cksum)" $2"
+    if [ "$(cat "$1/rlpipe-stamp" 2>/dev/null)" = "$stamp" ]; then
+        say "SGLang is in $1 already"
+        return
+    fi
+    make_bare_environment "$1"
+    if [ "$2" = gpu ]; then
+        say "installing SGLang with CUDA (many gigabytes)"
+        quietly "$1/bin/python" -m pip install --no-input -r "$pins"
+    else
+        # torch first and alone, as above; then exactly the pinned packages, because what SGLang declares
+        # would bring a CUDA build of torch.
+        say "installing torch"
+        quietly "$1/bin/python" -m pip install --no-input --no-compile "$(grep '^torch==' "$pins")"
+        say "installing SGLang for the CPU (one to three minutes)"
+        quietly "$1/bin/python" -m pip install --no-input --no-compile --no-deps -r "$pins"
+        copy=$(mktemp -d "${TMPDIR:-/tmp}/rlpipe-sglang.XXXXXX") # building leaves files beside the source
+        cp -R "$root/sglang_env/cpu_support/." "$copy"
+        quietly "$1/bin/python" -m pip install --no-input --no-deps --no-build-isolation --force-reinstall "$copy"
+        rm -rf "$copy"
+    fi
     printf '%s\n' "$stamp" >"$1/rlpipe-stamp"
     say "installed"
 }

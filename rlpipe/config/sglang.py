@@ -1,0 +1,78 @@
+"""Settings of an SGLang server that rlpipe starts. Imports no torch and no sglang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpipe.config.choice import Choice
+
+
+class WeightTransfer(Choice):
+    """How new weights reach a server."""
+
+    TENSOR = "tensor"  # in the body of requests, in pieces; any host, small models
+    DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
+
+
+class CanaryReaction(Choice):
+    """What to do when a server does not hold the weights that were sent."""
+
+    RETRY = "retry"  # send them again, `canary_retries` times, then stop
+    NO_SPECULATION = "no_speculation"  # the same, but a stale draft alone is then switched off
+    STOP = "stop"  # end the run at once
+
+
+@dataclass(slots=True, kw_only=True)
+class SglangConfig:
+    """Settings of `rollout.engine=sglang`; unused otherwise.
+
+    python: interpreter of SGLang's own virtual environment. Empty: $RLPIPE_SGLANG_VENV/bin/python, else
+        .venv-sglang beside the installed rlpipe (what scripts/install_sglang makes).
+    host, port: where the server listens; port 0 takes a free one.
+    tp: GPUs of one server (tensor parallel).
+    draft_path: checkpoint of the draft; empty: the MTP layer of the model's own checkpoint.
+    start_timeout, request_timeout: seconds until the server must answer, and until a generation must end.
+    weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request.
+    abort_on_update: requests that run when weights change end with what they have and are continued as new
+        ones. Off: they go on inside the server, by rollout.kv_on_update.
+    on_canary_failure, canary_retries: see `CanaryReaction`.
+    attention_backend: empty lets SGLang choose (on a CPU: torch_native). memory_fraction: of a GPU for
+        weights and KV; 0 lets SGLang choose. deterministic: --enable-deterministic-inference, which makes
+        SGLang honour the seed of each request; it needs a GPU attention backend.
+    extra_arguments: appended to the command line as they are.
+    """
+
+    python: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    tp: int = 1
+    draft_path: str = ""
+    start_timeout: float = 300.0
+    request_timeout: float = 600.0
+    weight_transfer: WeightTransfer = WeightTransfer.TENSOR
+    bucket_mb: int = 256
+    abort_on_update: bool = False
+    on_canary_failure: CanaryReaction = CanaryReaction.RETRY
+    canary_retries: int = 1
+    attention_backend: str = ""
+    memory_fraction: float = 0.0
+    deterministic: bool = False
+    extra_arguments: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.weight_transfer = WeightTransfer(self.weight_transfer)
+        self.on_canary_failure = CanaryReaction(self.on_canary_failure)
+        for name in ("tp", "bucket_mb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be at least 1.")
+        for name in ("start_timeout", "request_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be positive seconds.")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
+        if self.canary_retries < 0:
+            raise ValueError(f"rollout.sglang.canary_retries={self.canary_retries} must be 0 or more.")
+        if not 0 <= self.memory_fraction < 1:
+            raise ValueError(
+                f"rollout.sglang.memory_fraction={self.memory_fraction} must be in [0, 1); 0: SGLang's own."
+            )

@@ -1,0 +1,147 @@
+"""A request as SGLang's `/generate` reads it, and its answer as our `GenerateResult`.
+
+Checked against SGLang 0.5.23: logprobs are the target's log-softmax(logits / temperature) at the sampled
+token; `spec_correct_drafts_histogram[k]` counts verify steps that kept exactly k drafts;
+`weight_versions` lists spans [start, end) of output tokens. SGLang does not return entropies: each is
+estimated by -logprob of the sampled token, which is unbiased, since E[-ln p(x)] = H(p); means over tokens
+are right, single values are noisy. The drafts themselves are not returned either: `drafts` stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlpipe.rollout.sglang.client import ServerError
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+
+_SEEDS = 2**31 - 1
+
+
+def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict[str, Any]:
+    """JSON of one generation. rid: its id inside the server."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": request.prompt_ids,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # SGLang takes this to mean "no stop token of any kind"
+            "ignore_eos": not sampling.stop_token_ids,
+            "sampling_seed": sampling.seed % _SEEDS,
+        },
+        "return_logprob": True,
+        "priority": priority,
+    }
+    if sampling.top_logprobs:
+        body["top_logprobs_num"] = sampling.top_logprobs
+    return body
+
+
+def parse_answer(
+    request: GenerateRequest, answer: Mapping[str, Any], known: Sequence[int] = ()
+) -> GenerateResult:
+    """The answer to `generate_body(request)`, whole or partial.
+
+    known: versions of the first tokens. SGLang sends spans with the last part of a stream only; before, new
+    tokens have the version it serves while it sends them.
+
+    Raises ServerError when lists that belong together have different lengths.
+    """
+    meta = answer["meta_info"]
+    ids = [int(token) for token in answer["output_ids"]]
+    logprobs = meta.get("output_token_logprobs") or []
+    if [token for _, token, _ in logprobs] != ids:
+        raise ServerError(
+            f"request {request.request_id!r}: {len(ids)} output ids and logprobs of {len(logprobs)} tokens "
+            "do not belong together."
+        )
+    top = None
+    if request.sampling.top_logprobs:
+        rows = meta.get("output_top_logprobs") or []
+        top = [[(int(token), float(value)) for value, token, _ in row] for row in rows[: len(ids)]]
+    values = [float(value) for value, _, _ in logprobs]
+    if meta.get("finish_reason"):
+        versions = token_versions(meta.get("weight_versions") or [], len(ids))
+    else:
+        versions = [*known, *[int(meta["weight_version"])] * (len(ids) - len(known))]
+    return GenerateResult(
+        request_id=request.request_id,
+        output_ids=ids,
+        logprobs=values,
+        entropies=[-value for value in values],
+        versions=versions,
+        finish_reason=_finish_reason(meta.get("finish_reason")),
+        spec=spec_counts(meta),
+        top_logprobs=top,
+    )
+
+
+def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """The policy version of each output token. Raises ServerError unless the spans tile 0..count - 1.
+
+    >>> token_versions([{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}], 3)
+    [3, 3, 4]
+    """
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise ServerError(f"weight_versions do not join: {spans}")
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ServerError(f"weight_versions cover {len(versions)} of {count} tokens: {spans}")
+    return versions
+
+
+def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
+    """Sums per depth from the histogram of kept drafts; empty when nothing was drafted.
+
+    >>> meta = {"spec_verify_ct": 4, "spec_num_proposed_drafts": 8}
+    >>> counts = spec_counts(meta | {"spec_correct_drafts_histogram": [1, 2, 1]})
+    >>> counts.drafted, counts.accepted, counts.acceptance_length
+    ([4, 3], [3, 1], 2.0)
+    """
+    steps = int(meta.get("spec_verify_ct") or 0)
+    if not steps:
+        return SpecCounts()
+    proposed = int(meta["spec_num_proposed_drafts"])
+    depth = proposed // steps
+    histogram = [int(count) for count in meta["spec_correct_drafts_histogram"]]
+    histogram += [0] * (depth + 1 - len(histogram))  # SGLang leaves out what never happened
+    at_least = [sum(histogram[k:]) for k in range(depth + 1)]
+    return SpecCounts(drafted=at_least[:-1], accepted=at_least[1:], verify_steps=steps, proposed=proposed)
+
+
+def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
+    """Of an answer; one that is still running has none yet, and counts as cut off."""
+    kind = reason["type"] if reason else "abort"
+    return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(kind, FinishReason.ABORT)
+
+
+def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
+    """The request for what is left of a turn, with a seed of its own."""
+    sampling = replace(
+        request.sampling,
+        max_new_tokens=request.sampling.max_new_tokens - len(done.output_ids),
+        seed=request.sampling.seed + len(done.output_ids),
+    )
+    return replace(request, prompt_ids=request.prompt_ids + done.output_ids, sampling=sampling)
+
+
+def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
+    """Two parts of one turn as one."""
+    spec, top = SpecCounts(), second.top_logprobs
+    for part in (first, second):
+        spec.add(part.spec)
+    return replace(
+        second,
+        output_ids=first.output_ids + second.output_ids,
+        logprobs=first.logprobs + second.logprobs,
+        entropies=first.entropies + second.entropies,
+        versions=first.versions + second.versions,
+        top_logprobs=None if top is None else (first.top_logprobs or []) + top,
+        spec=spec,
+    )

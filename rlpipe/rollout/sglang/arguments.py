@@ -1,0 +1,153 @@
+"""Settings -> SGLang's command line, its environment, and what `/server_info` must then say.
+
+Owns the mapping of our decoding modes onto SGLang's flags:
+
+| spec.mode    | SGLang                                                                    |
+| none         | no speculation                                                            |
+| target_only  | NEXTN, top-k 1: the draft's argmax, accepted with probability p           |
+| rejection    | NEXTN, top-k 1, --speculative-use-rejection-sampling                      |
+| block        | the same with --speculative-use-block-verification (CUDA only)            |
+| greedy       | as target_only; requests must have temperature 0, where SGLang takes argmax |
+| tree         | refused: SGLang's tree has no sampled drafts                              |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.hf_layout import read_config, require_mtp
+from rlpipe.rollout.sglang.environment import SGLANG_VERSION, draft_path
+
+_SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
+
+
+def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, on_gpu: bool) -> None:
+    """Refuse at launch what the server could only refuse later, or would do silently otherwise.
+
+    Raises ValueError with what, the value and the remedy.
+    """
+    if spec.mode is SpecMode.TREE:
+        raise ValueError(
+            "spec.mode=tree: SGLang verifies sampled drafts as a chain only. Use spec.mode=rejection (or "
+            "block on a GPU), or rollout.engine=embedded."
+        )
+    if spec.mode is SpecMode.BLOCK and not on_gpu:
+        raise ValueError(
+            "spec.mode=block: SGLang's block verification is a CUDA kernel and this machine has no GPU. Use "
+            "spec.mode=rejection, or rollout.engine=embedded."
+        )
+    if spec.adaptive:
+        raise ValueError(
+            "spec.adaptive=true: SGLang is started with a fixed number of drafts. Set spec.adaptive=false "
+            f"and spec.gamma (now {spec.gamma}), or use rollout.engine=embedded."
+        )
+    target = read_config(model_path)
+    if spec.mode is SpecMode.NONE:
+        return
+    drafting = draft_path(rollout.sglang, model_path)
+    draft = read_config(drafting)
+    require_mtp(draft, drafting, spec.mode)
+    if draft.get("vocab_size") != target.get("vocab_size"):
+        raise ValueError(
+            f"the draft {str(drafting)!r} has vocab_size={draft.get('vocab_size')} and the target "
+            f"{str(model_path)!r} has {target.get('vocab_size')}: drafted ids would mean other tokens. Set "
+            "rollout.sglang.draft_path to a draft made for this model, or leave it empty."
+        )
+
+
+def command(
+    rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, *, port: int, on_gpu: bool, version: int
+) -> list[str]:
+    """Arguments of `python`, that is, without the interpreter; `version` is served from the start."""
+    sglang = rollout.sglang
+    words: list[Any] = ["-m", "sglang.launch_server", "--model-path", model_path]
+    words += ["--host", sglang.host, "--port", port, "--device", "cuda" if on_gpu else "cpu"]
+    words += ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", "--log-level", "info"]
+    words += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
+    # speculation would lower it to 48 without a word
+    words += ["--max-running-requests", rollout.max_running]
+    words += ["--context-length", context_length(rollout, spec)]
+    words += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
+    backend = sglang.attention_backend
+    if not on_gpu:
+        backend = backend or "torch_native"
+        words += ["--sleep-on-idle"]  # else a scheduler without work takes a whole core from the trainer
+        words += ["--max-total-tokens", rollout.max_running * context_length(rollout, spec)]
+        words += ["--mem-fraction-static", sglang.memory_fraction or 0.05]
+    else:
+        words += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
+        if sglang.memory_fraction:
+            words += ["--mem-fraction-static", sglang.memory_fraction]
+    if backend:
+        words += ["--attention-backend", backend]
+    if sglang.deterministic:
+        words += ["--enable-deterministic-inference"]
+    if spec.mode is not SpecMode.NONE:
+        words += ["--speculative-algorithm", "NEXTN"]
+        words += ["--speculative-draft-model-path", draft_path(sglang, model_path)]
+        words += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
+        words += ["--speculative-num-draft-tokens", spec.gamma + 1]
+        if spec.mode in _SAMPLED:
+            words += ["--speculative-use-rejection-sampling"]
+        if spec.mode is SpecMode.BLOCK:
+            words += ["--speculative-use-block-verification"]
+    return [str(word) for word in words] + list(sglang.extra_arguments)
+
+
+def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
+    """Positions a request may take: SGLang counts the drafts of the last step in."""
+    return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
+
+
+def server_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
+    """Environment variables of the server: ours without what belongs to our own interpreter."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
+    if not on_gpu:
+        variables |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_OPT_USE_GUMBEL_SAMPLE": "0",  # torch.multinomial: its Gumbel kernel is for GPUs
+            "TORCHDYNAMO_DISABLE": "1",  # compiling for the first request takes 15 s
+            "OMP_NUM_THREADS": str(rollout.threads),
+        }
+    return variables
+
+
+def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: SpecConfig) -> None:
+    """Assert that the server runs with the flags it was given; SGLang changes some without a word.
+
+    Raises RuntimeError naming each difference.
+    """
+    expected: dict[str, Any] = {
+        "version": SGLANG_VERSION,
+        "skip_tokenizer_init": True,
+        "max_running_requests": rollout.max_running,
+        "dtype": str(rollout.dtype),
+        "speculative_algorithm": None,
+    }
+    if spec.mode is not SpecMode.NONE:
+        expected |= {
+            "speculative_algorithm": "EAGLE",  # what NEXTN resolves to
+            "speculative_num_steps": spec.gamma,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": spec.gamma + 1,
+            "speculative_use_rejection_sampling": spec.mode in _SAMPLED,
+            "speculative_use_block_verification": spec.mode is SpecMode.BLOCK,
+        }
+    wrong = [
+        f"{name}={info.get(name)!r} instead of {value!r}"
+        for name, value in expected.items()
+        if info.get(name) != value
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"the SGLang server does not run as it was told: {'; '.join(wrong)}. Look for conflicting "
+            "rollout.sglang.extra_arguments."
+        )

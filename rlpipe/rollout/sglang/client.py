@@ -1,0 +1,97 @@
+"""HTTP to one server: JSON in and out, errors with what the server said, retries where they are safe.
+
+Owns no state of the engine. `read` repeats requests that change nothing; everything else is sent once,
+because a weight update or a generation that may have happened must not happen twice without its caller
+knowing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+
+_CONNECT_SECONDS = 5.0
+_READ_ATTEMPTS = 4
+
+
+class ServerError(RuntimeError):
+    """The server answered with an error, or what it answered is not what it should be."""
+
+
+class ServerUnreachable(ServerError):
+    """The server did not answer: it died, hangs, or was stopped."""
+
+
+class SglangClient:
+    """url: of the server. timeout: seconds an answer may take. Used from one event loop."""
+
+    def __init__(self, url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._url = url
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy has no business between us and our server
+            transport=transport,
+        )
+
+    async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Ask for something that changes nothing (GET, or POST with a body), again while unreachable."""
+        again = AsyncRetrying(
+            retry=retry_if_exception_type(ServerUnreachable),
+            stop=stop_after_attempt(_READ_ATTEMPTS),
+            wait=wait_exponential(multiplier=0.1, max=2),
+            reraise=True,
+        )
+        async for attempt in again:
+            with attempt:
+                return await self._send("GET" if body is None else "POST", path, body)
+        raise AssertionError("unreachable: the last attempt raises")
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send once. Raises ServerError, ServerUnreachable."""
+        return await self._send("POST", path, body)
+
+    async def answers(self, path: str) -> bool:
+        """Whether the server answers `path` with success now."""
+        try:
+            return (await self._client.get(path, timeout=_CONNECT_SECONDS)).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Server-sent events, parsed, until `[DONE]`."""
+        try:
+            async with self._client.stream("POST", path, json=dict(body)) as response:
+                if not response.is_success:
+                    raise ServerError(self._said(path, response, await response.aread()))
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        if "error" in event:
+                            raise ServerError(f"{self._url}{path}: {event['error']}")
+                        yield event
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(f"{self._url}{path} broke off: {error!r}") from error
+
+    async def close(self) -> None:
+        """Drop connections."""
+        await self._client.aclose()
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            response = await self._client.request(method, path, json=None if body is None else dict(body))
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(f"{self._url}{path} did not answer: {error!r}") from error
+        if not response.is_success:
+            raise ServerError(self._said(path, response, response.content))
+        return response.json() if response.content else None
+
+    def _said(self, path: str, response: httpx.Response, content: bytes) -> str:
+        return f"{self._url}{path} answered {response.status_code}: {content[:500].decode(errors='replace')}"

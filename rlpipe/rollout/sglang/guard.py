@@ -1,0 +1,34 @@
+"""Run a command and end it, with all it started, when standard input closes.
+
+    python guard.py COMMAND [ARGUMENTS...]
+
+Whoever starts a server holds the other end of that pipe: however its process ends, kill -9 included, the
+pipe closes and no server is left. The command runs in this process's group, which its starter made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main() -> int:
+    """Returns the command's exit status; does not return when standard input closes first."""
+    # the command ends by itself at SIGTERM, with its children; a handler, unlike SIG_IGN, is not inherited
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+
+    def watch() -> None:
+        while os.read(0, 1):  # not sys.stdin: its lock would still be held at exit
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

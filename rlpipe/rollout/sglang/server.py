@@ -1,0 +1,108 @@
+"""A server process: started, waited for, and stopped together with everything it started.
+
+SGLang spawns a scheduler per GPU and a detokenizer; a failure inside it ends its whole tree. The tree is a
+process group of its own under `guard.py`, which kills it when we are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_LOG_LINES = 12
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+
+
+def pick_port(host: str, port: int) -> int:
+    """`port` if it is free, or any free one for 0. Raises ValueError when it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"rollout.sglang.host={host!r}, rollout.sglang.port={port}: cannot listen there "
+                f"({error.strerror}). Set rollout.sglang.port=0 for a free port, or stop what uses this one."
+            ) from error
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """One server, from `Popen` to `stop`. log: where its output goes."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        guard = Path(__file__).with_name("guard.py")
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(guard), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=cwd,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, which is also the id of the process group."""
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Whether the process still lives; it may hang all the same."""
+        return self._process.poll() is None
+
+    async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout: float) -> None:
+        """Poll `ready` until it says yes.
+
+        Raises RuntimeError with the end of the log when the server ends or `timeout` seconds pass.
+        """
+        deadline = time.monotonic() + timeout
+        while not await ready():
+            if not self.is_running():
+                raise RuntimeError(f"the SGLang server ended while starting. {self._log_end()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the SGLang server did not answer within rollout.sglang.start_timeout={timeout:g} s. "
+                    f"{self._log_end()}"
+                )
+            await asyncio.sleep(0.1)
+
+    def stop(self) -> None:
+        """End the whole group: SIGTERM, then SIGKILL; returns when none of it is left to kill."""
+        if self.is_running():
+            _signal_group(self.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE)
+        _signal_group(self.pid, signal.SIGKILL)
+        self._process.wait()
+        _close(self._process.stdin)
+
+    def _log_end(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return f"The end of {self.log}:\n" + "\n".join(line[:400] for line in lines[-_LOG_LINES:])
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of it has ended
+
+
+def _close(stream: IO[bytes] | None) -> None:
+    if stream is not None:
+        stream.close()

@@ -1,0 +1,161 @@
+"""Turns in flight on one server: their ids there, their parts, and what they add up to.
+
+Owns what a server does not do. It ends a turn at exactly the stop tokens asked for: where the server also
+stops at the model's own end token, the turn goes on from there. It checks what the server would die of (an
+unknown token id ends its process). It names requests so that aborting one never aborts another, since the
+server aborts by prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import Any
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.rollout.engine import EngineStats
+from rlpipe.rollout.sglang.answers import continuation, generate_body, joined, parse_answer
+from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+
+
+class Turns:
+    """Used from the engine's event loop; `stats` and `check` from any thread."""
+
+    def __init__(self, config: RolloutConfig, spec: SpecConfig, vocab: int) -> None:
+        self._config, self._spec, self._vocab = config, spec, vocab
+        self._running: dict[str, str] = {}  # request id -> its id inside the server
+        self._stats = EngineStats()
+        self._busy_since: float | None = None
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse an impossible request before the server sees it. Raises ValueError."""
+        ids, sampling = request.prompt_ids, request.sampling
+        if not ids or min(ids) < 0 or max(ids) >= self._vocab:
+            what = "is empty" if not ids else f"has token ids outside 0..{self._vocab - 1}"
+            raise ValueError(
+                f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
+            )
+        if self._spec.mode is SpecMode.GREEDY and sampling.temperature != 0:
+            raise ValueError(
+                f"request {request.request_id!r}: temperature={sampling.temperature}, but spec.mode=greedy "
+                "decodes the argmax: set the temperature to 0, or spec.mode=rejection to sample."
+            )
+        if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
+            raise ValueError(
+                f"sampling of request {request.request_id!r} is impossible: {sampling}. "
+                "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
+            )
+
+    async def play(
+        self, client: SglangClient, request: GenerateRequest, *, priority: int = 0, stream: bool = False
+    ) -> AsyncIterator[GenerateResult]:
+        """The turn, last; before it, with `stream`, what there is of it, growing, finish_reason ABORT.
+
+        A prompt that fills the context gives no token and LENGTH. Raises ServerError, and ValueError for an
+        id that is already running.
+        """
+        room = self._config.max_context - len(request.prompt_ids)
+        if room < 1:
+            yield _nothing(request)
+            return
+        tokens = min(room, request.sampling.max_new_tokens)
+        request = replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
+        whole: GenerateResult | None = None
+        while whole is None or self._goes_on(request, whole):
+            rest = request if whole is None else continuation(request, whole)
+            part: GenerateResult | None = None
+            async with self._registered(request.request_id) as rid:
+                async for answer in _answers(client, generate_body(rest, rid, priority), stream):
+                    part = parse_answer(rest, answer, part.versions if part else ())
+                    if not answer["meta_info"].get("finish_reason"):
+                        yield part if whole is None else joined(whole, part)
+            self._count(part, len(rest.prompt_ids) - int(answer["meta_info"].get("cached_tokens") or 0))
+            whole = part if whole is None else joined(whole, part)
+        yield whole
+
+    async def abort(self, client: SglangClient, request_ids: Iterable[str] | None) -> None:
+        """End the named requests (all when None) with what they have."""
+        if request_ids is None:
+            await client.post("/abort_request", {"rid": "", "abort_all": True})
+            return
+        for rid in [self._running[one] for one in request_ids if one in self._running]:
+            await client.post("/abort_request", {"rid": rid})
+
+    async def wait_until_idle(self, timeout: float = 10.0) -> None:
+        """Until nothing runs, or `timeout` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    def stats(self) -> EngineStats:
+        """Sums over finished parts; busy_seconds is time with at least one request running."""
+        stats = copy.deepcopy(self._stats)
+        stats.running = len(self._running)
+        stats.busy_seconds += self._busy_for()
+        return stats
+
+    def _goes_on(self, request: GenerateRequest, result: GenerateResult) -> bool:
+        """Whether the server stopped where it was not asked to, and there is room for more."""
+        stops = request.sampling.stop_token_ids
+        if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
+            return False
+        if len(result.output_ids) < request.sampling.max_new_tokens:
+            return True
+        result.finish_reason = FinishReason.LENGTH
+        return False
+
+    @contextlib.asynccontextmanager
+    async def _registered(self, request_id: str) -> AsyncIterator[str]:
+        """Count a request as running; gives its id inside the server, all of one length."""
+        if request_id in self._running:
+            raise ValueError(f"request_id={request_id!r} is already running; ids must be unique.")
+        if not self._running:
+            self._busy_since = time.monotonic()
+        rid = self._running[request_id] = uuid.uuid4().hex
+        try:
+            yield rid
+        finally:
+            del self._running[request_id]
+            if not self._running:
+                self._stats.busy_seconds += self._busy_for()
+                self._busy_since = None
+
+    def _count(self, part: GenerateResult, prefilled: int) -> None:
+        stats = self._stats
+        stats.generated_tokens += len(part.output_ids)
+        stats.prefill_tokens += prefilled
+        stats.row_steps += part.spec.verify_steps or len(part.output_ids)
+        stats.spec.add(part.spec)
+
+    def _busy_for(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> AsyncIterator[dict[str, Any]]:
+    """The server's answer, or with `stream` its growing answers."""
+    if not stream:
+        yield await client.post("/generate", body)
+        return
+    async for answer in client.stream("/generate", body | {"stream": True}):
+        yield answer
+
+
+def _nothing(request: GenerateRequest) -> GenerateResult:
+    return GenerateResult(
+        request_id=request.request_id,
+        output_ids=[],
+        logprobs=[],
+        entropies=[],
+        versions=[],
+        finish_reason=FinishReason.LENGTH,
+        spec=SpecCounts(),
+        top_logprobs=[] if request.sampling.top_logprobs else None,
+    )

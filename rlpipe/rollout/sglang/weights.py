@@ -1,0 +1,40 @@
+"""Tensors as SGLang reads them: in the body of `/update_weights_from_tensor`, in pieces.
+
+SGLang unpickles the body with an allow-list of globals. Tensors are pickled by value, which that list
+permits, so nothing depends on shared memory, on both sides having the same torch, or on one host.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator, Mapping
+
+import torch
+
+_MEGABYTE = 2**20
+
+
+def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive pieces of at most `megabytes`, a larger tensor alone.
+
+    >>> tensors = {"a": torch.zeros(2**18), "b": torch.zeros(2**17), "c": torch.zeros(1)}
+    >>> [[name for name, _ in piece] for piece in buckets(tensors, megabytes=1)]
+    [['a'], ['b', 'c']]
+    """
+    piece: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in weights.items():
+        if piece and size + tensor.nbytes > megabytes * _MEGABYTE:
+            yield piece
+            piece, size = [], 0
+        piece.append((name, tensor))
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def serialize(piece: list[tuple[str, torch.Tensor]]) -> str:
+    """One piece in base64; each tensor with a storage of its own, so that views cost what they show."""
+    own = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in piece]
+    return base64.b64encode(pickle.dumps(own)).decode()

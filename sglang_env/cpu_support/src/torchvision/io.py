@@ -1,0 +1,5 @@
+"""Names of torchvision.io."""
+
+from torchvision._absent import absent
+
+__getattr__ = absent("torchvision.io")

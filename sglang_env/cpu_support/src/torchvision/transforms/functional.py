@@ -1,0 +1,7 @@
+"""Names of torchvision.transforms.functional."""
+
+from torchvision._absent import absent
+from torchvision.transforms import InterpolationMode
+
+__all__ = ["InterpolationMode"]
+__getattr__ = absent("torchvision.transforms.functional")

@@ -1,0 +1,156 @@
+"""New weights into a real SGLang server: bit for bit, for target and draft, or the canary says so."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+
+from rlpipe.config.spec import SpecMode
+from rlpipe.hf_layout import read_weights, write_checkpoint
+from rlpipe.rollout.sglang.client import ServerError
+from rlpipe.types import FinishReason
+from tests.helpers.cli import ROOT
+from tests.helpers.engines import generate, recomputed, request, transformers_logits
+from tests.helpers.sglang import configured, lossy, perturbed, repaired, running_server, target_only
+
+pytestmark = pytest.mark.integration
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return read_weights(TINY)
+
+
+@pytest.mark.parametrize("transfer", ["tensor", "disk"])
+def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang, weights, transfer):
+    new = perturbed(weights, 0.02)
+    with configured(sglang, weight_transfer=transfer, bucket_mb=1):
+        sglang.update_weights(new, 5)
+    assert sglang.check_weights(new).passed
+    old = sglang.check_weights(weights)
+    assert len(old.target) == 59 and len(old.draft) == 13  # every tensor changed, and every one is checked
+    assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [5] * 6
+    figures = sglang.stats().sync
+    assert figures["weights/canary_failures"] == 0 and figures["weights/sync_seconds"] > 0
+    assert sglang.stats().policy_version == 5 and not sglang.events
+
+
+def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sglang, weights, tmp_path):
+    """With the KV recomputed at each update, the logprobs of version v are those of model v."""
+    models = {0: TINY}
+    versions = {0: weights, 1: perturbed(weights, 0.03, seed=1), 2: perturbed(weights, 0.03, seed=2)}
+    for version in (1, 2):
+        models[version] = tmp_path / str(version)
+        write_checkpoint(models[version], versions[version], like=TINY)
+
+    async def run():
+        task = asyncio.ensure_future(sglang.generate(request("long", [5, 6, 7], max_new_tokens=200)))
+        for version in (1, 2):
+            await asyncio.sleep(0.4)
+            await asyncio.to_thread(sglang.update_weights, versions[version], version)
+        return await task
+
+    result = asyncio.run(run())
+    assert len(result.output_ids) == 200 and set(result.versions) == {0, 1, 2}
+    assert result.versions == sorted(result.versions)
+    by_model = {v: recomputed(transformers_logits(models[v]), [5, 6, 7], result)[0] for v in models}
+    own = torch.stack([by_model[v][place] for place, v in enumerate(result.versions)])
+    worst = (own - torch.tensor(result.logprobs)).abs().max().item()
+    mixed_up = (by_model[0] - torch.tensor(result.logprobs)).abs().max().item()
+    print(f"largest difference from its own version: {worst:.2e}, from version 0 throughout: {mixed_up:.2e}")
+    assert worst < 1e-3 < mixed_up
+
+
+def test_requests_can_end_at_an_update_with_what_they_have(sglang, weights):
+    async def run():
+        task = asyncio.ensure_future(sglang.generate(request("long", [5, 6, 7], max_new_tokens=200)))
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(sglang.update_weights, weights, 3)
+        return await task
+
+    with configured(sglang, abort_on_update=True):
+        result = asyncio.run(run())
+    assert result.finish_reason is FinishReason.ABORT and 0 < len(result.output_ids) < 200
+    assert set(result.versions) == {0}
+    assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions == [3] * 4
+
+
+def test_a_dropped_draft_update_trips_the_canary_in_the_same_step(sglang, weights):
+    """Eleven of the draft's thirteen: embedding and head are the target's own tensors."""
+    lossy(sglang, target_only)
+    with pytest.raises(RuntimeError, match=r"does not hold version 1: 11 of the draft"):
+        sglang.update_weights(perturbed(weights, 0.02), 1)
+    assert [kind for kind, _ in sglang.events] == ["canary_failed"] * 2  # the first attempt and one retry
+    assert sglang.events[0][1]["version"] == 1 and "11 of the draft" in sglang.events[0][1]["what"]
+    assert sglang.stats().sync["weights/canary_failures"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "role"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.gate_up_proj.weight", "target"),
+        ("model.mtp_layers.0.input_proj.weight", "draft.model.input_proj.weight", "draft"),
+    ],
+)
+def test_one_corrupted_number_trips_the_canary(sglang, weights, monkeypatch, name, served, role):
+    new = perturbed(weights, 0.02)
+    wrong = new | {name: new[name].clone()}
+    wrong[name][1, 1] += 1e-3
+    send = sglang._sync.send
+
+    async def corrupted(client, _, version, **options):
+        await send(client, wrong, version, **options)
+
+    monkeypatch.setattr(type(sglang._sync), "send", lambda self, *a, **o: corrupted(*a, **o))
+    with (
+        configured(sglang, on_canary_failure="stop"),
+        pytest.raises(RuntimeError, match=f"1 of the {role} .first {served}"),
+    ):
+        sglang.update_weights(new, 1)
+    assert len(sglang.events) == 1  # stop means at once
+
+
+def test_an_update_lost_once_is_sent_again(sglang, weights):
+    new = perturbed(weights, 0.02)
+    lossy(sglang, target_only, times=1)
+    sglang.update_weights(new, 4)
+    assert sglang.check_weights(new).passed and [kind for kind, _ in sglang.events] == ["canary_failed"]
+    assert sglang.stats().sync["weights/canary_failures"] == 1
+    assert generate(sglang, request("v", [5, 6], max_new_tokens=4))[0].versions == [4] * 4
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay(sglang, weights):
+    short = {name: weight for name, weight in weights.items() if "mtp" not in name}
+    with pytest.raises(ValueError, match=r"missing \['model.mtp_layers.*16\), unknown \[\] \(0\)"):
+        sglang.update_weights(short, 9)
+    with pytest.raises(ValueError, match=r"of another shape \['model.norm.weight'\]"):
+        sglang.update_weights(weights | {"model.norm.weight": torch.ones(3)}, 9)
+    assert sglang.check_weights(weights).passed and sglang.stats().policy_version == 0
+
+
+def test_a_draft_that_cannot_be_updated_is_switched_off(tmp_path, weights):
+    """The reaction no_speculation: a server without drafts serves the new version. Starts as target_only."""
+    new = perturbed(weights, 0.02)
+    with running_server(TINY, tmp_path / "logs", "target_only", on_canary_failure="no_speculation") as engine:
+        logits = transformers_logits(TINY)
+        (before,) = generate(engine, request("t", [5, 6, 7], max_new_tokens=60))
+        logprobs, _ = recomputed(logits, [5, 6, 7], before)
+        assert (logprobs - torch.tensor(before.logprobs)).abs().max() < 1e-3
+        assert before.spec.verify_steps and engine.spec.mode is SpecMode.TARGET_ONLY
+
+        lossy(engine, target_only)
+        engine.update_weights(new, 7)
+        repaired(engine)
+        assert [kind for kind, _ in engine.events] == ["canary_failed"] * 2 + ["speculation_disabled"]
+        assert engine.spec.mode is SpecMode.NONE and engine.check_weights(new).passed
+        (after,) = generate(engine, request("t", [5, 6, 7], max_new_tokens=20))
+        assert after.versions == [7] * 20 and not after.spec.verify_steps
+        engine.update_weights(weights, 8)
+        assert generate(engine, request("t", [5, 6], max_new_tokens=3))[0].versions == [8] * 3
+
+        os.killpg(engine.server.pid, signal.SIGKILL)  # a dead server is an error at once, not a silence
+        with pytest.raises(ServerError, match="did not answer"):
+            generate(engine, request("t", [5, 6], max_new_tokens=3))
