@@ -6,9 +6,11 @@ are always written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rlpipe.config.alarms import AdviceConfig, AlarmsConfig
 from rlpipe.config.choice import Choice
+from rlpipe.config.probe import ProbeConfig
 
 
 class WandbMode(Choice):
@@ -24,6 +26,12 @@ class WandbMode(Choice):
 class MetricsConfig:
     """console: show progress on the terminal (one plain line per step when it is not a terminal).
     wandb: where W&B records go. wandb_project: its project.
+    tensorboard: write tensorboard/ in the run directory (needs rlpipe[dashboards]).
+    prometheus_port: serve the newest values to Prometheus; 0 does not (needs rlpipe[dashboards]).
+    prometheus_host: address that it listens on; 0.0.0.0 for a scraper on another machine.
+    trace: write trace.json.gz, which Perfetto opens: what every actor did and when.
+    rollouts_per_step: trajectories of every step written token by token (docs/run_directory.md); 0 none.
+    probe, alarms, advice: see their dataclasses.
     report: write report.html when the run ends, also after an interruption or a failure.
     report_every: additionally every this many steps; 0 means only at the end.
     """
@@ -31,6 +39,14 @@ class MetricsConfig:
     console: bool = True
     wandb: WandbMode = WandbMode.AUTO
     wandb_project: str = "rlpipe"
+    tensorboard: bool = False
+    prometheus_port: int = 0
+    prometheus_host: str = "127.0.0.1"
+    trace: bool = True
+    rollouts_per_step: int = 4
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    advice: AdviceConfig = field(default_factory=AdviceConfig)
     report: bool = True
     report_every: int = 0
 
@@ -39,6 +55,14 @@ class MetricsConfig:
             raise ValueError(
                 f"metrics.report_every={self.report_every} is negative. Set a number of steps, or 0 to "
                 "write the report only at the end."
+            )
+        if self.rollouts_per_step < 0:
+            raise ValueError(
+                f"metrics.rollouts_per_step={self.rollouts_per_step} is negative. Set 0 or more."
+            )
+        if not 0 <= self.prometheus_port < 65536:
+            raise ValueError(
+                f"metrics.prometheus_port={self.prometheus_port} is no port. Set 1..65535, or 0 for none."
             )
         if not self.wandb_project:
             raise ValueError("metrics.wandb_project is empty. Name a W&B project, or set metrics.wandb=off.")

@@ -4,39 +4,47 @@ Owns reduction per step and the delivery to sinks; it decides nothing about a ru
 happens in a sink reaches a run.
 
     component --emit(step, values)--> open step --commit(step)--> record --> queue -> thread -> sink
+                      |___ Spans among the values ----------------> spans --> queue -> thread -> trace
     anyone    --event(kind, ...)---------------------------------> event --> queue -> thread -> sink
 
 emit, commit and event never wait for a sink. Each sink has its own thread and a bounded queue: when
 the queue is full records are dropped (one `sink_slow` event), after `MAX_ERRORS` failures in a row the
-sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record).
+sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record). A full
+disk is different: it may get room again, so sinks go on trying, with one warning (`disk_full`) in all.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlpipe.metrics.distributions import Sketch
 from rlpipe.metrics.jsonl import EventsFile
 from rlpipe.metrics.names import EVENTS, Level, declared
-from rlpipe.metrics.values import Value, reduce
+from rlpipe.metrics.values import Span, Spans, Value, reduce
 
 logger = logging.getLogger(__name__)
 
 STEP = "training/global_step"
 QUEUE_SIZE = 4096  # records and events a sink may lag behind
 MAX_ERRORS = 3
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Somewhere metrics go. All methods run on the sink's own thread and may block or raise."""
+    """Somewhere metrics go. All methods run on the sink's own thread and may block or raise.
+
+    A sink that also has `spans(list[Span])` is given those of every emission.
+    """
 
     name: str
 
@@ -45,7 +53,10 @@ class Sink(Protocol):
         ...
 
     def record(self, record: Record) -> None:
-        """One committed step: STEP, time (unix seconds) and metrics; None is a non-finite value."""
+        """One committed step: STEP, time (unix seconds) and metrics.
+
+        A metric is a float, None if it is not finite, {"edges": ..., "counts": ...} if it is a histogram.
+        """
         ...
 
     def event(self, event: Record) -> None:
@@ -71,8 +82,9 @@ class MetricsBus:
     ) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, dict[str, Value]] = {}
+        self._disk_was_full = False
         sinks = [*sinks, EventsFile(events)] if events else sinks
-        self._workers = [_Worker(sink, queue_size, self.event) for sink in sinks]
+        self._workers = [_Worker(sink, queue_size, self) for sink in sinks]
         for worker in self._workers:  # only now: a sink that fails at once reports to the others
             worker.start()
 
@@ -82,6 +94,7 @@ class MetricsBus:
         Raises ValueError when a name is not declared in metrics/names.py, or its type is not of the
         declared kind; nothing is merged then.
         """
+        spans: list[Span] = []
         for name, value in values.items():
             kind = declared(name).kind
             if not kind.accepts(value):
@@ -89,25 +102,31 @@ class MetricsBus:
                     f"metric {name!r} is declared as {kind} but was emitted as {value!r}. Emit the type that "
                     "reduces this way (metrics/values.py), or correct the declaration in metrics/names.py."
                 )
-        with self._lock:
-            self._open[step] = reduce((self._open.get(step, {}), values))
+            if isinstance(value, Spans):
+                spans += value.spans
+        values = {name: value for name, value in values.items() if not isinstance(value, Spans)}
+        if values:
+            with self._lock:
+                known = self._open.setdefault(step, {})
+                known.update(reduce(({name: known[name] for name in values if name in known}, values)))
+        if spans:
+            for worker in self._workers:
+                worker.put("spans", spans)
 
     def commit(self, step: int) -> Record:
         """Close a step and hand its record to every sink.
 
-        Returns the record: STEP, time and one float per observed metric, None where it is not finite
-        (which also raises a `nonfinite_metric` event).
+        Returns the record: STEP, time and every metric that was observed, a sketch as one number for each
+        of its parts; None where it is not finite (which also raises a `nonfinite_metric` event).
         """
         with self._lock:
             values = self._open.pop(step, {})
         record: Record = {STEP: step, "time": round(time.time(), 3)}
         broken = []
-        for name, metric in sorted(values.items()):
-            value = metric.value()
-            if value is None or name == STEP:  # None: not observed
-                continue
-            record[name] = value if isfinite(value) else None
-            if not isfinite(value):
+        for name, value in _observed(values):
+            finite = isinstance(value, dict) or isfinite(value)
+            record[name] = value if finite else None
+            if not finite:
                 broken.append(name)
         for worker in self._workers:
             worker.put("record", record)
@@ -142,6 +161,14 @@ class MetricsBus:
                     timeout,
                 )
 
+    def disk_full(self, sink: str, error: OSError) -> None:
+        """A sink, or whoever else writes for readers, found no room; the first one to say so is recorded."""
+        with self._lock:
+            first, self._disk_was_full = not self._disk_was_full, True
+        if first:
+            logger.warning("the disk is full, what %s was given is lost until it has room: %s", sink, error)
+            self.event("disk_full", sink=sink, error=str(error))
+
     def __enter__(self) -> MetricsBus:
         return self
 
@@ -149,13 +176,28 @@ class MetricsBus:
         self.close()
 
 
+def _observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[str, list[float]]]]:
+    """Names and values of a record, sorted; what was not observed is left out."""
+    for name, metric in sorted(values.items()):
+        value = metric.value()
+        if isinstance(metric, Sketch):
+            yield from ((f"{name}/{part}", x) for part, x in (value or {}).items() if x is not None)
+        elif value is not None and name != STEP:
+            yield name, value
+
+
+def _no_room(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_ROOM
+
+
 class _Worker:
     """One sink, its queue and its thread. The thread is a daemon: a hung sink cannot hold up the exit."""
 
-    def __init__(self, sink: Sink, queue_size: int, report: Callable[..., None]) -> None:
+    def __init__(self, sink: Sink, queue_size: int, bus: MetricsBus) -> None:
         self.sink = sink
-        self._report = report
-        self._queue: queue.Queue[tuple[str, Record]] = queue.Queue(queue_size)
+        self._bus = bus
+        self._takes = {"record", "event"} | ({"spans"} if hasattr(sink, "spans") else set())
+        self._queue: queue.Queue[tuple[str, Record | list[Span]]] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._disabled = threading.Event()
         self._was_slow = False
@@ -165,16 +207,16 @@ class _Worker:
         """Open the sink on its thread and begin to deliver."""
         self._thread.start()
 
-    def put(self, what: str, item: Record) -> None:
-        """Queue a record or an event; never waits."""
-        if self._disabled.is_set() or self._closing.is_set():
+    def put(self, what: str, item: Record | list[Span]) -> None:
+        """Queue a record, an event or spans; never waits."""
+        if self._disabled.is_set() or self._closing.is_set() or what not in self._takes:
             return
         try:
             self._queue.put_nowait((what, item))
         except queue.Full:
             if not self._was_slow:
                 self._was_slow = True
-                self._report("sink_slow", sink=self.sink.name, queued=self._queue.maxsize)
+                self._bus.event("sink_slow", sink=self.sink.name, queued=self._queue.maxsize)
 
     def finish(self) -> None:
         """Take nothing more; the thread ends once its queue is empty."""
@@ -198,6 +240,9 @@ class _Worker:
                 getattr(self.sink, what)(payload)
                 errors = 0
             except Exception as error:
+                if _no_room(error):
+                    self._bus.disk_full(self.sink.name, error)
+                    continue
                 errors += 1
                 if errors == MAX_ERRORS:
                     self._disable(error)
@@ -205,9 +250,12 @@ class _Worker:
         try:
             self.sink.close()
         except Exception as error:
-            self._disable(error)
+            if _no_room(error):
+                self._bus.disk_full(self.sink.name, error)
+            else:
+                self._disable(error)
 
-    def _next(self) -> tuple[str, Record] | None:
+    def _next(self) -> tuple[str, Record | list[Span]] | None:
         """The next item; None once closing and empty."""
         while True:
             try:
@@ -222,4 +270,4 @@ class _Worker:
         self._disabled.set()
         message = f"{type(error).__name__}: {error}"
         logger.warning("metrics sink %s is off for the rest of the run: %s", self.sink.name, message)
-        self._report("sink_disabled", sink=self.sink.name, error=message)
+        self._bus.event("sink_disabled", sink=self.sink.name, error=message)

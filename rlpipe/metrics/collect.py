@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import fsum, sqrt
 
+from rlpipe.metrics.distributions import Histogram, Sketch
 from rlpipe.metrics.values import Last, Mean, Ratio, Stats, Sum, Value
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
@@ -44,8 +46,9 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         **Stats.of(t.num_turns for t in trained).expand("num_turns"),
         **ages.expand("training/off_policy/trajectory_staleness"),
         **spans.expand("training/off_policy/trajectory_spans"),
-        **_spec_under("spec", _spec_sum(trained)),
+        **spec_metrics(_spec_sum(trained)),
         "response_length/clip_ratio": truncated,
+        "response_length/spread": Sketch.of(t.response_length for t in trained),
         "rollout/entropy": _entropy(trained),
         "perf/train_tokens": Sum(sum(t.response_length for t in trained)),
         "env/submit_rate": Mean.of(t.info.get("submitted") for t in trained),
@@ -64,10 +67,13 @@ def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
     """Acceptance of speculative decoding from its sums; empty when nothing was drafted.
 
     >>> counts = SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8)
-    >>> {name: value.value() for name, value in spec_metrics(counts).items() if "depth" not in name}
-    {'spec/acceptance_rate': 0.5, 'spec/acceptance_length': 2.0, 'spec/verify_steps': 4.0}
+    >>> values = spec_metrics(counts)
+    >>> values["spec/acceptance_rate"].value(), values["spec/acceptance_length"].value()
+    (0.5, 2.0)
+    >>> values["spec/num_accepted"].counts  # verify steps that kept 0, 1, 2 drafts
+    [1, 2, 1]
     """
-    return _spec_under("spec", counts)
+    return _spec_under("spec", counts) | _num_accepted(counts)
 
 
 def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: bool) -> dict[str, Value]:
@@ -154,6 +160,15 @@ def _spec_under(prefix: str, counts: SpecCounts) -> dict[str, Value]:
             for k, (kept, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
         },
     }
+
+
+def _num_accepted(counts: SpecCounts) -> dict[str, Value]:
+    """Verify steps by drafts kept, from the sums: accepted[k] counts those that kept more than k."""
+    if not counts.verify_steps:
+        return {}
+    more = [counts.verify_steps, *counts.accepted, 0]
+    edges = [k - 0.5 for k in range(len(more))]
+    return {"spec/num_accepted": Histogram(tuple(edges), [a - b for a, b in pairwise(more)])}
 
 
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:

@@ -1,20 +1,21 @@
 """The plots of the report, as plotly figure dicts.
 
-Owns what is plotted and the words beside it. Colours are written "$0".."$6" (and "$0a" for a faint
-one); the page replaces them by the palette of its theme. One run: a colour per series. Several: a
-colour per run, so that a colour always means one thing on the page.
+Owns what is plotted and the words beside it, those of acceptance apart (figures_acceptance.py). One run: a
+colour per series. Several: a colour per run, so that a colour always means one thing on the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, SECTIONS, SPEED, Figure, line, short, smooth
+from rlpipe.metrics.figures_acceptance import acceptance_figures
+from rlpipe.metrics.figures_cuts import cut_figures
 from rlpipe.metrics.runs import RunData
 
-COLOURS = 7
 MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
 Z95 = 1.96  # half width of a 95% interval, in standard errors
@@ -28,17 +29,6 @@ STEP_PHASES = (  # they follow one another in the trainer; the rest of the step 
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class Figure:
-    """One plot. note: what to look for. wide: takes the whole width of the page."""
-
-    title: str
-    note: str
-    traces: list[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
-    wide: bool = False
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class _Lines:
     """A plot of metrics over steps. metrics: (name, label); with several runs only the first is drawn."""
@@ -48,6 +38,7 @@ class _Lines:
     unit: str
     metrics: tuple[tuple[str, str], ...]
     zero: bool = True
+    section: str = "Training"
 
 
 _LINES = (
@@ -57,12 +48,42 @@ _LINES = (
         unit="tokens",
         metrics=(("spec/acceptance_length", "acceptance length"),),
         zero=False,
+        section=ACCEPTANCE,
     ),
     _Lines(
         title="Rollout speed",
         note="Tokens an engine generates per second in which it is busy.",
         unit="tokens / s",
         metrics=(("perf/tokens_per_s/rollout", "rollout"),),
+        section=SPEED,
+    ),
+    _Lines(
+        title="Throughput",
+        note="Tokens of the step's trajectories, context included, per second of the step.",
+        unit="tokens / s",
+        metrics=(("perf/throughput", "throughput"),),
+        section=SPEED,
+    ),
+    _Lines(
+        title="Utilisation",
+        note="Share of the time in which rollout workers generate, environments work, the trainer trains. "
+        "What is idle waits for another: the timeline (trace.json.gz, in Perfetto) says for which.",
+        unit="share of the time",
+        metrics=(
+            ("perf/utilisation/rollout", "rollout"),
+            ("perf/utilisation/trainer", "trainer"),
+            ("perf/utilisation/env", "environment"),
+            ("perf/rollout_utilization", "engine busy"),
+        ),
+        section=SPEED,
+    ),
+    _Lines(
+        title="Speed-up by drafting",
+        note="Time of decoding without drafts, by measured costs, over the time taken.",
+        unit="times",
+        metrics=(("spec/speedup_observed", "observed"), ("spec/speedup_predicted", "predicted")),
+        zero=False,
+        section=SPEED,
     ),
     _Lines(
         title="Staleness",
@@ -130,30 +151,15 @@ def window(runs: Sequence[RunData]) -> int:
 
 def figures(runs: Sequence[RunData]) -> list[Figure]:
     """Every plot for which there is data."""
+    whole = runs
     if (steps := window(runs)) > 1:
         runs = [run.coarse(steps) for run in runs]
-    built = [_reward(runs), _entropy_and_acceptance(runs), *(_lines(chart, runs) for chart in _LINES)]
-    built.insert(3, _timing(runs))
-    return [figure for figure in built if figure.traces]
-
-
-def smooth(values: Sequence[float], half_life: float = 4.0) -> list[float]:
-    """Exponential moving average, started without bias; half_life in steps."""
-    keep, total, weight, out = 0.5 ** (1 / half_life), 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        out.append(total / weight)
-    return out
-
-
-def _line(points: tuple[list[int], list[float]], name: str, colour: int, **more: Any) -> dict[str, Any]:
-    line = {"color": f"${colour % COLOURS}", "width": 2} | more.pop("line", {})
-    y = [_short(v) for v in points[1]]
-    return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": line, **more}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
+    built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, whole), _timing(runs)]
+    built += [_lines(chart, runs) for chart in _LINES]
+    if any((run.path / "rollouts").is_dir() for run in whole):
+        built += cut_figures(whole)
+    drawn = [figure for figure in built if figure.traces]
+    return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
 
 
 def _splits(runs: Sequence[RunData]) -> list[str]:
@@ -178,8 +184,8 @@ def _reward(runs: Sequence[RunData]) -> Figure:
         if steps:
             faint = {"color": f"${n}a", "width": 1}
             if one:
-                traces.append(_line((steps, values), "train", n, line=faint, hoverinfo="skip"))
-            traces.append(_line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
+                traces.append(line((steps, values), "train", n, line=faint, hoverinfo="skip"))
+            traces.append(line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
         splits = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in _splits(runs))]
@@ -199,10 +205,10 @@ def _validation(run: RunData, prefix: str, name: str, colour: int) -> list[dict[
     if not steps:
         return []
     by_step = dict(zip(*run.series(f"{prefix}/reward_se"), strict=True))
-    errors = [_short(Z95 * by_step.get(step, 0.0)) for step in steps]
+    errors = [short(Z95 * by_step.get(step, 0.0)) for step in steps]
     slot = f"${colour % COLOURS}"
     return [
-        _line(
+        line(
             (steps, values),
             name,
             colour,
@@ -221,21 +227,22 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         label = "" if one else run.name
         entropy = run.series("rollout/entropy")
         if entropy[0]:
-            traces.append(_line(entropy, label or "entropy", n, yaxis="y2", legendgroup=label or "entropy"))
+            traces.append(line(entropy, label or "entropy", n, yaxis="y2", legendgroup=label or "entropy"))
         depths = [d for d in run.names() if d.startswith("spec/acceptance_rate/depth_")]
         if one:
             for k, name in enumerate(sorted(depths, key=lambda d: int(d.rsplit("_", 1)[1])), 1):
-                traces.append(_line(run.series(name), f"depth {name.rsplit('_', 1)[1]}", k))
+                traces.append(line(run.series(name), f"depth {name.rsplit('_', 1)[1]}", k))
         elif run.series("spec/acceptance_rate")[0]:
             traces.append(
-                _line(
+                line(
                     run.series("spec/acceptance_rate"), label, n, legendgroup=label, showlegend=not entropy[0]
                 )
             )
-    title, note = "Entropy", "Of the target, per sampled token. A collapse towards 0 ends exploration."
+    title, section = "Entropy", "Training"
+    note = "Of the target, per sampled token. A collapse towards 0 ends exploration."
     layout: dict[str, Any] = {"yaxis2": {"title": {"text": "entropy (nat)"}, "rangemode": "tozero"}}
     if any("yaxis" not in trace for trace in traces):
-        title = "Entropy and acceptance"
+        title, section = "Entropy and acceptance", ACCEPTANCE
         note = (
             "From the same tokens, on one axis. Acceptance that falls while entropy does not means that the "
             "draft no longer matches the target."
@@ -246,7 +253,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         for trace in traces:
             del trace["yaxis"]
         layout = {"yaxis": layout["yaxis2"]}
-    return Figure(title=title, note=note, traces=traces, layout=layout, wide=True)
+    return Figure(title=title, note=note, traces=traces, layout=layout, wide=True, section=section)
 
 
 def _lines(chart: _Lines, runs: Sequence[RunData]) -> Figure:
@@ -254,18 +261,18 @@ def _lines(chart: _Lines, runs: Sequence[RunData]) -> Figure:
     if len(runs) == 1:
         for n, (name, label) in enumerate(chart.metrics):
             if (points := runs[0].series(name))[0]:
-                traces.append(_line(points, label, n))
+                traces.append(line(points, label, n))
     else:
         for n, run in enumerate(runs):
             if (points := run.series(chart.metrics[0][0]))[0]:
-                traces.append(_line(points, run.name, n))
+                traces.append(line(points, run.name, n))
     axis: dict[str, Any] = {"title": {"text": chart.unit}}
     if chart.zero:
         axis["rangemode"] = "tozero"
     title = (
         chart.title if len(runs) == 1 or len(chart.metrics) == 1 else f"{chart.title}: {chart.metrics[0][1]}"
     )
-    return Figure(title=title, note=chart.note, traces=traces, layout={"yaxis": axis})
+    return Figure(title=title, note=chart.note, traces=traces, layout={"yaxis": axis}, section=chart.section)
 
 
 def _timing(runs: Sequence[RunData]) -> Figure:
@@ -285,18 +292,19 @@ def _timing(runs: Sequence[RunData]) -> Figure:
     if traces:
         traces.append(_area((steps, [max(0.0, rest[s]) for s in steps]), "other", COLOURS - 1))
     if (gen := run.series("timing_s/gen"))[0]:
-        traces.append(_line(gen, "one group's generation", 2, line={"color": "$text", "dash": "dot"}))
+        traces.append(line(gen, "one group's generation", 2, line={"color": "$text", "dash": "dot"}))
     return Figure(
         title="Where a step's time goes",
         note="The trainer's phases add up to the step; generation (dotted) runs beside them if asynchronous.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}, "height": 320},
+        section=SPEED,
     )
 
 
 def _area(points: tuple[list[int], list[float]], name: str, colour: int) -> dict[str, Any]:
     slot = f"${colour % COLOURS}"
-    return _line(points, name, colour, stackgroup="step", line={"width": 0.5}, fillcolor=slot)
+    return line(points, name, colour, stackgroup="step", line={"width": 0.5}, fillcolor=slot)
 
 
 def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
@@ -319,11 +327,12 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
             "xaxis": {"title": {"text": "seconds"}},
             "yaxis": {"autorange": "reversed", "automargin": True},
         },
+        section=SPEED,
     )
 
 
 def _bar(labels: list[str], values: list[float], name: str, colour: int) -> dict[str, Any]:
-    x = [_short(v) for v in values]
+    x = [short(v) for v in values]
     marker = {"color": f"${colour % COLOURS}"}
     return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": x, "marker": marker}
 

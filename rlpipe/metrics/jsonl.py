@@ -7,6 +7,7 @@ appended, and readers skip and count it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -36,7 +37,8 @@ class _JsonLines:
         self._broken = True
         written = os.write(self._file, data)
         if written < len(data):
-            raise OSError(f"{self._path}: wrote {written} of {len(data)} bytes. Is the disk full?")
+            message = f"wrote {written} of {len(data)} bytes. Is the disk full?"
+            raise OSError(errno.ENOSPC, message, str(self._path))
         self._broken = False
 
     def close(self) -> None:
@@ -88,3 +90,22 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             broken += 1
     return items, broken
+
+
+def forget_steps(run_dir: Path, step: int) -> None:
+    """Cut off recorded steps that no checkpoint covers: a run resumed at `step` writes them again (0: all).
+
+    The files are shortened where they are: that needs no room on the disk, and they may be open.
+    """
+    for name, key in (("metrics.jsonl", "training/global_step"), ("trajectories.jsonl", "step")):
+        file = run_dir / name
+        kept = 0
+        for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else ():
+            try:
+                later = not step or json.loads(line)[key] > step
+            except ValueError:  # cut short by a crash: readers skip it
+                later = not line.endswith(b"\n")
+            if later:
+                os.truncate(file, kept)
+                break
+            kept += len(line)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value
+from rlpipe.metrics.distributions import SKETCH_PARTS, Histogram, Sketch
+from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Spans, Sum, Value
 
 
 class Kind(StrEnum):
@@ -26,6 +27,9 @@ class Kind(StrEnum):
     MAX = "max"
     MIN = "min"
     LAST = "last"
+    HISTOGRAM = "histogram"  # counts between fixed bounds
+    SKETCH = "sketch"  # quantiles; a record holds one number for each of SKETCH_PARTS
+    SPANS = "spans"  # pieces of time; they go to the trace and never enter a record
     ANY = "any"  # a family of names whose members differ
 
     def accepts(self, value: Value) -> bool:
@@ -39,6 +43,9 @@ _TYPES: dict[Kind, tuple[type, ...]] = {
     Kind.MAX: (Max,),
     Kind.MIN: (Min,),
     Kind.LAST: (Last,),
+    Kind.HISTOGRAM: (Histogram,),
+    Kind.SKETCH: (Sketch,),
+    Kind.SPANS: (Spans,),
     Kind.ANY: (Mean, Ratio, Sum, Max, Min, Last),
 }
 
@@ -177,6 +184,53 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     _section(
+        "Draft update: PPOW",
+        "trainer",
+        "PPOW Section 4; a window is mtp.depths drafts from one place",
+        (
+            "ppow/loss",
+            "average",
+            "1",
+            "Negative objective per drafted token, KL included. As all of ppow/*, before the update, over "
+            "the windows that the step drafted.",
+        ),
+        (
+            "ppow/reward",
+            "average",
+            "1",
+            "Reward per window: k / (1 + c k) for k accepted drafts of cost c each, and R_dist where k = 0; "
+            "its expectation over the coins with ppow.expected_reward.",
+        ),
+        ("ppow/accepted", "average", "token", "Accepted drafts per window, before the token of the target."),
+        ("ppow/rejected_windows", "average", "1", "Share of windows of which nothing is accepted."),
+        (
+            "ppow/close_windows",
+            "average",
+            "1",
+            "Share of those that earn R_dist: the target finds them almost as likely as its greedy window.",
+        ),
+        (
+            "ppow/even_windows",
+            "average",
+            "1",
+            "Share of windows that earn what all their siblings do, and so teach nothing but the KL.",
+        ),
+        ("ppow/kl", "average", "nat", "KL(draft || target) per drafted token, after the drafts before it."),
+        (
+            "ppow/clip_fraction",
+            "average",
+            "1",
+            "Share of drafted tokens whose ratio is clipped: 0, as windows are drafted anew for each update.",
+        ),
+        (
+            "ppow/score",
+            "average",
+            "nat",
+            "Score of the windows trained on: confidence times KL(target || draft), mean of their places.",
+        ),
+        ("ppow/hard_share", "average", "1", "Share of windows drawn by score: the curriculum."),
+    ),
+    _section(
         "Adaptation",
         "adapt",
         "ours",
@@ -258,6 +312,7 @@ SECTIONS: tuple[Section, ...] = (
             "token",
             "Tokens per verify step, bonus included: 1 + Σ accepted / Σ verify steps, in 1..gamma+1.",
         ),
+        ("spec/num_accepted", "histogram", "step", "Verify steps by the number of drafts they kept."),
         ("spec/verify_steps", "sum", "step", "Verify steps spent on the trained trajectories."),
         (
             "spec/gamma",
@@ -277,6 +332,65 @@ SECTIONS: tuple[Section, ...] = (
             "1",
             "Adaptive gamma: the same, as predicted when gamma was chosen.",
         ),
+    ),
+    _section(
+        "Probe of acceptance",
+        "trainer",
+        "ours",
+        (
+            "probe/{set}/rejection/depth_{k}",
+            "average",
+            "1",
+            "Overlap Σ_v min(p, q), acceptance under rejection, over all contexts of a set: `fixed`, the "
+            "same ones in every probe, or `visited`, recorded rollouts of the step. As all probe/*, by the "
+            "trainer's newest target and draft before the update, teacher-forced.",
+        ),
+        (
+            "probe/{set}/target_only/depth_{k}",
+            "average",
+            "1",
+            "p(argmax q), acceptance under target-only, there.",
+        ),
+        (
+            "probe/{set}/accept/depth_{k}",
+            "average",
+            "1",
+            "min(1, q / p) of the realised token: probability that it came from an accepted draft.",
+        ),
+        ("probe/{set}/top/depth_{k}", "average", "1", "Share of realised tokens that are the argmax of q."),
+        ("probe/{set}/target_entropy/depth_{k}", "average", "nat", "Entropy of the target there."),
+        ("probe/{set}/draft_entropy/depth_{k}", "average", "nat", "Entropy of the draft there."),
+        ("probe/{set}/kl/depth_{k}", "average", "nat", "KL(target || draft) there."),
+        ("probe/{set}/reverse_kl/depth_{k}", "average", "nat", "KL(draft || target) there."),
+        ("probe/{set}/target_above/depth_{k}", "average", "1", "Target's mass where p > q."),
+        ("probe/{set}/draft_above/depth_{k}", "average", "1", "Draft's mass where q > p."),
+        (
+            "probe/{set}/acceptance_length/{rule}",
+            "average",
+            "token",
+            "Tokens per verify step that chain verification would emit from a context, under rejection or "
+            "target_only, in expectation and all depths within the turn.",
+        ),
+        (
+            "probe/visited/observed_rate",
+            "average",
+            "1",
+            "Σ kept / Σ judged drafts of depth 1 by the engine, in the recorded rollouts of the step.",
+        ),
+        (
+            "probe/visited/current_rate",
+            "average",
+            "1",
+            "What the newest target and draft would have kept of the same drafts, in expectation.",
+        ),
+        (
+            "probe/staleness",
+            "last",
+            "1",
+            "observed_rate - current_rate: 0 in expectation when engines served the newest version.",
+        ),
+        ("probe/staleness_se", "last", "1", "Its standard error, clustered by trajectory."),
+        ("probe/contexts", "last", "context", "Contexts that the probe read, of both sets."),
     ),
     _section(
         "Rollout against trainer",
@@ -337,7 +451,7 @@ SECTIONS: tuple[Section, ...] = (
             "rollout_corr/obrs_kappa",
             "average",
             "1",
-            "Σ accepted / Σ Z_approx: the calibration the next optimizer step uses.",
+            "Σ accepted / Σ Z_approx: the calibration the next batch uses.",
         ),
         (
             "rollout_corr/obrs_kl_before",
@@ -373,11 +487,39 @@ SECTIONS: tuple[Section, ...] = (
         ("training/epoch", "last", "1", "Passes over the training prompts begun, as a fraction."),
     ),
     _section(
+        "Selection",
+        "backlog",
+        "ours",
+        (
+            "selection/{quantity}_shift",
+            "last",
+            "1",
+            "Length, reward or difficulty (1 - mean reward of the siblings): mean over trained minus mean "
+            "over generated trajectories, in standard deviations of the generated, of the last 2,048.",
+        ),
+        ("selection/trained_share", "average", "1", "Share of those trajectories that were trained on."),
+        ("selection/prompts_dropped", "sum", "prompt", "Prompts that ended untrained since the last step."),
+        ("selection/dropped/{reason}", "sum", "prompt", "Of those, for this reason."),
+        (
+            "selection/prompts_unfinished",
+            "last",
+            "prompt",
+            "Prompts admitted and neither trained nor dropped.",
+        ),
+        (
+            "selection/oldest_prompt",
+            "last",
+            "version",
+            "Versions since the admission of the prompt that waits longest, neither trained nor dropped.",
+        ),
+    ),
+    _section(
         "Trajectories",
         "collect",
         "verl",
         ("prompt_length", "stats", "token", "Tokens of the opening prompt, per trained trajectory."),
         ("response_length", "stats", "token", "Sampled tokens per trained trajectory, tool output excluded."),
+        ("response_length/spread", "sketch", "token", "Quantiles of the sampled tokens per trajectory."),
         (
             "response_length/clip_ratio",
             "average",
@@ -446,8 +588,9 @@ SECTIONS: tuple[Section, ...] = (
         ("timing_s/update_actor", "average", "s", "Forward, backward and optimizer step."),
         ("timing_s/update_weights", "average", "s", "Publishing the new version to every engine."),
         ("timing_s/load_weights", "average", "s", "Of that, an engine taking the weights over."),
-        ("timing_s/save_checkpoint", "average", "s", "Writing a checkpoint, when one was written."),
+        ("timing_s/save_checkpoint", "average", "s", "Writing the checkpoint before this step, if one was."),
         ("timing_s/validate", "average", "s", "Validation on the held-out sets, when it was done."),
+        ("timing_s/probe", "average", "s", "Reading the probe set, when it was read."),
         (
             "timing_s/gen",
             "average",
@@ -485,6 +628,30 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     _section(
+        "Timeline",
+        "actors",
+        "ours",
+        (
+            "perf/utilisation/rollout",
+            "average",
+            "1",
+            "Share of the time in which a rollout worker was generating for at least one trajectory.",
+        ),
+        (
+            "perf/utilisation/env",
+            "average",
+            "1",
+            "Share of the time in which an environment was working for at least one trajectory.",
+        ),
+        (
+            "perf/utilisation/trainer",
+            "average",
+            "1",
+            "Share of the time in which the trainer was in a training step; the rest it waited or synced.",
+        ),
+        ("trace/{actor}", "spans", "s", "What an actor did and when: trace.json.gz, for Perfetto."),
+    ),
+    _section(
         "Rollout and weights",
         "controller",
         "ours",
@@ -518,9 +685,27 @@ class Level(StrEnum):
 EVENTS: dict[str, tuple[Level, str]] = {
     "start": (Level.INFO, "The run began: recipe, cluster, pid."),
     "end": (Level.INFO, "The run ended: outcome = done, stopped, interrupted or failed."),
+    "injection": (Level.WARNING, "Rollouts are disturbed on purpose, by these settings of `injection`."),
     "resumed": (Level.INFO, "Training continues from a checkpoint: step, path."),
     "phase": (Level.INFO, "What the run is busy with now: message. Shown by the console."),
     "checkpoint": (Level.INFO, "A checkpoint was written: step, path, seconds."),
+    "checkpoint_failed": (
+        Level.FAULT,
+        "A checkpoint could not be written, the run goes on and the one of step `stands` holds: step, error.",
+    ),
+    "checkpoint_corrupt": (
+        Level.FAULT,
+        "A checkpoint was set aside as step_N.corrupt, the one before it is used: step, reason.",
+    ),
+    "ledger_in_memory": (
+        Level.FAULT,
+        "The disk is full: the ledger goes on in memory and into the next checkpoint: error.",
+    ),
+    "selection_bias": (
+        Level.WARNING,
+        "Trained trajectories differ from generated ones more than chance allows: quantity, shift (in "
+        "standard deviations), trained, generated.",
+    ),
     "adapt_data": (Level.INFO, "What adaptation trains on: trajectories, sampled_tokens, truncated."),
     "prompts_dropped": (Level.WARNING, "Admitted prompts were given up: count, reason."),
     "nonfinite_metric": (
@@ -532,9 +717,35 @@ EVENTS: dict[str, tuple[Level, str]] = {
         Level.WARNING,
         "A sink failed repeatedly and is off for the rest of the run: sink, error.",
     ),
+    "disk_full": (Level.FAULT, "A sink found no room on the disk: records are lost until it has some: sink."),
     "close_failed": (Level.WARNING, "A component did not close cleanly: error."),
     "rollout_worker_died": (Level.FAULT, "A rollout worker died and was replaced: worker, restarts, error."),
-    "canary_failed": (Level.FAULT, "An engine does not hold the weights that were published."),
+    "rollout_worker_hung": (
+        Level.FAULT,
+        "A rollout worker did not answer in cluster.hang_s seconds and was killed: worker, seconds.",
+    ),
+    "trainer_died": (
+        Level.FAULT,
+        "A trainer rank died: the run ends, and continues from its checkpoint when started again: error.",
+    ),
+    "alarm": (
+        Level.WARNING,
+        "A rule of metrics.alarms began to fail: alarm, metric, value, limit, see (docs/alarms.md).",
+    ),
+    "recording_off": (
+        Level.WARNING,
+        "Rollouts and probes could not be written and are no longer recorded: file, error.",
+    ),
+    "alarm_over": (Level.INFO, "It holds again: alarm."),
+    "advice": (Level.WARNING, "What the run's numbers advise, in words: rule, text."),
+    "canary_failed": (
+        Level.FAULT,
+        "An engine does not hold the weights that were published: version, attempt, what, worker.",
+    ),
+    "speculation_disabled": (
+        Level.FAULT,
+        "A draft could not be updated; its engine serves without drafts: version, what, worker.",
+    ),
 }
 
 
@@ -591,11 +802,14 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
             patterns.append((re.compile(regex), metric))
         else:
             exact[metric.name] = metric
+            if metric.kind is Kind.SKETCH:
+                exact |= {f"{metric.name}/{part}": metric for part in SKETCH_PARTS}
     return exact, patterns
 
 
 def reference_page() -> str:
     """docs/metrics.md, generated: every declaration in one table per section."""
+    parts = ", ".join(f"`name/{part}`" for part in SKETCH_PARTS)
     lines = [
         "# Metrics",
         "",
@@ -608,7 +822,10 @@ def reference_page() -> str:
         "wins, name by name.",
         "",
         "Kinds say how the parts from actors and micro-batches are reduced: *average* is Σ / Σ, never a "
-        "mean of means; *last* keeps the latest reading. Names marked `*` are verl's.",
+        "mean of means; *last* keeps the latest reading. A *histogram* is recorded as "
+        '`{"edges": [n + 1], "counts": [n]}`; a *sketch* as one number for each of '
+        f"{parts}, quantiles within 1%; *spans* are in `trace.json.gz` alone. "
+        "Names marked `*` are verl's.",
     ]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", f"Produced by: {section.metrics[0].produced_by}. "]

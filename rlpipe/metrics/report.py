@@ -1,27 +1,31 @@
 """The report: one self-contained HTML page about one run, or comparing several.
 
-Owns what is said about runs: the summary, the tables, which trajectories are shown; the plots are in
-figures.py, the look in report_page.py. Flow: directories -> RunData -> cards, figures, tables -> page.
-A run without steps gets a page too: it says what is missing and shows the events.
+Owns what is said about runs: the summary and the tables; the plots are in figures.py, the trajectories in
+viewer.py, the look in report_page.py. Flow: directories -> RunData -> cards, figures, tables -> page, whose
+heavy parts (plotly, trajectories) are compressed. A run without steps gets a page too: it says what is
+missing and shows the events.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rlpipe.metrics.console import duration
-from rlpipe.metrics.figures import Figure, figures, window
+from rlpipe.metrics.drawing import SECTIONS, WHY, Figure
+from rlpipe.metrics.figures import figures, window
 from rlpipe.metrics.names import Level, declared
-from rlpipe.metrics.report_page import PAGE, SCRIPT, STYLE
+from rlpipe.metrics.report_page import LIVE, PAGE, SCRIPT, STYLE
 from rlpipe.metrics.runs import RunData, dump, load_run
+from rlpipe.metrics.viewer import shown_trajectories, viewer_html
 
-MAX_TRAJECTORY_BYTES = 600_000  # of text in the page, all runs together
-MAX_TURN_CHARS = 6_000
 MAX_EVENTS = 300
 WINDOW = 10  # steps that "at the end" refers to
 OUTCOMES = {
@@ -41,41 +45,78 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """
     if not run_dirs:
         raise ValueError("no run directory given. Name at least one: python -m rlpipe.report RUN [RUN...]")
-    runs = [load_run(path) for path in run_dirs]
-    _make_names_unique(runs)
+    runs = load_runs(run_dirs)
+    content = make_content(runs)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
-    part.write_text(_page(runs), encoding="utf-8")
+    part.write_text(page(content), encoding="utf-8")
     part.replace(out)
 
 
-def _page(runs: Sequence[RunData]) -> str:
-    from plotly.offline import get_plotlyjs
+@dataclass(slots=True, kw_only=True)
+class Content:
+    """What a page shows. body: HTML. figures, trajectories: data of the scripts."""
 
-    drawn = figures(runs)
-    trajectories = _trajectories(runs)
+    title: str
+    body: str
+    figures: list[Figure]
+    trajectories: list[dict[str, Any]]
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws the plots from."""
+        return {"figures": [{"traces": f.traces, "layout": f.layout} for f in self.figures]}
+
+
+def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
+    """Read directories; runs of one name get longer ones."""
+    runs = [load_run(path) for path in run_dirs]
+    _make_names_unique(runs)
+    return runs
+
+
+def make_content(runs: Sequence[RunData]) -> Content:
+    """Everything that is said about the runs."""
+    drawn, trajectories = figures(runs), shown_trajectories(runs)
     body = [
         _head(runs),
         *(_notices(run) for run in runs),
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
-        _plots(drawn, window(runs)),
-        _viewer(trajectories),
+        _plots(drawn, window(runs), _advice(runs)),
+        viewer_html(trajectories),
         "<h2>Details</h2>",
         *(_events(run, len(runs) > 1) for run in runs),
         _all_metrics(runs),
         *(_settings(run, len(runs) > 1) for run in runs),
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M')} by rlpipe. Opens offline.</footer>",
     ]
-    shown = [{"traces": f.traces, "layout": f.layout} for f in drawn]
-    return PAGE.substitute(
-        title=escape(" · ".join(run.name for run in runs)),
-        style=STYLE,
+    return Content(
+        title=" · ".join(run.name for run in runs),
         body="\n".join(part for part in body if part),
-        plotly=get_plotlyjs() if drawn else "",
-        data=dump({"figures": shown, "trajectories": trajectories}),
-        script=SCRIPT,
+        figures=drawn,
+        trajectories=trajectories,
     )
+
+
+def page(content: Content, *, live: bool = False) -> str:
+    """The page; live: one that asks the server it came from for news, otherwise one that asks nobody."""
+    from plotly.offline import get_plotlyjs
+
+    return PAGE.substitute(
+        title=escape(content.title),
+        policy="connect-src 'self'; " if live else "",
+        style=STYLE,
+        body=content.body,
+        plotly=pack(get_plotlyjs()) if content.figures or live else "",
+        data=dump(content.data()),
+        trajectories=pack(dump(content.trajectories)) if content.trajectories else "",
+        script=SCRIPT + (LIVE if live else ""),
+    )
+
+
+def pack(text: str) -> str:
+    """gzip in base64: what the page's `unpack` reads."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=7, mtime=0)).decode()
 
 
 # --- summary ---------------------------------------------------------------------------------------
@@ -124,6 +165,17 @@ def _notices(run: RunData) -> str:
             f"<b>{escape(run.name)} {how}</b>: the last recorded step is "
             f"{run.steps}{planned}. The same command continues from its newest checkpoint."
         )
+    rung: dict[str, list[Any]] = {}
+    for event in run.events:
+        if event.get("kind") == "alarm":
+            rung.setdefault(str(event.get("alarm")), []).append(event.get("step"))
+    if rung:
+        names = "; ".join(
+            f"<b>{escape(name)}</b> at step {', '.join(escape(str(s)) for s in steps[:4])}"
+            + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
+            for name, steps in rung.items()
+        )
+        notes.append(f"Alarms of {escape(run.name)}: {names}. What to do is in docs/alarms.md.")
     if run.broken_lines:
         notes.append(
             f"{run.broken_lines} unreadable line(s) in the files of {escape(run.name)} were left out."
@@ -212,14 +264,38 @@ def _comparison(runs: Sequence[RunData]) -> str:
     return f'<div class="runs">{_table(["run", *titles], rows)}</div>'
 
 
-def _plots(drawn: Sequence[Figure], steps: int) -> str:
-    boxes = "".join(
-        f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
-        f'<p class="note">{escape(f.note)}</p><div id="plot-{n}"></div></section>'
-        for n, f in enumerate(drawn)
-    )
-    note = f'<p class="note">A point stands for {steps} steps (their mean).</p>' if steps > 1 else ""
-    return f'<h2>Curves</h2>{note}<div class="plots">{boxes}</div>' if drawn else ""
+def _plots(drawn: Sequence[Figure], steps: int, advice: str) -> str:
+    parts = []
+    if steps > 1:
+        parts.append(f'<p class="note">A point stands for {steps} steps (their mean).</p>')
+    for section in SECTIONS:
+        boxes = "".join(
+            f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
+            f'<p class="note">{escape(f.note)}</p><div id="plot-{n}"></div></section>'
+            for n, f in enumerate(drawn)
+            if f.section == section
+        )
+        words = advice if section == WHY else ""
+        if boxes or words:
+            parts.append(f'<h2>{section}</h2>{words}<div class="plots">{boxes}</div>')
+    return "\n".join(parts)
+
+
+def _advice(runs: Sequence[RunData]) -> str:
+    """What the run was advised, newest last, each once."""
+    said = {}
+    for run in runs:
+        for event in run.events:
+            if event.get("kind") == "advice" and event.get("text"):
+                words = f"{run.name}: {event['text']}" if len(runs) > 1 else str(event["text"])
+                said[words] = event.get("step")
+    items = [
+        f'<div class="notice advice">{escape(words)}'
+        + (f' <span class="small">(step {escape(str(step))})</span>' if step is not None else "")
+        + "</div>"
+        for words, step in list(said.items())[-6:]
+    ]
+    return "".join(items)
 
 
 # --- tables ----------------------------------------------------------------------------------------
@@ -295,71 +371,6 @@ def _settings(run: RunData, several: bool) -> str:
         return ""
     title = f"Settings{f' of {run.name}' if several else ''}"
     return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
-
-
-# --- trajectories ----------------------------------------------------------------------------------
-
-
-def _trajectories(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Trajectories spread evenly over each run, as many as fit into MAX_TRAJECTORY_BYTES."""
-    shown = []
-    for run in runs:
-        rows = [_row(t, run.name if len(runs) > 1 else "") for t in run.trajectories if t.get("turns")]
-        budget, size = MAX_TRAJECTORY_BYTES / len(runs), sum(_size(row) for row in rows)
-        stride = max(1.0, size / budget)
-        shown += [rows[int(n * stride)] for n in range(int(len(rows) / stride))]
-    return shown
-
-
-def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
-    step = trajectory.get("step")
-    turns = [
-        {"role": role, "text": _cut(text)}
-        for turn in trajectory["turns"]
-        if isinstance(turn, dict)
-        for role, text in _said(turn)
-    ]
-    reward = trajectory.get("reward")
-    return {
-        "group": f"{run}: step {step}" if run else f"step {step}",
-        "step": step,
-        "instance_id": str(trajectory.get("instance_id", "")),
-        "reward": reward if isinstance(reward, (int, float)) else None,
-        "turns": turns,
-    }
-
-
-def _said(turn: dict[str, Any]) -> list[tuple[str, str]]:
-    """(role, text) of a turn, recorded as {role, text} or as the pair {action, observation}."""
-    if "action" in turn:
-        said = [("assistant", str(turn["action"])), ("tool", str(turn.get("observation", "")))]
-        return said if said[1][1] else said[:1]
-    return [(str(turn.get("role", "")), str(turn.get("text", "")))]
-
-
-def _cut(text: str) -> str:
-    gone = len(text) - MAX_TURN_CHARS
-    return text if gone <= 0 else f"{text[:MAX_TURN_CHARS]}\n… {gone} characters left out"
-
-
-def _size(row: dict[str, Any]) -> int:
-    return 120 + sum(40 + len(turn["text"].encode()) for turn in row["turns"])
-
-
-def _viewer(trajectories: Sequence[dict[str, Any]]) -> str:
-    if not trajectories:
-        return ""
-    groups = list(dict.fromkeys(t["group"] for t in trajectories))
-    options = "".join(f'<option value="{escape(g)}">{escape(g)}</option>' for g in groups)
-    return (
-        f'<h2>Trajectories</h2><div class="viewer" id="viewer"><div class="bar">'
-        f'<select id="v-step" aria-label="step"><option value="">all steps</option>{options}</select>'
-        '<select id="v-outcome" aria-label="outcome"><option value="">any reward</option>'
-        '<option value="solved">reward 1 or more</option><option value="not">less</option></select>'
-        '<span class="grow"></span><button id="v-prev">← previous</button>'
-        '<button id="v-next">next →</button></div><div class="note" id="v-where"></div>'
-        '<div id="v-turns"></div></div>'
-    )
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:

@@ -1,6 +1,7 @@
 """Which sinks a run has, and the one door to Weights & Biases.
 
-Owns the choice (`make_sinks`) and `WandbSink`; the files are in jsonl.py, the terminal in console.py.
+Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a file of its own: jsonl, console,
+trace, tensorboard, prometheus.
 A sink does its slow work (imports, logins, the network) in `open`, on its own thread: none delays a start.
 """
 
@@ -17,6 +18,10 @@ from rlpipe.config.metrics import WandbMode
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
 from rlpipe.metrics.jsonl import MetricsFile
+from rlpipe.metrics.prometheus import PrometheusSink
+from rlpipe.metrics.tensorboard import TensorBoardSink
+from rlpipe.metrics.trace import NAME as TRACE
+from rlpipe.metrics.trace import TraceFile
 
 if TYPE_CHECKING:
     from rlpipe.config.run import Config
@@ -29,6 +34,12 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl")]
     if config.metrics.console:
         sinks.append(ConsoleSink(run_header(config, run_dir)))
+    if config.metrics.trace:
+        sinks.append(TraceFile(run_dir / TRACE))
+    if config.metrics.tensorboard:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+    if config.metrics.prometheus_port:
+        sinks.append(PrometheusSink(config.metrics.prometheus_host, config.metrics.prometheus_port))
     if config.metrics.wandb is not WandbMode.OFF:
         sinks.append(
             WandbSink(
@@ -46,8 +57,8 @@ def run_header(config: Config, run_dir: Path) -> Header:
     """What the console says about a run."""
     lag = config.pipeline.max_staleness
     loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"
-    spec = str(config.spec.mode)
-    draft = "no speculation" if spec == "none" else f"MTP draft, {spec}, gamma {config.spec.gamma}"
+    spec, drafter = config.spec, {"mtp": "MTP draft", "suffix": "suffix lookup"}[str(config.spec.drafter)]
+    draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     size = f"{config.pipeline.prompts_per_step} × {config.pipeline.group_size} attempts a step"
     facts = [
         ("model", config.model.path),
@@ -107,7 +118,17 @@ class WandbSink:
 
     def record(self, record: dict[str, Any]) -> None:
         """Log one step; W&B has no null, so non-finite values are left out."""
-        self._run.log({name: value for name, value in record.items() if value is not None and name != "time"})
+        import wandb
+
+        self._run.log(
+            {
+                name: wandb.Histogram(np_histogram=(value["counts"], value["edges"]))
+                if isinstance(value, dict)
+                else value
+                for name, value in record.items()
+                if value is not None and name != "time"
+            }
+        )
 
     def event(self, event: dict[str, Any]) -> None:
         """Events stay in events.jsonl."""
@@ -125,6 +146,13 @@ class WandbSink:
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12])
         return file.read_text().strip()
+
+
+def default_entity() -> str:
+    """The user or team that W&B takes when none is named; asks the server, needs a login."""
+    import wandb
+
+    return wandb.Api().default_entity
 
 
 def logged_in() -> bool:

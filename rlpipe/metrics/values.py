@@ -6,6 +6,7 @@ travels as total and count and is divided once, at the end. Flow: a component re
 `dict[str, Value]`, `reduce` merges the dicts of all actors and micro-batches, `.value()` is read once.
 
 Every merge is associative and `Last` apart commutative: the order of the actors does not matter.
+Whole distributions are in distributions.py.
 NaN and infinity are kept, never dropped: a diverged loss must show. `None` means "not observed".
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isnan, nan
+
+from rlpipe.metrics.distributions import Histogram, Sketch, extreme
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class Max:
 
     @classmethod
     def of(cls, observations: Iterable[float | None]) -> Max:
-        return cls(_extreme(observations, max))
+        return cls(extreme(observations, max))
 
     def merge(self, other: Max) -> Max:
         return Max.of((self.largest, other.largest))
@@ -107,7 +109,7 @@ class Min:
 
     @classmethod
     def of(cls, observations: Iterable[float | None]) -> Min:
-        return cls(_extreme(observations, min))
+        return cls(extreme(observations, min))
 
     def merge(self, other: Min) -> Min:
         return Min.of((self.smallest, other.smallest))
@@ -132,7 +134,26 @@ class Last:
         return self.latest
 
 
-Value = Mean | Ratio | Sum | Max | Min | Last
+Span = tuple[str, int, str, float, float, dict[str, object]]
+
+
+@dataclass(slots=True)
+class Spans:
+    """Pieces of time for the trace: (actor, lane, what, begin, end, facts); a `SpanLog` makes them.
+
+    begin, end: seconds since 1970. They go to the sinks that take spans and never enter a record.
+    """
+
+    spans: list[Span]
+
+    def merge(self, other: Spans) -> Spans:
+        return Spans(self.spans + other.spans)
+
+    def value(self) -> None:
+        return None
+
+
+Value = Mean | Ratio | Sum | Max | Min | Last | Histogram | Sketch | Spans
 
 
 @dataclass(slots=True)
@@ -148,7 +169,7 @@ class Stats:
     def of(cls, observations: Iterable[float | None]) -> Stats:
         """Statistics of plain observations; None entries do not count."""
         seen = [float(x) for x in observations if x is not None]
-        return cls(len(seen), sum(seen), _extreme(seen, min), _extreme(seen, max))
+        return cls(len(seen), sum(seen), extreme(seen, min), extreme(seen, max))
 
     def expand(self, name: str) -> dict[str, Value]:
         """The three metrics `name/mean`, `name/max`, `name/min`.
@@ -192,10 +213,3 @@ def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
             except ValueError as error:
                 raise ValueError(f"metric {name!r}: {error}") from None
     return merged
-
-
-def _extreme(observations: Iterable[float | None], pick) -> float | None:
-    seen = [float(x) for x in observations if x is not None]
-    if any(isnan(x) for x in seen):  # max() and min() would depend on the order
-        return nan
-    return pick(seen, default=None)

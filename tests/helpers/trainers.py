@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from rlpipe.algo.advantage import compute_advantages
-from rlpipe.config.algo import AlgoConfig
+from rlpipe.algo.obrs import token_uniforms
+from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.pipeline.batcher import PackedBatch, pack
 from rlpipe.trainer.megatron import MegatronTrainer
@@ -32,6 +34,8 @@ def make_trainer(
     master: str | None = None,
     total_steps: int = 10,
     adapt_only: bool = False,
+    ppow: PpowConfig | None = None,
+    seed: int = 0,
 ) -> MegatronTrainer:
     """A trainer with a learning rate that moves weights visibly."""
     return MegatronTrainer(
@@ -44,6 +48,8 @@ def make_trainer(
         master=master,
         total_steps=total_steps,
         adapt_only=adapt_only,
+        ppow=ppow,
+        seed=seed,
     )
 
 
@@ -55,9 +61,12 @@ def make_batch(
     temperature: float = 1.0,
     share: bool = True,
 ) -> PackedBatch:
-    """Groups packed as a trainer worker packs them."""
+    """Groups packed as a trainer worker packs them; OBRS draws from seed 0."""
+    trajectories, uniforms = [t for group in groups for t in group.trajectories], None
+    if algo.correction is Correction.OBRS:
+        uniforms = [token_uniforms(0, t.trajectory_id, len(t.token_ids)) for t in trajectories]
     return pack(
-        [t for group in groups for t in group.trajectories],
+        trajectories,
         compute_advantages(groups, algo),
         budget,
         dp,
@@ -65,6 +74,7 @@ def make_batch(
         temperature=temperature,
         skip_zero_advantage=algo.skips_zero_advantage,
         share_prefixes=share,
+        uniforms=uniforms,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -12,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlpipe.metrics.bus import MAX_ERRORS, STEP, MetricsBus
+from rlpipe.metrics.distributions import Histogram, Sketch
 from rlpipe.metrics.jsonl import MetricsFile
-from rlpipe.metrics.values import Last, Max, Mean, Sum
+from rlpipe.metrics.names import declared
+from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, Value
 
 pytestmark = pytest.mark.unit
 
@@ -81,6 +87,71 @@ def test_threads_that_emit_at_once_lose_nothing() -> None:
         for thread in threads:
             thread.join()
         assert bus.commit(1)["env/masked"] == 2000.0
+
+
+REPORTS = st.tuples(
+    st.integers(1, 3),  # step
+    st.integers(0, 3),  # actor
+    st.lists(st.floats(-1e3, 1e3), max_size=4),  # what it observed
+)
+EDGES = [-0.5, 0.5, 1.5]
+
+
+def report_of(seen: list[float]) -> dict[str, Value]:
+    """What an actor emits about some observations, one value of every type."""
+    return {
+        "actor/entropy": Mean.of(seen),
+        "spec/acceptance_rate": Ratio(sum(x > 0 for x in seen), len(seen)),
+        "env/masked": Sum(len(seen)),
+        "num_turns/max": Max.of(seen),
+        "num_turns/min": Min.of(seen),
+        "response_length/spread": Sketch.of(seen),
+        "spec/num_accepted": Histogram.of(seen, EDGES),
+    }
+
+
+@settings(max_examples=80, deadline=None)
+@given(reports=st.lists(REPORTS, max_size=20), random=st.randoms())
+def test_any_schedule_of_reports_makes_the_records_of_a_single_process(reports: list, random: Any) -> None:
+    """Actors report in threads of their own, steps mixed, some merged on the way; commits come in order."""
+    by_actor: dict[int, list] = {}
+    for step, actor, seen in random.sample(reports, len(reports)):
+        by_actor.setdefault(actor, []).append((step, report_of(seen)))
+    with MetricsBus([]) as bus:
+        threads = [
+            threading.Thread(target=lambda parts=parts: [bus.emit(*part) for part in parts])
+            for parts in by_actor.values()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        records = {step: bus.commit(step) for step in (1, 2, 3)}
+    for step, record in records.items():
+        seen = [x for at, _, part in reports if at == step for x in part]
+        alone = {name: value.value() for name, value in report_of(seen).items()}
+        for part, value in (alone.pop("response_length/spread") or {}).items():
+            alone[f"response_length/spread/{part}"] = value
+        for name, value in alone.items():
+            if name == "env/masked" and not [1 for at, *_ in reports if at == step]:
+                assert name not in record  # nobody reported
+            elif isinstance(value, dict) or value is None:
+                assert record.get(name) == value
+            else:
+                assert record[name] == pytest.approx(value, abs=1e-9)
+
+
+def test_a_sketch_is_recorded_in_parts_that_are_declared_and_a_histogram_whole() -> None:
+    with MetricsBus([]) as bus:
+        bus.emit(
+            1, {"response_length/spread": Sketch.of([1, 2, 3]), "spec/num_accepted": Histogram.of([1], EDGES)}
+        )
+        record = bus.commit(1)
+    parts = [name for name in record if name.startswith("response_length/spread/")]
+    assert len(parts) == 8 and all(declared(name).name == "response_length/spread" for name in parts)
+    assert record["spec/num_accepted"] == {"edges": EDGES, "counts": [0, 1]}
+    with MetricsBus([]) as bus, pytest.raises(ValueError, match="declared as sketch"):
+        bus.emit(1, {"response_length/spread/p50": Mean(1, 1)})
 
 
 def test_a_late_emission_makes_a_second_record_with_only_what_is_new() -> None:
@@ -174,6 +245,47 @@ def test_a_failure_now_and_then_does_not_switch_a_sink_off() -> None:
         for step in range(12):
             bus.commit(step)
     assert len(sink.records) == 6 and sink.kinds() == []
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_disk_leaves_the_run_going_with_one_warning_and_is_written_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = []
+
+    def no_room(file: int, data: bytes) -> int:
+        refused.append(data)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    good = Recorder("good")
+    sinks = [MetricsFile(tmp_path / "metrics.jsonl"), good]
+    with caplog.at_level(logging.WARNING), MetricsBus(sinks, events=tmp_path / "events.jsonl") as bus:
+        with monkeypatch.context() as full:
+            full.setattr("rlpipe.metrics.jsonl.os.write", no_room)
+            for step in range(1, 21):
+                bus.emit(step, {"env/masked": Sum(1)})
+                assert bus.commit(step)["env/masked"] == 1.0
+            wait_until(lambda: len(refused) >= 21)  # 20 records, and the event that says so
+        bus.commit(21)
+    assert len(good.records) == 21
+    assert good.kinds() == ["disk_full"] and good.events[0]["level"] == "fault"
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "disk is full" in caplog.text
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())[STEP] == 21
+
+
+def test_a_file_on_a_full_device_says_so() -> None:
+    """/dev/full answers every write with ENOSPC."""
+    file = MetricsFile(Path("/dev/full"))
+    file.open()
+    with pytest.raises(OSError) as caught:
+        file.record({STEP: 1})
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_events_take_the_level_of_their_kind_and_reach_their_file(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from rlpipe.metrics import viewer
 from rlpipe.metrics.bus import STEP
-from rlpipe.metrics.figures import figures, smooth, window
-from rlpipe.metrics.report import MAX_TRAJECTORY_BYTES, write_report
+from rlpipe.metrics.drawing import SECTIONS, smooth
+from rlpipe.metrics.figures import figures, window
+from rlpipe.metrics.report import write_report
 from rlpipe.metrics.runs import load_run
 from rlpipe.report import main
 
@@ -65,6 +69,11 @@ def write(path: Path, items: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
+def unpacked(script: str) -> str:
+    """What the page's `unpack` makes of a script element."""
+    return gzip.decompress(base64.b64decode(script)).decode() if script else ""
+
+
 class Page(HTMLParser):
     """What a browser would make of a page: visible text, scripts, and everything it would fetch."""
 
@@ -75,7 +84,10 @@ class Page(HTMLParser):
         self.text, self.scripts, self.fetched, self.open = "", [], [], []
         self.source = path.read_text()
         self.feed(self.source)
-        self.data = json.loads(next(s for s in self.scripts if s.startswith('{"figures"')))
+        plotly, data, trajectories, self.script = self.scripts
+        self.data = json.loads(data)
+        self.plotly = unpacked(plotly)
+        self.data["trajectories"] = json.loads(unpacked(trajectories) or "[]")
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.fetched += [value for name, value in attributes if name in ("src", "href")]
@@ -125,14 +137,15 @@ def test_the_page_is_complete_in_itself_and_small_enough_to_mail(run: Path) -> N
     page = page_of([run], run / "report.html")
     assert page.fetched == []
     assert "default-src 'none'" in page.source
-    assert (run / "report.html").stat().st_size < 6_000_000
+    assert (run / "report.html").stat().st_size < 3_000_000
+    assert page.plotly.lstrip().startswith("/**") and "plotly.js v" in page.plotly[:200]
     assert not re.search(r"@import|url\(", page.source.split("<style>")[1].split("</style>")[0])
     assert page.open == []  # every element is closed
 
 
 def test_text_from_a_run_cannot_become_markup(run: Path) -> None:
     page = page_of([run], run / "report.html")
-    assert len(page.scripts) == 3
+    assert len(page.scripts) == 4
     assert "<b>boom</b>" in page.text  # shown, not interpreted
     turns = page.data["trajectories"][0]["turns"]
     assert turns == [{"role": "user", "text": "</script><script>alert(1)</script>"}]
@@ -241,15 +254,16 @@ def test_a_step_that_was_done_again_after_a_resume_counts_once_and_pauses_do_not
     assert data.seconds == pytest.approx(205 + 10)
 
 
-def test_trajectories_are_thinned_evenly_to_their_budget(run: Path) -> None:
+def test_trajectories_are_thinned_evenly_to_their_budget(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "x" * 3000
     rows = [
         {"step": s, "instance_id": f"i{s}", "reward": 0.0, "turns": [{"action": text, "observation": text}]}
         for s in range(1, 401)
     ]
     write(run / "trajectories.jsonl", rows)
+    monkeypatch.setattr(viewer, "MAX_TRAJECTORY_BYTES", 600_000)
     kept = page_of([run], run / "report.html").data["trajectories"]
-    assert 0.9 * MAX_TRAJECTORY_BYTES < len(json.dumps(kept)) < 1.1 * MAX_TRAJECTORY_BYTES
+    assert 0.9 * 600_000 < len(json.dumps(kept)) < 1.1 * 600_000
     gaps = {b["step"] - a["step"] for a, b in pairwise(kept)}
     assert gaps <= {4, 5} and kept[-1]["step"] > 390
     assert [turn["role"] for turn in kept[0]["turns"]] == ["assistant", "tool"]
@@ -264,3 +278,78 @@ def test_the_command_writes_beside_the_run(run: Path, capsys: pytest.CaptureFixt
     assert main([str(run)]) == 0
     assert (run / "report.html").is_file() and "report.html" in capsys.readouterr().out
     assert not list(run.glob("*.part"))
+
+
+def drafting(path: Path, name: str = "drafting", slope: float = -2.0, drift: float = 0.0) -> Path:
+    """A run whose acceptance follows its entropy by a known law; drift: a mismatch that grows."""
+    run = make_run(path / name, steps=60)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records[1:]:
+        step = record[STEP]
+        entropy = 0.5 + 0.1 * ((step * 7) % 5) / 5 + (0.1 if step > 30 else 0.0)
+        rate = 0.9 + slope * (entropy - 0.5) / 10 - drift * max(0, step - 30) / 30
+        record |= {"rollout/entropy": entropy, "spec/acceptance_rate": rate}
+        record |= {
+            "spec/acceptance_length": 1 + 3 * rate,
+            "spec/num_accepted": {"edges": [-0.5, 0.5, 1.5], "counts": [1, 3]},
+        }
+    write(run / "metrics.jsonl", records)
+    return run
+
+
+def figure_of(runs: list[Path], title: str):
+    return next(f for f in figures([load_run(path) for path in runs]) if f.title == title)
+
+
+def test_the_line_against_entropy_has_the_slope_of_the_run(tmp_path: Path) -> None:
+    figure = figure_of([drafting(tmp_path)], "Acceptance length against entropy")
+    dots, fit = figure.traces
+    assert len(dots["x"]) == 60 and dots["mode"] == "markers"
+    assert (fit["y"][1] - fit["y"][0]) / (fit["x"][1] - fit["x"][0]) == pytest.approx(-0.6, abs=0.02)
+    assert "slope -0.60" in fit["name"]
+
+
+def test_the_change_of_acceptance_is_split_into_parts_that_add_up(tmp_path: Path) -> None:
+    runs = [drafting(tmp_path, "steady"), drafting(tmp_path, "drifting", drift=0.2)]
+    change, by_entropy, by_mismatch = figure_of(runs, "Change of the acceptance rate, by run").traces
+    assert change["y"] == ["steady", "drifting"]
+    for n in range(2):
+        assert change["x"][n] == pytest.approx(by_entropy["x"][n] + by_mismatch["x"][n], abs=1e-4)
+        assert by_entropy["x"][n] == pytest.approx(-0.02, abs=0.01)
+    assert by_mismatch["x"][0] == pytest.approx(0, abs=0.01) and by_mismatch["x"][1] < -0.1
+    over_time = figure_of(runs[:1], "Change of the acceptance rate since the early phase")
+    assert over_time.section == "Why acceptance moved" and len(over_time.traces) == 3
+
+
+def test_depths_of_several_runs_differ_in_dash_and_runs_in_colour(tmp_path: Path) -> None:
+    runs = [drafting(tmp_path, "a"), drafting(tmp_path, "b")]
+    lines = [trace["line"] for trace in figure_of(runs, "Acceptance by depth").traces]
+    assert [line["color"] for line in lines] == ["$0", "$0", "$1", "$1"]
+    assert [line["dash"] for line in lines] == ["solid", "dash"] * 2
+
+
+def test_drafts_kept_are_shares_of_the_whole_run(tmp_path: Path) -> None:
+    (bars,) = figure_of([drafting(tmp_path)], "Drafts kept by a verify step").traces
+    assert bars["x"] == [0, 1] and bars["y"] == [0.25, 0.75]
+
+
+def test_sections_come_in_order_and_advice_stands_where_it_belongs(tmp_path: Path) -> None:
+    run = drafting(tmp_path)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"time": T0 + 9, "kind": "advice", "step": 7, "text": "Use <rejection>."}) + "\n"
+        )
+    page = page_of([run], run / "report.html")
+    places = [page.source.index(f"<h2>{section}</h2>") for section in SECTIONS]
+    assert places == sorted(places)
+    assert places[2] < page.source.index("Use &lt;rejection&gt;. <span") < places[3]
+
+
+def test_alarms_stand_at_the_top_with_their_steps(run: Path) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        for step in range(3, 9):
+            alarm = {"time": T0 + step, "kind": "alarm", "level": "warning", "alarm": "stall", "step": step}
+            file.write(json.dumps(alarm) + "\n")
+    page = page_of([run], run / "report.html")
+    assert "Alarms of first: stall at step 3, 4, 5, 6 and 2 more." in page.text
+    assert page.source.index("Alarms of") < page.source.index("<h2>Training</h2>")

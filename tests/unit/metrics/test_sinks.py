@@ -21,10 +21,15 @@ def config():
 
 
 def test_metrics_jsonl_is_always_written_and_the_rest_is_by_choice(config, tmp_path: Path) -> None:
-    config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF)
-    assert [sink.name for sink in make_sinks(config, tmp_path)] == ["metrics.jsonl"]
+    def names() -> list[str]:
+        return [sink.name for sink in make_sinks(config, tmp_path)]
+
+    config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF, trace=False)
+    assert names() == ["metrics.jsonl"]
     config.metrics = MetricsConfig()
-    assert [sink.name for sink in make_sinks(config, tmp_path)] == ["metrics.jsonl", "console", "wandb"]
+    assert names() == ["metrics.jsonl", "console", "trace.json.gz", "wandb"]
+    config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF, tensorboard=True, prometheus_port=9400)
+    assert names() == ["metrics.jsonl", "trace.json.gz", "tensorboard", "prometheus"]
 
 
 def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
@@ -92,7 +97,12 @@ def test_records_go_online_only_when_wanted_and_possible(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"report_every": -1}, "report_every=-1"), ({"wandb_project": ""}, "wandb=off")]
+    ("settings", "message"),
+    [
+        ({"report_every": -1}, "report_every=-1"),
+        ({"wandb_project": ""}, "wandb=off"),
+        ({"prometheus_port": 70000}, "prometheus_port=70000"),
+    ],
 )
 def test_wrong_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,117 @@
+"""Rules by which a run is called ill; `rlpipe.metrics.alarms` judges, docs/alarms.md advises. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpipe.config.choice import Choice
+
+
+class AlarmTest(Choice):
+    """How a metric is held against a rule's threshold."""
+
+    ABOVE = "above"  # value > threshold
+    BELOW = "below"  # value < threshold
+    SPIKE = "spike"  # value > threshold * median of the last `over` values
+    RISE = "rise"  # value > threshold * median of the run's first `over` values
+    DROP = "drop"  # value < threshold * median of the run's first `over` values
+    DIVERGE = "diverge"  # grew by more than threshold since `against` was last at its best
+
+
+@dataclass(slots=True, kw_only=True)
+class AlarmRule:
+    """metric: its name in metrics.jsonl. test, threshold: see `AlarmTest`.
+
+    over: values that a median is of. patience: observations in a row that must fail before the alarm rings.
+    against: the other metric of `diverge`. enabled: false silences the rule.
+    """
+
+    metric: str
+    test: AlarmTest = AlarmTest.ABOVE
+    threshold: float = 0.0
+    over: int = 10
+    patience: int = 1
+    against: str = ""
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        self.test = AlarmTest(self.test)
+        if not self.metric:
+            raise ValueError("an alarm rule watches no metric. Set its `metric`, or enabled=false.")
+        if self.patience < 1 or self.over < 1:
+            raise ValueError(
+                f"alarm on {self.metric!r}: patience={self.patience} and over={self.over} must be 1 or more."
+            )
+        if (self.test is AlarmTest.DIVERGE) != bool(self.against):
+            raise ValueError(
+                f"alarm on {self.metric!r}: `against` names the other metric of test=diverge and nothing "
+                f"else; got test={self.test}, against={self.against!r}."
+            )
+
+
+def _rule(metric: str, test: AlarmTest, threshold: float, **options: int | str) -> AlarmRule:
+    return AlarmRule(metric=metric, test=test, threshold=threshold, **options)
+
+
+def default_rules() -> dict[str, AlarmRule]:
+    """Every alarm a run has unless told otherwise, by name; each has a section in docs/alarms.md."""
+    above, below, spike = AlarmTest.ABOVE, AlarmTest.BELOW, AlarmTest.SPIKE
+    rise, drop = AlarmTest.RISE, AlarmTest.DROP
+    stale = "training/off_policy/trajectory_staleness/mean"
+    return {
+        "logprob_mismatch": _rule("training/rollout_probs_diff_mean", above, 0.05, patience=3),
+        "rollout_kl": _rule("rollout_corr/k3_kl", above, 0.1, patience=3),
+        "ratio_tail": _rule("rollout_corr/chi2_token", above, 5.0, patience=3),
+        "policy_kl": _rule("actor/ppo_kl", above, 0.2),
+        "entropy_collapse": _rule("rollout/entropy", drop, 0.2, patience=3),
+        "entropy_explosion": _rule("rollout/entropy", rise, 4.0, patience=3),
+        "gradient_spike": _rule("actor/grad_norm", spike, 10.0, over=20),
+        "skipped_updates": _rule("actor/skipped_steps", above, 0.0, patience=3),
+        "reward_hacking": _rule(
+            "critic/rewards/mean", AlarmTest.DIVERGE, 0.15, against="val/reward", patience=2
+        ),
+        "length_collapse": _rule("response_length/mean", drop, 0.3, patience=5),
+        "truncation": _rule("response_length/clip_ratio", above, 0.5, patience=5),
+        "no_signal": _rule("env/no_signal", above, 0.9, patience=5),
+        "staleness": _rule(stale, above, 4.0, patience=3),
+        "acceptance_drop": _rule("spec/acceptance_rate", drop, 0.8, patience=5),
+        "draft_stale": _rule("probe/staleness", below, -0.1, patience=2),
+        "slow_step": _rule("timing_s/step", spike, 5.0, over=20),
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class AdviceConfig:
+    """enabled: say in words what the run's numbers advise (events of kind `advice`).
+
+    draft_cost: of one draft pass in plain decode steps, for advice on gamma; `scripts/bench` measures it.
+    """
+
+    enabled: bool = True
+    draft_cost: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.draft_cost < 0:
+            raise ValueError(
+                f"metrics.advice.draft_cost={self.draft_cost} is negative. Set the time of a draft pass "
+                "over that of a decode step, e.g. 0.1."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class AlarmsConfig:
+    """enabled: false silences all. rules: by name, `metrics.alarms.rules.policy_kl.threshold=0.5`.
+
+    stall_minutes: without a finished step for so long the alarm `stall` rings; 0 never. The first step is
+    given three times as long.
+    """
+
+    enabled: bool = True
+    stall_minutes: float = 30.0
+    rules: dict[str, AlarmRule] = field(default_factory=default_rules)
+
+    def __post_init__(self) -> None:
+        if self.stall_minutes < 0:
+            raise ValueError(
+                f"metrics.alarms.stall_minutes={self.stall_minutes} is negative. Set minutes, or 0 for never."
+            )

@@ -1,0 +1,177 @@
+"""A few trajectories of every step, token by token: RUN/rollouts/step_N.jsonl, written and read.
+
+Owns the format (docs/run_directory.md): tokens with logprob, entropy, version and the depth at which they
+were accepted, the verify steps, and the texts of the turns. Flow: `Trajectory` -> `rollout_record` -> file ->
+`read_rollouts` -> analysis and viewer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.types import DraftStep, Group, Trajectory
+
+FOLDER = "rollouts"
+DIGITS = 4
+_NOT_INFO = ("turns", "token_texts")
+
+
+class Recorder:
+    """Writes files of lines until the disk refuses one; then says so once and writes no more.
+
+    event: as `MetricsBus.event`. A full disk must not end a run.
+    """
+
+    def __init__(self, event: Callable[..., None]) -> None:
+        self._event = event
+        self._off = False
+
+    def write(self, file: Path, items: Sequence[dict[str, Any]]) -> None:
+        """One JSON object per line, complete or not at all."""
+        if self._off:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".part")
+            lines = (json.dumps(item, separators=(",", ":"), default=str) + "\n" for item in items)
+            part.write_text("".join(lines))
+            part.replace(file)
+        except OSError as error:
+            self._off = True
+            self._event("recording_off", file=str(file), error=str(error))
+
+
+class RolloutFiles:
+    """Writes `count` trajectories a step: the first attempt of each of the first groups."""
+
+    def __init__(self, run_dir: Path, count: int, recorder: Recorder) -> None:
+        self._folder, self._count, self._recorder = run_dir / FOLDER, count, recorder
+
+    def chosen(self, groups: Sequence[Group]) -> list[Trajectory]:
+        """Those that are written, from the groups of a step in order."""
+        return [group.trajectories[0] for group in groups[: self._count] if group.trajectories]
+
+    def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:
+        """The file of a step, complete or not at all; nothing with a count of 0."""
+        if chosen := self.chosen(groups):
+            lines = [rollout_record(t, step, trainer_version) for t in chosen]
+            self._recorder.write(step_file(self._folder, step), lines)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what a resumed run will write again."""
+        forget_after(self._folder, step)
+
+
+def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> dict[str, Any]:
+    """A trajectory as one JSON object; see docs/run_directory.md."""
+    t = trajectory
+    return {
+        "step": step,
+        "trajectory_id": t.trajectory_id,
+        "group_id": t.group_id,
+        "prompt_id": t.instance_id,
+        "status": str(t.status),
+        "reward": t.reward,
+        "trainer_version": trainer_version,
+        "policy_versions": [[version, len(list(run))] for version, run in groupby(t.versions)],
+        "prompt_length": t.prompt_length,
+        "tokens": t.token_ids,
+        "token_texts": t.info.get("token_texts"),
+        "rollout_logprobs": _rounded(t.rollout_logprobs),
+        "entropies": _rounded(t.entropies),
+        "accepted": None if t.drafts is None else accepted_depths(t.loss_mask, t.drafts),
+        "drafts": None if t.drafts is None else [_draft(d) for d in t.drafts],
+        "spec": {
+            "drafted": t.spec.drafted,
+            "accepted": t.spec.accepted,
+            "verify_steps": t.spec.verify_steps,
+            "proposed": t.spec.proposed,
+        },
+        "turns": turn_pieces(t),
+        "info": {key: value for key, value in t.info.items() if key not in _NOT_INFO},
+    }
+
+
+def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> list[int]:
+    """Per token: the depth at which it was accepted as a draft, 0 if the target sampled it, -1 if nobody did.
+
+    >>> step = DraftStep(position=2, tokens=[7, 8], target_probs=[1, 1], draft_probs=[1, 1], num_accepted=1)
+    >>> accepted_depths([0, 1, 1, 1], [step])
+    [-1, 0, 1, 0]
+    """
+    depths = [0 if sampled else -1 for sampled in loss_mask]
+    for step in drafts:
+        for depth, place in enumerate(range(step.position, step.position + step.num_accepted), 1):
+            if place < len(depths) and loss_mask[place]:  # drafts behind a stop token were not emitted
+                depths[place] = depth
+            else:
+                break
+    return depths
+
+
+def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Role, text and token span of every message, in order."""
+    ends, start = [], 0
+    for sampled, run in groupby(trajectory.loss_mask):
+        length = len(list(run))
+        ends.append((bool(sampled), [start, start + length]))
+        start += length
+    read = [span for sampled, span in ends if not sampled][1:]  # the first one is the opening
+    said = [span for sampled, span in ends if sampled]
+    pieces: list[dict[str, Any]] = []
+    for turn in trajectory.info.get("turns", []):
+        if "role" in turn:
+            pieces.append(_piece(turn["role"], turn["text"], [0, trajectory.prompt_length]))
+        else:
+            pieces.append(_piece("assistant", turn["action"], said.pop(0) if said else None))
+            pieces.append(_piece("tool", turn["observation"], read.pop(0) if read else None))
+    return pieces
+
+
+def read_rollouts(run_dir: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Records of all steps in order, or of the last few steps; lines that a crash cut are left out."""
+    files = step_files(run_dir / FOLDER)
+    for _, file in files if last is None else files[max(0, len(files) - last) :]:
+        yield from read_jsonl(file)[0]
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Where a step's lines are."""
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) of a folder, ascending."""
+    named = ((re.fullmatch(r"step_(\d+)\.jsonl", file.name), file) for file in folder.glob("step_*.jsonl"))
+    return sorted((int(match[1]), file) for match, file in named if match)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove the files of later steps."""
+    for number, file in step_files(folder):
+        if number > step:
+            file.unlink()
+
+
+def _piece(role: str, text: str, span: list[int] | None) -> dict[str, Any]:
+    return {"role": role, "text": text, "span": span}
+
+
+def _draft(step: DraftStep) -> list[Any]:
+    return [
+        step.position,
+        step.num_accepted,
+        step.tokens,
+        _rounded(step.target_probs),
+        _rounded(step.draft_probs),
+    ]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(x, DIGITS) for x in values]

@@ -1,0 +1,117 @@
+"""What an actor does and when: spans, and how much of the time something was being done.
+
+Owns measuring; the file is written by trace.py. One `SpanLog` per actor (a rollout worker, a trainer rank,
+the controller); whatever goes on at the same time in one actor gets lanes of its own, so the spans of a
+lane never overlap. Flow:
+
+    with log.lane() as lane:  with lane.span("generate", turn=0): ...
+    log.drain() -> {"trace/...": Spans, "perf/utilisation/...": Ratio}  with the actor's other metrics
+
+A span enters the trace when it ends, utilisation counts it while it goes on: the figure of a step needs
+no span to end in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from threading import Lock
+
+from rlpipe.metrics.values import Ratio, Span, Spans, Value
+
+_ORIGIN = time.time() - time.perf_counter()
+MAX_KEPT = 200_000  # spans between two drains; later ones are not kept
+
+
+def now() -> float:
+    """Seconds since 1970; never steps back."""
+    return _ORIGIN + time.perf_counter()
+
+
+class SpanLog:
+    """Spans of one actor; thread-safe.
+
+    actor: its name in the trace, "rollout 0": the first word groups its metrics. busy: metric that gets the
+    share of the time in which at least one span of a kind was open, by kind of span.
+    """
+
+    def __init__(self, actor: str, busy: Mapping[str, str] | None = None) -> None:
+        self._actor = actor
+        self._name = f"trace/{actor.split()[0]}"
+        self._metrics = dict(busy or {})
+        self._lock = Lock()
+        self._spans: list[Span] = []
+        self._free: list[int] = []
+        self._lanes = 0
+        self._open = dict.fromkeys(self._metrics, 0)
+        self._since = dict.fromkeys(self._metrics, 0.0)
+        self._seconds = dict.fromkeys(self._metrics, 0.0)
+        self._drained = now()
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """The lowest lane that is free, for as long as the block runs."""
+        with self._lock:
+            if self._free:
+                number = heappop(self._free)
+            else:
+                number, self._lanes = self._lanes, self._lanes + 1
+        try:
+            yield Lane(self, number)
+        finally:
+            with self._lock:
+                heappush(self._free, number)
+
+    def drain(self) -> dict[str, Value]:
+        """Spans that ended since the last drain, and the busy share of the time since then."""
+        with self._lock:
+            at = now()
+            values: dict[str, Value] = {self._name: Spans(self._spans)}
+            self._spans = []
+            for what, metric in self._metrics.items():
+                if self._open[what]:
+                    self._seconds[what] += at - self._since[what]
+                    self._since[what] = at
+                values[metric] = Ratio(self._seconds[what], at - self._drained)
+                self._seconds[what] = 0.0
+            self._drained = at
+        return values
+
+    def _begin(self, what: str) -> float:
+        with self._lock:
+            at = now()
+            if what in self._open:
+                self._open[what] += 1
+                if self._open[what] == 1:
+                    self._since[what] = at
+            return at
+
+    def _end(self, lane: int, what: str, begin: float, facts: dict[str, object]) -> None:
+        with self._lock:
+            at = now()
+            if what in self._open:
+                self._open[what] -= 1
+                if not self._open[what]:
+                    self._seconds[what] += at - self._since[what]
+            if len(self._spans) < MAX_KEPT:
+                self._spans.append((self._actor, lane, what, begin, at, facts))
+
+
+class Lane:
+    """One row of an actor in the trace."""
+
+    __slots__ = ("_log", "_number")
+
+    def __init__(self, log: SpanLog, number: int) -> None:
+        self._log, self._number = log, number
+
+    @contextmanager
+    def span(self, what: str, **facts: object) -> Iterator[None]:
+        """The block is one span; facts: shown when it is selected (numbers and short texts)."""
+        begin = self._log._begin(what)
+        try:
+            yield
+        finally:
+            self._log._end(self._number, what, begin, facts)

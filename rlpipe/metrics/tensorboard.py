@@ -1,0 +1,72 @@
+"""The TensorBoard sink: `tensorboard --logdir RUN/tensorboard`.
+
+Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). A resumed run hides
+what it writes again: the first record of every start purges the steps from its own on.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rlpipe.metrics.bus import STEP
+
+
+class TensorBoardSink:
+    """Records as scalars and histograms under their own names."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+
+    def open(self) -> None:
+        """Raises ValueError when tensorboardX is not installed."""
+        try:
+            import tensorboardX  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                'metrics.tensorboard=true needs tensorboardX: pip install "rlpipe[dashboards]".'
+            ) from error
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write one step; non-finite values are left out."""
+        from tensorboardX import SummaryWriter
+
+        step, wall = int(record[STEP]), record["time"]
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
+        for name, value in record.items():
+            if isinstance(value, dict):
+                self._histogram(name, value["edges"], value["counts"], step, wall)
+            elif value is not None and name not in (STEP, "time"):
+                self._writer.add_scalar(name, value, step, walltime=wall)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Faults and warnings as text, so that they stand beside the curves."""
+        if self._writer is not None and event["level"] != "info":
+            fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
+            self._writer.add_text(f"{event['level']}/{event['kind']}", str(fields), walltime=event["time"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _histogram(self, name: str, edges: list[float], counts: list[float], step: int, wall: float) -> None:
+        """Bounds to bins: TensorBoard wants the upper bound of each. Sums are of bin centres."""
+        centres = [(a + b) / 2 for a, b in pairwise(edges)]
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(x * n for x, n in zip(centres, counts, strict=True)),
+            sum_squares=sum(x * x * n for x, n in zip(centres, counts, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=counts,
+            global_step=step,
+            walltime=wall,
+        )

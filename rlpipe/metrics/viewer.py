@@ -1,0 +1,136 @@
+"""Trajectories for the report's viewer: which ones, and what the page needs of each.
+
+Owns reading rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl where a run
+recorded no tokens; the page does the colouring. Flow: files spread evenly over the run -> rows -> the page.
+
+A row: {run, step, instance_id, reward, status, versions, turns}; a turn: {role, text}, or, where the model
+wrote it and tokens were recorded, {role, tokens, e, p, a, v}: texts, entropies and -logprobs in 1/100 nat,
+depth of acceptance (0: sampled by the target; absent without drafts), [[version, tokens], ...].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.metrics.runs import RunData
+
+MAX_TRAJECTORY_BYTES = 14_000_000  # of JSON in the page, all runs together, before compression
+MAX_READ_BYTES = 100_000_000  # of rollout files, per run
+MAX_TURN_CHARS = 6_000
+MAX_TURN_TOKENS = 4_000
+
+
+def shown_trajectories(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Trajectories spread evenly over each run, as many as fit into MAX_TRAJECTORY_BYTES."""
+    shown = []
+    for run in runs:
+        name = run.name if len(runs) > 1 else ""
+        rows = [_row(t, name) for t in _recorded(run) if isinstance(t.get("turns"), list) and t["turns"]]
+        stride = max(1.0, sum(map(_size, rows)) / (MAX_TRAJECTORY_BYTES / len(runs)))
+        shown += [rows[int(n * stride)] for n in range(int(len(rows) / stride))]
+    return shown
+
+
+def _recorded(run: RunData) -> Iterator[dict[str, Any]]:
+    """Rollouts with tokens, from files spread evenly over the run; else the texts of trajectories.jsonl."""
+    files = sorted((run.path / "rollouts").glob("step_*.jsonl"))
+    if not files:
+        yield from run.trajectories
+        return
+    stride = max(1.0, sum(file.stat().st_size for file in files) / MAX_READ_BYTES)
+    for n in range(int(len(files) / stride) or 1):
+        yield from read_jsonl(files[int(n * stride)])[0]
+
+
+def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
+    reward = trajectory.get("reward")
+    row = {
+        "run": run,
+        "step": trajectory.get("step"),
+        "instance_id": str(trajectory.get("prompt_id", trajectory.get("instance_id", ""))),
+        "reward": reward if isinstance(reward, (int, float)) else None,
+        "turns": [
+            turn for said in trajectory["turns"] if isinstance(said, dict) for turn in _said(said, trajectory)
+        ],
+    }
+    if trajectory.get("status", "complete") != "complete":
+        row["status"] = str(trajectory["status"])
+    if reason := (trajectory.get("info") or {}).get("exit_reason"):
+        row["exit"] = str(reason)
+    return row
+
+
+def _said(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A turn, recorded as {role, text, span} or as the pair {action, observation}."""
+    if "action" in turn:
+        yield {"role": "assistant", "text": _cut(str(turn["action"]))}
+        if turn.get("observation"):
+            yield {"role": "tool", "text": _cut(str(turn["observation"]))}
+    elif turn.get("role") == "assistant" and turn.get("span") and trajectory.get("token_texts"):
+        yield {"role": "assistant", **_tokens(trajectory, *turn["span"])}
+    else:
+        yield {"role": str(turn.get("role", "")), "text": _cut(str(turn.get("text", "")))}
+
+
+def _tokens(trajectory: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The sampled tokens of a turn with everything that is known of each."""
+    end = min(end, begin + MAX_TURN_TOKENS)
+    versions = [v for v, count in trajectory["policy_versions"] for _ in range(count)][begin:end]
+    turn = {
+        "tokens": trajectory["token_texts"][begin:end],
+        "e": [round(100 * h) for h in trajectory["entropies"][begin:end]],
+        "p": [round(-100 * logprob) for logprob in trajectory["rollout_logprobs"][begin:end]],
+        "v": [[version, len(list(same))] for version, same in groupby(versions)],
+    }
+    if trajectory.get("accepted"):
+        turn["a"] = trajectory["accepted"][begin:end]
+    return turn
+
+
+def _cut(text: str) -> str:
+    gone = len(text) - MAX_TURN_CHARS
+    return text if gone <= 0 else f"{text[:MAX_TURN_CHARS]}\n… {gone} characters left out"
+
+
+def _size(row: dict[str, Any]) -> int:
+    return len(json.dumps(row))
+
+
+def viewer_html(trajectories: Sequence[dict[str, Any]]) -> str:
+    """The empty viewer; the page's script fills it. "" without trajectories."""
+    if not trajectories:
+        return ""
+    runs = list(dict.fromkeys(t["run"] for t in trajectories))
+    steps = sorted({t["step"] for t in trajectories if isinstance(t["step"], int)})
+    colours = [("", "no colour")]
+    turns = [turn for t in trajectories for turn in t["turns"] if "tokens" in turn]
+    if any("a" in turn for turn in turns):
+        colours.append(("accepted", "colour: acceptance"))
+    if turns:
+        colours += [
+            ("entropy", "colour: entropy"),
+            ("logprob", "colour: surprise"),
+            ("version", "colour: version"),
+        ]
+    outcomes = [("", "any reward"), ("solved", "reward 1 or more"), ("not", "less")]
+    return (
+        '<h2 id="trajectories">Trajectories</h2><div class="viewer" id="viewer"><div class="bar">'
+        + (_select("v-run", "run", [("", "all runs"), *((r, r) for r in runs)]) if len(runs) > 1 else "")
+        + _select("v-step", "step", [("", "all steps"), *((str(s), f"step {s}") for s in steps)])
+        + _select("v-outcome", "outcome", outcomes)
+        + (_select("v-colour", "colour", colours) if turns else "")
+        + '<span class="grow"></span><button id="v-prev">← previous</button>'
+        '<button id="v-next">next →</button></div><div class="note" id="v-where"></div>'
+        '<div class="legend" id="v-legend"></div><div id="v-turns"></div>'
+        '<div class="about" id="v-token" role="status"></div></div>'
+    )
+
+
+def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<option value="{escape(v)}">{escape(text)}</option>' for v, text in options)
+    return f'<select id="{name}" aria-label="{label}">{items}</select>'

@@ -1,0 +1,213 @@
+"""A cluster that dies on schedule, below the real controller, ledger and checkpoints; and processes to kill.
+
+The trainer is an oracle: its state names every group it was trained on, in order, and a number that depends
+on each token and each earlier step, bit for bit. What it learnt twice, or lost, is in its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.run import Config, RunSettings, ValConfig
+from rlpipe.controller import Controller
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.jsonl import MetricsFile
+from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
+
+INSTANCES = 12
+fork = multiprocessing.get_context("fork")
+
+
+@dataclass(slots=True, kw_only=True)
+class Faults:
+    """Chances. worker: a rollout worker dies while it plays a group (and it is played again elsewhere).
+    environment: an attempt is masked. trainer: the trainer dies in a step, which ends the process."""
+
+    worker: float = 0.0
+    environment: float = 0.0
+    trainer: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class DyingCluster:
+    """Trains a number; `luck` draws the faults and the time things take. die_at: version never published."""
+
+    luck: random.Random
+    faults: Faults = field(default_factory=Faults)
+    weight: float = 1.0
+    learnt: list[str] = field(default_factory=list)
+    served: tuple[int, float] = (0, 1.0)
+    staleness: list[int] = field(default_factory=list)
+    trainer_version: int = 0
+    die_at: int | None = None
+
+    async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        while True:
+            played = [await self._play(prompt, name) for name in prompt.trajectory_ids(group_size)]
+            if self.luck.random() >= self.faults.worker:
+                return Group(prompt=prompt, trajectories=played)
+
+    async def _play(self, prompt: Prompt, name: str) -> Trajectory:
+        """Tokens are functions of the prompt's seed and of the weights served when each is sampled."""
+        own = random.Random(f"{prompt.seed}/{name}")
+        t = Trajectory(trajectory_id=name, group_id=prompt.group_id, instance_id=prompt.instance_id)
+        for _ in range(own.randint(1, 6)):
+            version, weight = self.served
+            draw = own.random() * weight
+            t.token_ids.append(int(draw * 1000) % 97)
+            t.versions.append(version)
+            t.rollout_logprobs.append(-draw)
+            for _ in range(self.luck.randrange(3)):
+                await asyncio.sleep(0)
+        t.loss_mask = [1] * len(t.token_ids)
+        t.entropies = [0.5] * len(t.token_ids)
+        if self.luck.random() < self.faults.environment:
+            t.status = TrajectoryStatus.MASKED
+        else:
+            t.reward = float(t.token_ids[-1] % 3 == 0)
+        return t
+
+    async def evaluate(self, instance_ids, samples, temperature):
+        return []
+
+    async def train_step(self, groups):
+        if self.luck.random() < self.faults.trainer:
+            raise RuntimeError("the trainer died")
+        for group in groups:
+            self.learnt.append(group.prompt.group_id)
+            for t in group.trajectories:
+                if t.status is TrajectoryStatus.COMPLETE:
+                    self.staleness.append(self.trainer_version - t.oldest_version)
+                    self.weight = (self.weight * 1.1 - sum(t.rollout_logprobs) * t.reward) % 7.3 + 0.1
+        self.trainer_version += 1
+        await asyncio.sleep(0)
+        return {}
+
+    async def publish_weights(self, version):
+        if version == self.die_at:
+            die()
+        await asyncio.sleep(0)
+        self.served = (version, self.weight)
+        return {}
+
+    async def save(self, directory):
+        state = {"weight": self.weight, "learnt": self.learnt, "version": self.trainer_version}
+        (directory / "trainer").mkdir()
+        for part, value in state.items():
+            (directory / "trainer" / part).write_text(json.dumps(value))
+            await asyncio.sleep(0)
+
+    async def load(self, directory):
+        state = {name: json.loads((directory / "trainer" / name).read_text()) for name in PARTS}
+        self.weight, self.learnt, self.trainer_version = (state[name] for name in PARTS)
+
+    async def rollout_metrics(self):
+        return {}
+
+    async def probe(self, trajectories):
+        return []
+
+
+PARTS = ("weight", "learnt", "version")
+
+
+def controller(directory: Path, cluster: DyingCluster, *, steps: int = 6, save_every: int = 1, **pipeline):
+    """The real controller in a directory; keyword arguments are settings of the pipeline."""
+    (directory / "checkpoints").mkdir(exist_ok=True, parents=True)
+    config = Config(
+        run=RunSettings(dir=str(directory), steps=steps, save_every=save_every),
+        pipeline=PipelineConfig(**{"prompts_per_step": 3, "group_size": 3} | pipeline),
+        val=ValConfig(every=0),
+    )
+    bus = MetricsBus([MetricsFile(directory / "metrics.jsonl")], events=directory / "events.jsonl")
+    return Controller(
+        config=config,
+        run_dir=directory,
+        cluster=cluster,
+        prompts=PromptStream([f"i{n}" for n in range(INSTANCES)], seed=0),
+        held_out={},
+        bus=bus,
+        ledger=Ledger(directory / "ledger.sqlite", bus.event),
+        checkpoints=CheckpointStore(directory / "checkpoints", keep=2),
+    )
+
+
+def finish(run: Controller) -> None:
+    """Run to the end and close what it wrote."""
+    try:
+        asyncio.run(asyncio.wait_for(run.run(), 60))
+    finally:
+        run.ledger.close()
+        run.bus.close()
+
+
+def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -> int:
+    """Exit status of `work` in a process of its own: -9 when it was killed after so many seconds."""
+
+    def child() -> None:
+        if kill_after is not None:
+            threading.Thread(target=_kill_me, args=(kill_after,), daemon=True).start()
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    process = fork.Process(target=child)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode
+
+
+def _kill_me(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "sqlite3.connect")
+
+
+def at_file_operation(number: int, below: Path, act: Callable[[], None]) -> list[int]:
+    """Call `act` before the number-th (0-based) operation on a file below a directory; returns its counter.
+
+    Uses an audit hook, which cannot be removed: for processes that end.
+    """
+    seen = [0]
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in FILE_EVENTS and str(arguments[0]).startswith(str(below)):
+            if seen[0] == number:
+                act()
+            seen[0] += 1
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def die() -> None:
+    """kill -9 of this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state_of(directory: Path, step: int) -> dict:
+    """What the trainer had learnt at a checkpoint."""
+    folder = directory / "checkpoints" / f"step_{step}" / "trainer"
+    return {name: json.loads((folder / name).read_text()) for name in PARTS}

@@ -1,0 +1,107 @@
+"""The W&B workspace shows declared metrics, fits the library's schema, and needs no login to be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpipe.metrics.names import declared
+from rlpipe.metrics.runs import load_run
+from rlpipe.metrics.workspace import NAME, build, make_spec, write_spec
+from rlpipe.wandb_workspace import main
+from tests.helpers.long_run import make_long_run
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_long_run(tmp_path_factory.mktemp("runs") / "tv", steps=80, per_step=1, tokens=8)
+    (path / "wandb").mkdir()
+    (path / "wandb" / "run_id").write_text("abc123\n")
+    return path
+
+
+def panels(spec: dict) -> list[dict]:
+    return [panel for section in spec["sections"] for panel in section["panels"]]
+
+
+def test_there_are_panels_like_the_five_figures_and_all_show_declared_metrics(run: Path) -> None:
+    spec = make_spec([load_run(run)])
+    shown = panels(spec)
+    assert {panel["figure"] for panel in shown} == {"", "Fig. 2", "Fig. 3", "Fig. 6", "Fig. 7", "Fig. 8"}
+    assert sum(panel["figure"] == "Fig. 2" for panel in shown) == 3  # a panel per depth
+    for panel in shown:
+        for name in (*panel["y"], panel["x"]):
+            declared(name)
+    (against,) = [panel for panel in shown if panel["figure"] == "Fig. 8"]
+    assert (against["x"], against["y"]) == ("rollout/entropy", ["spec/acceptance_length"])
+
+
+def test_the_parts_of_fig_3_add_up_at_every_step(run: Path) -> None:
+    spec = make_spec([load_run(run)])
+    (change,), (by_entropy,), (by_mismatch,) = (
+        p["expressions"] for p in panels(spec) if p["figure"] == "Fig. 3"
+    )
+    for record in load_run(run).records[1:]:
+        values = [
+            eval(text.replace("${spec/acceptance_rate}", "a").replace("${rollout/entropy}", "h"))
+            for a, h in [(record["spec/acceptance_rate"], record["rollout/entropy"])]
+            for text in (change, by_entropy, by_mismatch)
+        ]
+        assert values[0] == pytest.approx(values[1] + values[2], abs=1e-12)
+    assert next(s for s in spec["sections"] if s["runs"])["runs"] == ["abc123"]
+
+
+def test_the_spec_fits_the_schema_of_the_library(run: Path) -> None:
+    workspace, report = build(make_spec([load_run(run)], entity="", project="p"))
+    view = workspace._to_model().model_dump_json(by_alias=True)
+    document = report._to_model().model_dump_json(by_alias=True)
+    for text in (view, document):
+        assert "Fig. 8: Acceptance length against entropy" in text
+    assert json.dumps("abc123") in document and "Fig. 3: tv: by entropy" in document
+
+
+def test_what_does_not_fit_the_schema_is_refused(run: Path, tmp_path: Path) -> None:
+    spec = make_spec([load_run(run)])
+    spec["sections"][0]["panels"][0]["y"] = {"not": "a list"}
+    with pytest.raises(ValueError, match="y"):
+        write_spec(spec, tmp_path / NAME)
+    assert not (tmp_path / NAME).exists()
+
+
+def test_the_command_writes_the_spec_without_a_login(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: False)
+    assert main([str(run)]) == 0
+    written = json.loads((run / NAME).read_text())
+    assert written["runs"] == [{"name": "tv", "id": "abc123"}] and written["project"] == "rlpipe"
+    assert "not sent" in capsys.readouterr().out
+
+
+def test_with_a_login_both_are_created(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    saved = []
+    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: True)
+    monkeypatch.setattr("rlpipe.wandb_workspace.default_entity", lambda: "team")
+    for kind in (workspaces.Workspace, reports.Report):
+        monkeypatch.setattr(kind, "save", lambda self: saved.append((type(self).__name__, self.entity)))
+        monkeypatch.setattr(kind, "url", property(lambda self: f"https://host/{type(self).__name__}"))
+    assert main([str(run)]) == 0
+    assert saved == [("Workspace", "team"), ("Report", "team")]
+    assert "created: https://host/Report" in capsys.readouterr().out
+
+
+def test_runs_of_two_projects_need_a_choice(run: Path) -> None:
+    one, other = load_run(run), load_run(run)
+    other.settings = {"metrics": {"wandb_project": "elsewhere"}}
+    with pytest.raises(ValueError, match=r"elsewhere.*rlpipe.*--project"):
+        make_spec([one, other])
+    assert make_spec([one, other], project="p")["project"] == "p"

@@ -1,0 +1,93 @@
+"""TensorBoard and Prometheus get what was committed, under the declared names."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.distributions import Histogram
+from rlpipe.metrics.prometheus import PrometheusSink
+from rlpipe.metrics.tensorboard import TensorBoardSink
+from rlpipe.metrics.values import Max, Mean, Ratio
+
+pytestmark = pytest.mark.unit
+EDGES = [-0.5, 0.5, 1.5, 2.5]
+
+
+def commit_three(bus: MetricsBus) -> None:
+    for step in (1, 2, 3):
+        bus.emit(step, {"spec/acceptance_length": Ratio(5 * step, 2), "num_turns/max": Max(math.nan)})
+        if step == 1:
+            bus.emit(step, {"val/reward": Mean(1, 4)})
+        bus.emit(step, {"spec/num_accepted": Histogram.of([0, 1, 1, 2], EDGES)})
+        bus.commit(step)
+
+
+def read_events(directory: Path) -> list:
+    """The protocol buffers of an event file: records of length, checksum, data, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = directory.iterdir()
+    data, events = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_gets_every_finite_value_at_its_step(tmp_path: Path) -> None:
+    with MetricsBus([TensorBoardSink(tmp_path / "tensorboard")]) as bus:
+        commit_three(bus)
+    events = read_events(tmp_path / "tensorboard")
+    scalars = {
+        (v.tag, e.step): v.simple_value for e in events for v in e.summary.value if not v.HasField("histo")
+    }
+    assert {step: scalars["spec/acceptance_length", step] for step in (1, 2, 3)} == {1: 2.5, 2: 5.0, 3: 7.5}
+    assert scalars["val/reward", 1] == 0.25 and ("val/reward", 2) not in scalars
+    assert not [tag for tag, _ in scalars if tag == "num_turns/max"]  # it was NaN
+    (histogram,) = [v.histo for e in events for v in e.summary.value if v.HasField("histo") and e.step == 2]
+    assert list(histogram.bucket) == [1, 2, 1] and list(histogram.bucket_limit) == EDGES[1:]
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert all(family.documentation for family in families)
+    return {s.name + str(s.labels or ""): s.value for family in families for s in family.samples}
+
+
+def test_prometheus_serves_the_newest_value_of_everything_and_stops_with_the_run() -> None:
+    sink = PrometheusSink("127.0.0.1", 0)
+    with MetricsBus([sink]) as bus:
+        commit_three(bus)
+        bus.event("rollout_worker_died", worker=1)
+        seen, deadline = {}, time.monotonic() + 10
+        while time.monotonic() < deadline and not any("rlpipe_events" in name for name in seen):
+            time.sleep(0.02)
+            seen = scrape(sink.port) if sink.port else {}
+        assert seen["rlpipe_spec_acceptance_length"] == 7.5
+        assert seen["rlpipe_val_reward"] == 0.25  # still the one of step 1
+        assert math.isnan(seen["rlpipe_num_turns_max"])
+        assert seen["rlpipe_spec_num_accepted_bucket{'le': '0.5'}"] == 1
+        assert seen["rlpipe_spec_num_accepted_bucket{'le': '+Inf'}"] == 4
+        assert seen["rlpipe_events_total{'kind': 'rollout_worker_died', 'level': 'fault'}"] == 1
+    with pytest.raises(OSError):
+        scrape(sink.port)
+
+
+def test_a_taken_port_costs_the_endpoint_and_not_the_run(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with MetricsBus([PrometheusSink("127.0.0.1", port)], events=tmp_path / "events.jsonl") as bus:
+            commit_three(bus)
+    written = (tmp_path / "events.jsonl").read_text()
+    assert written.count("sink_disabled") == 1 and "prometheus" in written
