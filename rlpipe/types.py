@@ -7,7 +7,7 @@ each sampled token carries its logprob, entropy and the policy version that samp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -115,6 +115,11 @@ class DraftStep:
     num_accepted: int
 
 
+def shifted(drafts: list[DraftStep], by: int) -> list[DraftStep]:
+    """Verify steps whose positions are counted from an earlier token."""
+    return [replace(step, position=step.position + by) for step in drafts]
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerateResult:
     """What an engine returns; the four lists are parallel to output_ids.
@@ -148,6 +153,14 @@ class Prompt:
     group_id: str
     seed: int = 0
 
+    def trajectory_ids(self, group_size: int) -> list[str]:
+        """The ids of its attempts, known before they are played.
+
+        >>> Prompt(instance_id="i", group_id="g7").trajectory_ids(2)
+        ['g7/0', 'g7/1']
+        """
+        return [f"{self.group_id}/{number}" for number in range(group_size)]
+
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
@@ -155,6 +168,9 @@ class Trajectory:
 
     token_ids, loss_mask, rollout_logprobs, entropies, versions are parallel; where loss_mask is 0
     (prompt, tool output) the last three hold 0.0, 0.0 and -1.
+    top_logprobs: as in `GenerateResult`, parallel to token_ids and [] for tokens that were not sampled;
+        None unless the engine was asked for them.
+    drafts: every verify step, its position counted in token_ids; None unless they were recorded.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
     """
 
@@ -166,6 +182,8 @@ class Trajectory:
     rollout_logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    drafts: list[DraftStep] | None = None
     prompt_length: int = 0
     num_turns: int = 0
     truncated: bool = False
@@ -181,9 +199,26 @@ class Trajectory:
         self.rollout_logprobs += [0.0] * len(ids)
         self.entropies += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
+        if self.top_logprobs is not None:
+            self.top_logprobs += [[] for _ in ids]
 
     def append_sampled(self, result: GenerateResult) -> None:
-        """Append one generated turn with everything recorded of its tokens."""
+        """Append one generated turn with everything recorded of its tokens.
+
+        Raises ValueError when some turns have top_logprobs and others do not.
+        """
+        if result.top_logprobs is not None and not self.num_turns:
+            self.top_logprobs = [[] for _ in self.token_ids]
+        if (result.top_logprobs is None) != (self.top_logprobs is None):
+            came = "without" if result.top_logprobs is None else "with"
+            raise ValueError(
+                f"turn {self.num_turns} of trajectory {self.trajectory_id!r} came {came} top_logprobs, "
+                "unlike the turns before: ask the engine for the same number in every turn."
+            )
+        if result.top_logprobs is not None:
+            self.top_logprobs += result.top_logprobs
+        if result.drafts is not None:
+            self.drafts = (self.drafts or []) + shifted(result.drafts, len(self.token_ids))
         self.token_ids += result.output_ids
         self.loss_mask += [1] * len(result.output_ids)
         self.rollout_logprobs += result.logprobs

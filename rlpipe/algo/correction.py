@@ -101,7 +101,7 @@ def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
 
 
 def next_kappa(metrics: Mapping[str, Value], kappa: float) -> float:
-    """The calibration for the next optimizer step, from the reduced metrics of this one.
+    """The calibration for the next batch, from the reduced metrics of this one.
 
     kappa: what was used so far; it stays when nothing was sampled or accepted.
     """

@@ -20,8 +20,8 @@ How this differs from the paper
 2. Algorithm 1 puts p_new into w whatever the target is. w(p_new) is p_new / q' only where p_new is the
    target, or where both p_new and p are at least lam q (nothing can be rejected). We use the target.
 3. kappa can be taken from the acceptance probabilities, whose mean is the acceptance rate without the noise
-   of the draws. It is measured on one optimizer step and applied in the next: the weights then need no
-   second pass over the batch and do not depend on how it was cut.
+   of the draws. It is measured on one batch and applied in the next: the weights then need no second pass
+   over the batch and do not depend on how it was cut.
 
 What is needed: top-k logprobs with every sampled token (`SamplingParams.top_logprobs`), and the target's
 logprobs at those ids, gathered from the logits of the forward pass that is made anyway. With a vocabulary
@@ -127,7 +127,7 @@ class ObrsInputs:
     uniforms: [P] float32 in [0, 1), the draws. rollout_top, target_top: [P, K] float32 logprobs that the
         rollout and the target policy give to the same candidates, -inf on both sides for padding: the
         rollout's top-k, or its whole vocabulary for the exact normaliser. P runs over the ones of the
-        mask, row by row. kappa: calibration measured on the step before, 1.0 on the first.
+        mask, row by row. kappa: calibration measured on the batch before, 1.0 on the first.
     """
 
     uniforms: torch.Tensor

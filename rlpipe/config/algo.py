@@ -238,6 +238,12 @@ class AlgoConfig:
         """
         return self.proximal is Proximal.START and self.optimizer_steps > 1
 
+    @property
+    def needs_start_candidates(self) -> bool:
+        """Whether that pass also scores the candidates of OBRS: its target is the policy at the start."""
+        aims_at_start = self.correction is Correction.OBRS and self.obrs.target is ObrsTarget.REFERENCE
+        return self.needs_start_logprobs and aims_at_start
+
     def top_logprobs(self, vocab_size: int) -> int:
         """How many logprobs the engine returns with each sampled token."""
         if self.correction is not Correction.OBRS:

@@ -3,6 +3,7 @@
     windows    which windows are worth training on: criticality, scores, ADAW with its curriculum
     reward     what a verified window earns: accepted tokens per cost, or closeness to the target
     objective  group-relative advantages and the clipped loss, anchored to the target
+    totals     what a step reports
 
 Pure functions over distributions and tokens; nothing here drafts or verifies.
 """
@@ -16,6 +17,7 @@ from rlpipe.algo.ppow.reward import (
     speedup_reward,
     window_reward,
 )
+from rlpipe.algo.ppow.totals import PpowTotals, Total
 from rlpipe.algo.ppow.windows import (
     confidence,
     criticality,
@@ -27,6 +29,8 @@ from rlpipe.algo.ppow.windows import (
 
 __all__ = [
     "PpowStats",
+    "PpowTotals",
+    "Total",
     "acceptance_law",
     "confidence",
     "criticality",

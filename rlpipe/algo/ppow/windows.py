@@ -1,7 +1,7 @@
 """Which windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
 
 P is the target and Q the drafter at a position, both after the tokens of the target's own text. A window is
-the K positions j .. j + K - 1.
+the K positions j .. j + K - 1. Entropy and divergence come from whoever passes over the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,28 +12,18 @@ import torch
 from torch import Tensor
 
 
-def confidence(target_logprobs: Tensor) -> Tensor:
-    """C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). [..., V] -> [...].
+def confidence(entropy: Tensor, vocab: int) -> Tensor:
+    """C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). H in nats, [...] -> [...].
 
-    target_logprobs: normalised; -inf, of tokens that cannot occur, count in |V|.
-
-    >>> confidence(torch.tensor([0.5, 0.5]).log()).item()
-    0.0
+    >>> confidence(torch.tensor([0.0, math.log(4)]), vocab=4).tolist()
+    [1.0, 0.0]
     """
-    log_p = target_logprobs.float()
-    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
-    return (1 - entropy / math.log(log_p.shape[-1])).clamp(0, 1)
+    return (1 - entropy / math.log(vocab)).clamp(0, 1)
 
 
-def criticality(target_logprobs: Tensor, draft_logprobs: Tensor) -> Tensor:
-    """v = C(P) KL(P || Q), in nats: much where a sure target is missed. [..., V] twice -> [...].
-
-    Infinite where Q lacks a token that P has.
-    """
-    log_p, log_q = target_logprobs.float(), draft_logprobs.float()
-    p = log_p.exp()
-    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
-    return confidence(log_p) * terms.sum(-1).clamp(min=0)
+def criticality(entropy: Tensor, kl: Tensor, vocab: int) -> Tensor:
+    """v = C(P) KL(P || Q), in nats: much where a sure target is missed. H(P) and KL(P || Q) -> [...]."""
+    return confidence(entropy, vocab) * kl.clamp(min=0)
 
 
 def window_scores(critical: Tensor, length: int) -> Tensor:

@@ -1,0 +1,52 @@
+"""Injection: what goes wrong in async RL at scale, on purpose and by a known amount. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class InjectionConfig:
+    """Faults for study, all off by default. They strike training rollouts alone; validation stays clean.
+
+    stale_steps: rollouts decode with weights that are this many training steps old, on top of what
+        pipeline.max_staleness allows. Engines keep as many copies of the weights in memory.
+    weight_noise: relative standard deviation of normal noise on every weight of the rollout engine, new with
+        each policy version; 0.001 is about what rounding to bfloat16 does. Logprobs are of the noisy weights.
+    slow_env_share, slow_env_seconds: this share of episodes waits so long before each answer of theirs.
+    long_turn_share, long_turn_tokens: this share of turns decodes so many more tokens (as far as the context
+        has room), which are thrown away: the time of long answers, without their effect on the policy.
+    """
+
+    stale_steps: int = 0
+    weight_noise: float = 0.0
+    slow_env_share: float = 0.0
+    slow_env_seconds: float = 0.0
+    long_turn_share: float = 0.0
+    long_turn_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"injection.{name} must be >= 0 (0 is off), got {getattr(self, name)}.")
+        for share, amount in (
+            ("slow_env_share", "slow_env_seconds"),
+            ("long_turn_share", "long_turn_tokens"),
+        ):
+            how_many, how_much = getattr(self, share), getattr(self, amount)
+            if not 0 <= how_many <= 1:
+                raise ValueError(f"injection.{share} is a share from 0 to 1, got {how_many}.")
+            if bool(how_many) != bool(how_much):
+                raise ValueError(
+                    f"injection.{share}={how_many} and injection.{amount}={how_much} do nothing without each "
+                    "other: set both, or neither."
+                )
+
+    def active(self) -> dict[str, float]:
+        """The settings that are on, by name; empty in an ordinary run."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether rollouts decode with other weights than the trainer's newest."""
+        return bool(self.stale_steps or self.weight_noise)
