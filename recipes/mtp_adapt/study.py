@@ -128,11 +128,13 @@ def last_evaluation(run: Path, step: int) -> Evaluation:
     return Evaluation.read(run / "evaluations" / f"step_{step}.json")
 
 
-def summarise(warm: Evaluation, cells: dict[str, list[Evaluation]]) -> dict[str, Any]:
+def summarise(
+    warm: Evaluation, cells: dict[str, list[Evaluation]], baselines: Sequence[str]
+) -> dict[str, Any]:
     """Figures of every objective by domain and mode, and paired differences to the baselines."""
     found: dict[str, Any] = {"warm-up": _figures([warm], {}, [])}
     for objective, seeds in cells.items():
-        others = {name: cells[name] for name in BASELINES if name in cells and name != objective}
+        others = {name: cells[name] for name in baselines if name in cells and name != objective}
         found[objective] = _figures(seeds, others, seeds)
     return found
 
@@ -175,20 +177,20 @@ def _row(found: Estimate) -> list[float | None]:
     return [None if x is None or isnan(x) else round(x, 5) for x in (found.value, found.se)]
 
 
-def markdown(results: dict[str, Any], domains: Sequence[str]) -> str:
+def markdown(results: dict[str, Any], domains: Sequence[str], baselines: Sequence[str]) -> str:
     """Table 2: acceptance rate in percent, ± standard error, by objective; best under rejection first."""
     lines = []
     for domain in domains:
         lines += [f"### {domain}", "", "| objective | lr | rejection | target-only | by depth, rejection |"]
-        lines[-1] += "".join(f" minus {name} |" for name in BASELINES)
-        lines += ["|" + "---|" * (5 + len(BASELINES))]
+        lines[-1] += "".join(f" minus {name} |" for name in baselines)
+        lines += ["|" + "---|" * (5 + len(baselines))]
         table = {name: row[domain] for name, row in results["table"].items()}
         for name in sorted(table, key=lambda name: -table[name]["rejection"][RATE][0]):
             row = table[name]
             depths = [_percent([v[0], None]) for k, v in row["rejection"].items() if "depth" in k]
             cells = [name, results["lr"].get(name, ""), *(_percent(row[mode][RATE]) for mode in MODES)]
             cells += [" / ".join(depths)]
-            cells += [_percent(row["rejection"].get(f"minus {other}"), "+") for other in BASELINES]
+            cells += [_percent(row["rejection"].get(f"minus {other}"), "+") for other in baselines]
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -201,15 +203,13 @@ def _percent(value: Sequence[Any] | None, sign: str = "") -> str:
     return f"{100 * value[0]:{sign}.2f}{error}"
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def arguments(description: str, runs: str) -> argparse.ArgumentParser:
+    """What every study of this kind asks for."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs/mtp_adapt_study"))
+    parser.add_argument("--runs", type=Path, default=Path(runs))
     parser.add_argument("--model", default="shipped:models/tiny")
-    parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--anchors", nargs="+", default=ANCHORS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lrs", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3])
     parser.add_argument("--steps", type=int, default=100)
@@ -223,15 +223,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--in-domain", nargs="+", default=["swe"])
     parser.add_argument("--out-of-domain", nargs="+", default=["reasoning"])
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run, key=value")
-    return parser.parse_args()
+    return parser
 
 
-def main() -> None:
+def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -> None:
     """Everything that is missing, then the two files."""
-    args = parse()
-    study = Study(runs=args.runs.resolve(), args=args)
-    warm = study.warm()
-    objectives = [f"{kind}/{anchors}" for kind in args.kinds for anchors in args.anchors]
+    args, warm = study.args, study.warm()
     results: dict[str, Any] = {"lr": {}, "sweep": {}}
     cells: dict[str, list[Evaluation]] = {}
     for objective in objectives:
@@ -242,11 +239,21 @@ def main() -> None:
         runs = [study.train(warm, objective, lr, "cells", seed, study.evaluation()) for seed in args.seeds]
         cells[objective] = [last_evaluation(run, args.steps) for run in runs]
         measured = last_evaluation(warm, args.warm_steps)
-        results["table"] = summarise(measured, cells)
+        results["table"] = summarise(measured, cells, baselines)
         results["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         (study.runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        (study.runs / "table.md").write_text(markdown(results, list(measured.domains)))
+        (study.runs / "table.md").write_text(markdown(results, list(measured.domains), baselines))
     print((study.runs / "table.md").read_text())
+
+
+def main() -> None:
+    """The objectives asked for, from one warm-up."""
+    parser = arguments(__doc__, "runs/mtp_adapt_study")
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--anchors", nargs="+", default=ANCHORS)
+    args = parser.parse_args()
+    objectives = [f"{kind}/{anchors}" for kind in args.kinds for anchors in args.anchors]
+    compare(Study(runs=args.runs.resolve(), args=args), objectives, BASELINES)
 
 
 if __name__ == "__main__":
