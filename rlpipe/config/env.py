@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from rlpipe.config.choice import Choice
 
@@ -13,6 +14,7 @@ class EnvName(Choice):
 
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
+    CUSTOM = "custom"  # a suite of your own, named by env.suite
 
 
 class ActionMode(Choice):
@@ -103,6 +105,9 @@ class EnvConfig:
     test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
     retries: attempts after a failure of the sandbox, then the trajectory is masked.
     threads: commands that run at once in one rollout worker.
+    suite: "module:function" that makes a custom suite (name=custom): function(config, seed) -> Suite, see
+        `rlpipe.envs.base`. The module is imported from where the run was started, or as installed.
+    options: whatever a custom suite wants to be told.
     """
 
     name: EnvName = EnvName.SWE
@@ -118,8 +123,16 @@ class EnvConfig:
     threads: int = 2
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    suite: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.name = EnvName(self.name)
+        if (self.name is EnvName.CUSTOM) != bool(self.suite):
+            raise ValueError(
+                f"env.name={self.name} with env.suite={self.suite!r}: a suite of your own needs both "
+                "env.name=custom and env.suite=module:function."
+            )
         for name in ("max_turns", "max_observation_chars", "threads", "test_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")

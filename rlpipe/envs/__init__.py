@@ -21,6 +21,11 @@ def check_environment(config: EnvConfig) -> None:
 
         check_reasoning(config)
         return
+    if config.name is EnvName.CUSTOM:
+        from rlpipe.envs.custom import load_suite_maker
+
+        load_suite_maker(config.suite)
+        return
     from rlpipe.envs.sandbox import check_sandbox
 
     check_sandbox(config.sandbox)
@@ -35,6 +40,10 @@ def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
         from rlpipe.envs.math import MathSuite
 
         return MathSuite(config, seed)
+    if config.name is EnvName.CUSTOM:
+        from rlpipe.envs.custom import make_custom_suite
+
+        return make_custom_suite(config, seed)
     from rlpipe.envs.swe.suite import SweSuite
 
     return SweSuite(config)
