@@ -29,6 +29,7 @@ from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import own_rollouts
+from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LrSchedule
@@ -101,6 +102,8 @@ class Adaptation:
 
     def _resume(self) -> None:
         found = self.checkpoints.newest()
+        for broken in self.checkpoints.broken:
+            self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
         if found is not None:
             path, state = found
             self._trainer.load(path / "trainer")
@@ -200,8 +203,7 @@ def write_results(config: Config, run_dir: Path) -> None:
     whole = {
         "model": config.model.path,
         "objective": {
-            "loss": mtp.loss.value,
-            "anchors": mtp.anchors.value,
+            **_objective(mtp),
             "depths": mtp.depths,
             "lr": mtp.lr,
             "steps": config.run.steps,
@@ -215,6 +217,13 @@ def write_results(config: Config, run_dir: Path) -> None:
         },
     }
     (run_dir / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _objective(mtp: MtpConfig) -> dict[str, str]:
+    """Names of what was minimised."""
+    if mtp.train is MtpTrain.PPOW:
+        return {"loss": mtp.train.value}
+    return {"loss": mtp.loss.value, "anchors": mtp.anchors.value}
 
 
 def _make_trainer(config: Config) -> MegatronTrainer:
@@ -237,6 +246,8 @@ def _make_trainer(config: Config) -> MegatronTrainer:
         master=free_address("127.0.0.1"),
         total_steps=config.run.steps,
         adapt_only=True,
+        ppow=config.ppow,
+        seed=config.run.seed,
     )
 
 

@@ -17,13 +17,15 @@ class MtpTrain(Choice):
 
     FROZEN = "frozen"  # never updated; the embedding and head it shares with the target still move
     ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass
+    PPOW = "ppow"  # likewise, by reinforcement learning on windows of its own drafts; see PpowConfig
 
 
 @dataclass(slots=True, kw_only=True)
 class MtpConfig:
     """The MTP layer's objective and its own parameter group.
 
-    train: whether it learns in RL. loss, anchors: see the enums; equations in rlpipe.mtp.loss.
+    train: whether it learns in RL; ppow is the objective of mtp_adapt, too.
+    loss, anchors: see the enums; equations in rlpipe.mtp.loss. Not used by ppow.
     depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
     interval: co-train in every n-th optimizer step only.
     lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
@@ -70,4 +72,9 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
         raise ValueError(
             f"mtp.depths={config.depths}, but {path!r} has {layers} MTP layers, one per depth: "
             f"set mtp.depths to at most {layers}."
+        )
+    if layers > 1 and config.train is MtpTrain.PPOW:
+        raise ValueError(
+            f"mtp.train=ppow drafts with one MTP layer for all depths, but {path!r} has {layers}: set "
+            "mtp.train=online."
         )

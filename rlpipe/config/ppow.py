@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class PpowConfig:
-    """Hyperparameters of PPOW (arXiv 2605.14978).
+    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `mtp.depths` drafts, the paper's K.
 
     group_size: windows drafted from each prefix, G_roll. Ours.
-    clip: epsilon_clip of the ratio, PPO's customary value. kl_coef: beta, weight of KL(draft || target), ours.
+    clip: epsilon_clip of the ratio, PPO's customary value. Windows are drafted anew for every update, so the
+        ratio is 1 where the gradient is taken, and the clip binds nowhere.
+    kl_coef: beta, weight of KL(draft || target). Ours.
     draft_cost: what a drafted token costs against a verify step, the paper's gamma; it takes the ratio of
         non-embedding parameters, and 0 here means that.
     proximity: eta, what a window earns that is close to the target's though nothing of it is accepted; 0

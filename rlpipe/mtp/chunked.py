@@ -96,6 +96,56 @@ def linear_mtp_loss(
     return objective.divide(total, weight), stats
 
 
+@torch.no_grad()
+def linear_draft_rows(
+    draft_hidden: Tensor,
+    target_hidden: Tensor,
+    head_weight: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab: int | None = None,
+    chunk_bytes: int | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> tuple[Rows, Tensor, Tensor]:
+    """Statistics of every row instead of their sums; arguments as in `linear_mtp_loss`.
+
+    Returns the rows, p(argmax q), which is acceptance under target-only, and 1 where the realised token is
+    the draft's argmax; [N, K], 0 where masked.
+    """
+    walk = _Walk(
+        objective=Objective(kind=MtpLossKind.TV, anchors=AnchorWeighting.UNIFORM, turn_starts=None),
+        target_hidden=target_hidden,
+        mask=mask,
+        tokens=tokens,
+        temperature=temperature,
+        group=tp_group,
+        backend=resolve_backend(backend, draft_hidden),
+        vocab=len(head_weight) if vocab is None else vocab,
+        chunk_bytes=chunk_bytes or CHUNK_BYTES["cuda" if draft_hidden.is_cuda else "cpu"],
+        anchors=mask.any(1).nonzero().flatten().tolist(),
+    )
+    rows = Rows.zeros(mask, compute_dtype(draft_hidden))
+    top = torch.zeros(2, *mask.shape, dtype=rows.alpha.dtype, device=mask.device)
+    for part, draft, target in walk.chunks(draft_hidden, head_weight):
+        found = walk.measured(part, draft, target)
+        rows.put(part, found.rows)
+        largest, choice = draft.max(-1)
+        here = torch.ones_like(largest, dtype=torch.bool)
+        if tp_group is not None:
+            whole = largest.clone()
+            dist.all_reduce(whole, dist.ReduceOp.MAX, tp_group)
+            here = largest == whole
+        logit = target.gather(-1, choice[..., None])[..., 0].to(top.dtype) / temperature
+        chosen = torch.stack([(logit - found.lse[1]).exp(), (choice == found.tokens).to(top.dtype)]) * here
+        if tp_group is not None:
+            dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
+        top[:, part] = chosen.clamp(0, 1) * mask[part]
+    return rows, *top
+
+
 @dataclass(slots=True, kw_only=True)
 class _Walk:
     """The constants of one call, and its result besides the numerator: weight and statistics."""

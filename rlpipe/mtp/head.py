@@ -39,27 +39,48 @@ def draft_hidden_states(
     3.651, so the simple one is kept.
     """
     import torch
-    from megatron.core.tensor_parallel import checkpoint
 
     recompute = model.config.recompute_granularity == "full" and torch.is_grad_enabled()
     # requires_grad: recomputation drops the gradients of a layer none of whose inputs needs one
     state, states = hidden.detach().requires_grad_(True), []
     for depth, ids in enumerate(following):
-        layer = model.mtp.layers[min(depth, len(model.mtp.layers) - 1)]
-        with torch.no_grad():
-            embedded = model.embedding(input_ids=ids, position_ids=None)
-
-        def run(state: torch.Tensor, embedded: torch.Tensor, layer=layer) -> torch.Tensor:
-            return layer._proj_and_transformer_layer(
-                hidden_states=state,
-                decoder_input=embedded,
-                rotary_pos_emb=rotary_pos_emb,
-                packed_seq_params=layout,
-            )
-
-        state = checkpoint(run, False, state, embedded) if recompute else run(state, embedded)
+        state = draft_step(model, depth, state, ids, rotary_pos_emb, layout, recompute=recompute)
         states.append(state)
     return states
+
+
+def draft_step(
+    model: GPTModel,
+    depth: int,
+    state: torch.Tensor,
+    tokens: torch.Tensor,
+    rotary_pos_emb: torch.Tensor,
+    layout: PackedSeqParams | None = None,
+    *,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """One depth, counted from 0: hidden states [S, B, H], on which the next token may be sampled.
+
+    state: [S, B, H], of the depth before (of the target at depth 0). tokens: [B, S], read at this depth.
+    rotary_pos_emb: [S, 1, 1, d]. recompute: run the layer again in the backward pass instead of keeping its
+    activations.
+    """
+    import torch
+    from megatron.core.tensor_parallel import checkpoint
+
+    layer = model.mtp.layers[min(depth, len(model.mtp.layers) - 1)]
+    with torch.no_grad():
+        embedded = model.embedding(input_ids=tokens, position_ids=None)
+
+    def run(state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return layer._proj_and_transformer_layer(
+            hidden_states=state,
+            decoder_input=embedded,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=layout,
+        )
+
+    return checkpoint(run, False, state, embedded) if recompute else run(state, embedded)
 
 
 def shifted(tokens: torch.Tensor, depths: int) -> torch.Tensor:

@@ -35,6 +35,7 @@ class ChatFormat:
                 "checkpoint, or add chat_template.jinja to its directory."
             )
         self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
         self._special = sorted(
             {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             | set(tokenizer.all_special_tokens),
@@ -86,6 +87,12 @@ class ChatFormat:
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of every token by itself; part of a character shows as the replacement character."""
+        for token in set(ids) - self._pieces.keys():
+            self._pieces[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return [self._pieces[token] for token in ids]
 
     def _after_turn(self, messages: Sequence[Message], *, generate: bool) -> str:
         """What the template writes after the content of an assistant turn that `messages` follow."""

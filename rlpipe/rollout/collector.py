@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite
+from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import (
@@ -35,6 +36,7 @@ from rlpipe.types import (
     SamplingParams,
     Trajectory,
     TrajectoryStatus,
+    shifted,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +77,9 @@ class _Attempt:
     session_id: str
     seed: int
     temperature: float
+    lane: Lane
+    top_logprobs: int = 0
+    record: bool = False
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0
@@ -98,13 +103,27 @@ class Collector:
     rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
         `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
     env: `threads` and `retries`. Turns are limited by the suite.
+    top_logprobs: how many the engine returns with each token of `collect`; `evaluate` asks for none.
+    record_drafts: keep the verify steps and the text of every token of each group's first attempt.
+    spans: gets "generate" and "env" of every turn, a lane for each trajectory that is being played.
     """
 
     def __init__(
-        self, *, engine: Engine, suite: Suite, chat: ChatFormat, rollout: RolloutConfig, env: EnvConfig
+        self,
+        *,
+        engine: Engine,
+        suite: Suite,
+        chat: ChatFormat,
+        rollout: RolloutConfig,
+        env: EnvConfig,
+        top_logprobs: int = 0,
+        record_drafts: bool = False,
+        spans: SpanLog | None = None,
     ) -> None:
         self._engine, self._suite, self._chat = engine, suite, chat
-        self._rollout, self._env = rollout, env
+        self._rollout, self._env, self._top_logprobs = rollout, env, top_logprobs
+        self._record_drafts = record_drafts
+        self._spans = spans or SpanLog("rollout 0")
         self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
         self._playing: set[asyncio.Future[None]] = set()
@@ -119,14 +138,16 @@ class Collector:
             attempts = await _together(
                 self._play(
                     Trajectory(
-                        trajectory_id=f"{prompt.group_id}/{index}",
+                        trajectory_id=trajectory_id,
                         group_id=prompt.group_id,
                         instance_id=prompt.instance_id,
                     ),
                     seed=stream_seed(prompt.seed, index),
                     temperature=self._rollout.temperature,
+                    top_logprobs=self._top_logprobs,
+                    record=self._record_drafts and index == 0,
                 )
-                for index in range(group_size)
+                for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
             )
         return Group(
             prompt=prompt,
@@ -163,8 +184,22 @@ class Collector:
         await asyncio.gather(*self._playing)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(self, blank: Trajectory, seed: int, temperature: float) -> _Attempt:
-        """One trajectory with its retries."""
+    async def _play(
+        self, blank: Trajectory, seed: int, temperature: float, top_logprobs: int = 0, record: bool = False
+    ) -> _Attempt:
+        """One trajectory with its retries, in a lane of its own."""
+        with self._spans.lane() as lane:
+            return await self._play_in(lane, blank, seed, temperature, top_logprobs, record)
+
+    async def _play_in(
+        self,
+        lane: Lane,
+        blank: Trajectory,
+        seed: int,
+        temperature: float,
+        top_logprobs: int,
+        record: bool,
+    ) -> _Attempt:
         for retry in range(self._env.retries + 1):
             attempt = _Attempt(
                 trajectory=Trajectory(
@@ -175,6 +210,9 @@ class Collector:
                 session_id=f"{blank.trajectory_id}#{retry}",
                 seed=seed,
                 temperature=temperature,
+                lane=lane,
+                top_logprobs=top_logprobs,
+                record=record,
             )
             playing = asyncio.get_running_loop().create_future()
             self._playing.add(playing)
@@ -201,6 +239,8 @@ class Collector:
             "sandbox_seconds": attempt.sandbox_seconds,
             "turns": attempt.turns,
         }
+        if record:
+            attempt.trajectory.info["token_texts"] = self._chat.pieces(attempt.trajectory.token_ids)
         return attempt
 
     async def _play_once(self, attempt: _Attempt) -> None:
@@ -232,7 +272,8 @@ class Collector:
             if len(trajectory.token_ids) + len(context) >= room:
                 return await self._blocking(attempt, episode.finish), ExitReason.CONTEXT
             trajectory.append_context(context)
-            generated = await self._generate(attempt, turn)
+            with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
+                generated = await self._generate(attempt, turn)
             trajectory.append_sampled(generated)
             action = chat.decode(generated.output_ids)
             step = await self._blocking(attempt, episode.step, action)
@@ -273,6 +314,8 @@ class Collector:
                 max_new_tokens=budget,
                 stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
                 seed=stream_seed(attempt.seed, turn, start),
+                top_logprobs=attempt.top_logprobs,
+                record_drafts=attempt.record,
             ),
             session_id=attempt.session_id,
         )
@@ -294,7 +337,8 @@ class Collector:
 
         started = time.monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
+            with attempt.lane.span("env"):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
         finally:
             attempt.env_seconds += time.monotonic() - started
 
@@ -302,6 +346,8 @@ class Collector:
 def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     """Two parts of one turn as one."""
     first.spec.add(second.spec)
+    top = first.top_logprobs
+    drafts = None if second.drafts is None else shifted(second.drafts, len(first.output_ids))
     return GenerateResult(
         request_id=first.request_id,
         output_ids=first.output_ids + second.output_ids,
@@ -310,6 +356,8 @@ def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         versions=first.versions + second.versions,
         finish_reason=second.finish_reason,
         spec=first.spec,
+        top_logprobs=None if top is None else top + second.top_logprobs,
+        drafts=drafts if first.drafts is None else [*first.drafts, *drafts],
     )
 
 

@@ -22,6 +22,7 @@ class EngineStats:
         plain_seconds: what their tokens would have taken without drafts, by those costs;
         predicted_seconds: what the policy expected.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
+    server: of engines with a server: requests running and waiting for one, restarts.
     """
 
     policy_version: int = 0
@@ -36,6 +37,7 @@ class EngineStats:
     predicted_seconds: float = 0.0
     spec: SpecCounts = field(default_factory=SpecCounts)
     sync: dict[str, float] = field(default_factory=dict)
+    server: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

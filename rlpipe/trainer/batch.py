@@ -39,6 +39,19 @@ class Branch:
 
 
 @dataclass(slots=True, kw_only=True)
+class Candidates:
+    """What OBRS needs of P sampled tokens beside their logprobs.
+
+    ids: [P, K] int64, the tokens most likely at each place when it was sampled; -1 is padding.
+    logprobs: [P, K] float32, the rollout's of each, -inf for padding. uniforms: [P] float32, the draws.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    uniforms: np.ndarray
+
+
+@dataclass(slots=True, kw_only=True)
 class MicroBatch:
     """One forward pass over N tokens that predicts P sampled tokens of B trajectories.
 
@@ -49,6 +62,7 @@ class MicroBatch:
     mask: [B, R] 1 for each sampled token, row by row from the left, R the most of any row; in row-major
         order the ones are the P predictions. indices: [B, R] of the sampled token in its trajectory.
     rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
+    candidates: of the P predictions, when the correction is OBRS.
     """
 
     rows: np.ndarray
@@ -61,6 +75,7 @@ class MicroBatch:
     indices: np.ndarray
     rollout_logprobs: np.ndarray
     advantages: np.ndarray
+    candidates: Candidates | None = None
 
     def padded(self) -> tuple[np.ndarray, np.ndarray]:
         """Branches as rows padded on the right: tokens [branches, S], sources [P] into their flat view.

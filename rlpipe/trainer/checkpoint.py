@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def save(trainer: MegatronTrainer, directory: Path) -> None:
-    """Write model, optimizer, schedule, version and random states; collective.
+    """Write model, optimizer, schedule, version, calibration and random states; collective.
 
     Raises ValueError when the directory exists and OSError when it cannot be written.
     """
@@ -48,6 +48,7 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
     state = _tensors(trainer, loading=False) | {
         "updates": dict(updates),
         "policy_version": trainer.policy_version,
+        "kappa": trainer.kappa,
         "random": _random_states(),
     }
     # One thread writes in this process. Megatron's default starts a manager and forks writers, which is
@@ -79,6 +80,7 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     common = dist_checkpointing.load_common_state_dict(str(directory))
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
+    trainer.kappa = common["kappa"]
     _restore_random_states(common["random"])
 
 

@@ -15,21 +15,36 @@ from collections.abc import Iterable
 from dataclasses import fields
 from functools import reduce
 from operator import add
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.mtp import MtpConfig
-from rlpipe.mtp.chunked import linear_mtp_loss
+from rlpipe.mtp.chunked import linear_draft_rows, linear_mtp_loss
 from rlpipe.mtp.head import draft_hidden_states
 from rlpipe.mtp.loss import MtpStats, depth_targets
+from rlpipe.mtp.loss.alignment import DepthTargets
+from rlpipe.mtp.visit import accept_probabilities
 from rlpipe.trainer.batch import MicroBatch, as_rows
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.runtime import Runtime
 
+Table = tuple[np.ndarray, dict[str, np.ndarray]]  # places [n], statistics [n, K] by name, nan where masked
+TABLE_ROWS = {  # name in a table -> field of Rows
+    "rejection": "alpha",
+    "target_entropy": "target_entropy",
+    "draft_entropy": "draft_entropy",
+    "kl": "kl",
+    "reverse_kl": "reverse_kl",
+    "target_above": "target_above",
+    "draft_above": "draft_above",
+}
+Stats = TypeVar("Stats", MtpStats, PpowTotals)
 MULTIPLE = 32  # as the batcher's: kernels prepared for one number of rows are used again
 
 
@@ -46,32 +61,82 @@ class Draft:
 
         hidden: as `PolicyModel.hidden_states` returned them for the micro-batch.
         """
+        found = self._aligned(policy, micro, hidden)
+        if found is None:
+            return torch.zeros((), device=hidden.device), no_stats(self._config.depths, hidden.device)
+        _, states, backbone, targets = found
+        group = policy.pg_collection.tp
+        return linear_mtp_loss(
+            self._config.loss,
+            states,
+            backbone,
+            policy.head_weight,
+            targets.mask,
+            tokens=targets.tokens,
+            anchors=self._config.anchors,
+            turn_starts=targets.turn_starts,
+            temperature=temperature,
+            tp_group=group if group.size() > 1 else None,
+            normalizer=1.0,
+            vocab=policy.local_vocab,
+        )
+
+    def tables(
+        self, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor, temperature: float
+    ) -> dict[int, Table]:
+        """What draft and target say at every context of a micro-batch, by row of `micro.rows`.
+
+        A context is a place from which depth 1 drafts a token; arrays are in order of the tokens.
+        """
+        found = self._aligned(policy, micro, hidden)
+        if found is None:
+            return {}
+        batch, states, backbone, targets = found
+        group = policy.pg_collection.tp
+        rows, target_only, top = linear_draft_rows(
+            states,
+            backbone,
+            policy.head_weight,
+            targets.mask,
+            targets.tokens,
+            temperature=temperature,
+            tp_group=group if group.size() > 1 else None,
+            vocab=policy.local_vocab,
+        )
+        accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
+        columns = {"target_only": target_only, "top": top, "accept": accept}
+        columns |= {name: getattr(rows, field) for name, field in TABLE_ROWS.items()}
+        mask = targets.mask.cpu().numpy()
+        values = {
+            name: np.where(mask, column.float().cpu().numpy(), np.nan) for name, column in columns.items()
+        }
+        owners = np.repeat(batch.owners, batch.tokens.shape[1])
+        first = batch.positions[batch.anchors.flatten()] + 2  # where depth 1's token stands
+        tables: dict[int, Table] = {}
+        for owner in np.unique(batch.owners):
+            mine = np.flatnonzero((owners == owner) & mask[:, 0])
+            tables[int(micro.rows[owner])] = (first[mine], {name: v[mine] for name, v in values.items()})
+        return tables
+
+    def _aligned(
+        self, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[DraftBatch, torch.Tensor, torch.Tensor, DepthTargets] | None:
+        """The layout, and per cell of its turns: draft states [N, K, H], backbone [N, H], what is compared.
+
+        None when nothing is drafted.
+        """
         move, rows = self._runtime.to_device, self._runtime.te
         batch = draft_batch(micro, self._config.depths, 1 if rows else MULTIPLE)
         if batch is None:
-            return torch.zeros((), device=hidden.device), no_stats(self._config.depths, hidden.device)
+            return None
         hidden = hidden.detach()
         if rows:
             hidden = hidden.index_select(0, move(as_rows(micro.branches, micro.tokens)[1]))
         inputs = hidden.index_select(0, move(batch.places))
         states = torch.stack((self._rows if rows else self._branches)(policy, batch, inputs), 1)
         anchors, backbone = (move(index.flatten()) for index in (batch.anchors, batch.backbone))
-        found = depth_targets(move(batch.tokens), move(batch.sampled), self._config.depths)
-        group = policy.pg_collection.tp
-        return linear_mtp_loss(
-            self._config.loss,
-            states.index_select(0, anchors),
-            hidden.index_select(0, backbone),
-            policy.head_weight,
-            found.mask,
-            tokens=found.tokens,
-            anchors=self._config.anchors,
-            turn_starts=found.turn_starts,
-            temperature=temperature,
-            tp_group=group if group.size() > 1 else None,
-            normalizer=1.0,
-            vocab=policy.local_vocab,
-        )
+        targets = depth_targets(move(batch.tokens), move(batch.sampled), self._config.depths)
+        return batch, states.index_select(0, anchors), hidden.index_select(0, backbone), targets
 
     def _branches(self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Hidden states [M, H] by depth, from inputs [M, H]; anchors lie flat, attention knows branches."""
@@ -94,9 +159,9 @@ class Draft:
         return [state.transpose(0, 1).flatten(0, 1).index_select(0, cells) for state in states]
 
 
-def total(parts: Iterable[MtpStats], depths: int, device: torch.device, group: dist.ProcessGroup) -> MtpStats:
+def total(parts: Iterable[Stats], nothing: Stats, group: dist.ProcessGroup) -> Stats:
     """Sums over the micro-batches of all data parallel ranks, the same on each."""
-    mine = reduce(add, parts, no_stats(depths, device))
+    mine = reduce(add, parts, nothing)
     return mine.all_reduce(group) if group.size() > 1 else mine
 
 

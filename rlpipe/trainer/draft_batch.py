@@ -14,6 +14,7 @@ which is the anchor of its first verify step, and its tokens. So prompts and too
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ class DraftBatch:
 
     places: [M] index of each anchor in the micro-batch's tokens. positions: [M] in its trajectory.
     following: [K, M] tokens read at depths 1..K, 0 past the end. branches: cut M without a gap.
+    owners: [R] the micro-batch's row that each turn belongs to.
     tokens: [R, L] the token before a turn, then the turn, padded. sampled: [R, L] bool, the turn's.
     anchors: [R, L] index into M of each token, backbone: [R, L] its index in the micro-batch's tokens; 0 for
         the last token of a turn, from which nothing is drafted, and for padding.
@@ -36,6 +38,7 @@ class DraftBatch:
     positions: np.ndarray
     following: np.ndarray
     branches: list[Branch]
+    owners: np.ndarray
     tokens: np.ndarray
     sampled: np.ndarray
     anchors: np.ndarray
@@ -58,7 +61,7 @@ def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch
         sampled = micro.indices[row, micro.mask[row] > 0]
         if not len(sampled):
             continue
-        own = _trajectory(micro.branches, starts, micro.sources[end - 1])
+        own = tokens_up_to(micro.branches, starts, micro.sources[end - 1])
         tokens = np.append(micro.tokens[own], micro.targets[end - 1])
         same = _common_anchors(before, own, depths)
         fresh = len(own) - same
@@ -75,7 +78,7 @@ def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch
             if len(turn) > 1:
                 span = slice(turn[0] - 1, turn[-1] + 1)
                 inside = slice(turn[0] - 1, turn[-1])
-                turns.append((tokens[span], cells[inside], own[inside]))
+                turns.append((row, tokens[span], cells[inside], own[inside]))
     if not turns:
         return None
     if spare := -used % multiple:
@@ -83,23 +86,25 @@ def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch
         places.append(np.zeros(spare, dtype=np.int64))
         positions.append(np.arange(spare))
         following.append(np.zeros((depths, spare), dtype=np.int64))
-    longest = max(len(tokens) for tokens, _, _ in turns)
-    lengths = np.array([len(tokens) for tokens, _, _ in turns])[:, None]
+    owners, tokens, anchors, backbone = zip(*turns, strict=True)
+    longest = max(map(len, tokens))
+    lengths = np.array([*map(len, tokens)])[:, None]
     columns = np.arange(longest)
     return DraftBatch(
         places=np.concatenate(places),
         positions=np.concatenate(positions),
         following=np.concatenate(following, axis=1),
         branches=branches,
-        tokens=_padded([tokens for tokens, _, _ in turns], longest),
+        owners=np.array(owners),
+        tokens=_padded(tokens, longest),
         sampled=(columns > 0) & (columns < lengths),
-        anchors=_padded([anchors for _, anchors, _ in turns], longest),
-        backbone=_padded([backbone for _, _, backbone in turns], longest),
+        anchors=_padded(anchors, longest),
+        backbone=_padded(backbone, longest),
     )
 
 
-def _trajectory(branches: list[Branch], starts: np.ndarray, last: int) -> np.ndarray:
-    """Indices of all tokens of the trajectory that ends with the token at `last`."""
+def tokens_up_to(branches: list[Branch], starts: np.ndarray, last: int) -> np.ndarray:
+    """Indices of all tokens of the trajectory that ends with the one at `last`; starts: of the branches."""
     branch = int(np.searchsorted(starts, last, side="right")) - 1
     pieces = [*branches[branch].context, (branch, last - starts[branch] + 1)]
     return np.concatenate([np.arange(starts[b], starts[b] + count) for b, count in pieces])
@@ -119,7 +124,7 @@ def _ahead(tokens: np.ndarray, depths: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(padded, len(tokens))[1 : depths + 1]
 
 
-def _padded(rows: list[np.ndarray], length: int) -> np.ndarray:
+def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
     cells = np.zeros((len(rows), length), dtype=np.int64)
     for line, row in zip(cells, rows, strict=True):
         line[: len(row)] = row

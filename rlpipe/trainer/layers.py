@@ -1,8 +1,9 @@
 """Layer parts of the local (no TransformerEngine) spec: attention and the layer recipe.
 
 Megatron's own `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
-Tokens come flat, with a `BranchLayout` that tells who attends to whom, or as rows padded on the right;
-those need no mask: a pad is only ever seen by pads.
+Tokens come flat, with a layout that tells who attends to whom (`BranchLayout` here, `continuation` for
+windows that go on from a pass), or as rows padded on the right; those need no mask: a pad is only ever seen
+by pads.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ class BranchLayout(PackedSeqParams):
     qkv_format of its own keeps it from taking any of its THD paths.
     """
 
-    def __init__(self, branches: Sequence[Branch], positions: torch.Tensor, dtype: torch.dtype) -> None:
-        """positions: [N] int64, of each token in its trajectory. dtype: of the activations."""
+    def __init__(
+        self, branches: Sequence[Branch], positions: torch.Tensor, dtype: torch.dtype, keep: bool = False
+    ) -> None:
+        """positions: [N] int64, of each token in its trajectory. dtype: of the activations.
+
+        keep: every attention leaves its keys and values here, until they are taken by `release`.
+        """
         super().__init__(qkv_format="branches")
         self.branches, self.positions = branches, positions
+        self.reach = max(branch.shared + branch.length for branch in branches)  # positions end before it
+        self._kept: Kept | None = {} if keep else None
         self.lengths = [branch.length for branch in branches]
         self._longest = max((b.shared + b.length for b in branches if b.context), default=0)
         self._mask = torch.full((self._longest,) * 2, -torch.inf, dtype=dtype, device=positions.device).triu(
@@ -51,6 +59,29 @@ class BranchLayout(PackedSeqParams):
             return None
         end = branch.shared + branch.length
         return self._mask[branch.shared : end, :end]
+
+    def attend(
+        self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
+        if self._kept is not None:
+            self._kept[attention] = key, value
+        queries, keys, values = (x.split(self.lengths, dim=2) for x in (query, key, value))
+        outputs = []
+        for i, branch in enumerate(self.branches):
+            k, v = (
+                torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
+                if branch.context
+                else x[i]
+                for x in (keys, values)
+            )
+            outputs.append(attention.attend(queries[i], k, v, self.mask(branch)))
+        return torch.cat(outputs, dim=2)
+
+    def release(self) -> Kept:
+        """Keys and values of the pass by attention; nothing is kept from here on (not by recomputation)."""
+        kept, self._kept = self._kept, None
+        return kept
 
 
 class CausalAttention(MegatronModule):
@@ -66,40 +97,25 @@ class CausalAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: None,
-        packed_seq_params: BranchLayout | None = None,
+        packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
         """query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
 
-        With a layout B is 1 and S the flat tokens of all branches.
+        With a layout, whose `attend` says who attends to whom, B is 1 and S the flat tokens.
         """
         seq, batch, _, _ = query.shape
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         if packed_seq_params is None:
-            context = self._attend(*heads_first)
+            context = self.attend(*heads_first)
         else:
-            context = self._attend_branches(*heads_first, packed_seq_params)
+            context = packed_seq_params.attend(self, *heads_first)
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
-    def _attend_branches(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BranchLayout
-    ) -> torch.Tensor:
-        """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
-        queries, keys, values = (x.split(layout.lengths, dim=2) for x in (query, key, value))
-        outputs = []
-        for i, branch in enumerate(layout.branches):
-            k, v = (
-                torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
-                if branch.context
-                else x[i]
-                for x in (keys, values)
-            )
-            outputs.append(self._attend(queries[i], k, v, layout.mask(branch)))
-        return torch.cat(outputs, dim=2)
-
-    def _attend(
+    def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """query [B, heads, Q, d], keys, values [B, groups, S, d] -> as query. mask: added (None: causal)."""
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -109,6 +125,9 @@ class CausalAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
 
 
 def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of a softmax whose vocabulary is cut over tensor parallel ranks.
 
-Owns the math and its gradient. One custom autograd function keeps the logits alone for the backward
-pass (no [N, V] softmax is stored), and works in row chunks, so peak memory beyond the logits and their
-gradient is one chunk.
+Owns the math and its gradient, and the logprobs of further tokens of the same rows. One custom autograd
+function keeps the logits alone for the backward pass (no [N, V] softmax is stored), and works in row chunks,
+so peak memory beyond the logits and their gradient is one chunk.
 """
 
 from __future__ import annotations
@@ -34,6 +34,38 @@ def token_logprobs(
     (-1.3863, 1.3863)
     """
     return _TokenLogprobs.apply(logits, targets, temperature, vocab_start, group)
+
+
+@torch.no_grad()
+def candidate_logprobs(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    targets: torch.Tensor,
+    logprobs: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """log p of further tokens of rows whose `targets` are scored: [N, K] float32, no gradient.
+
+        log p_i = log p_y + (logit_i - logit_y) / T          y: the target
+
+    So no second pass is made over the vocabulary, and ranks exchange [N, K + 1] numbers once.
+    logits, targets, temperature, vocab_start: as given to `token_logprobs`, which returned logprobs [N].
+    ids: [N, K] int64, global token ids; -1 is padding and gives -inf.
+
+    >>> logits, ids = torch.tensor([[0.0, 0.0, 0.0, 9.0]]), torch.tensor([[3, 1, -1]])
+    >>> logp, _ = token_logprobs(logits, torch.tensor([3]))
+    >>> candidate_logprobs(logits, ids, torch.tensor([3]), logp).round(decimals=2)
+    tensor([[-0., -9., -inf]])
+    """
+    local = torch.cat([ids, targets[:, None]], 1) - vocab_start
+    mine = (local >= 0) & (local < logits.shape[1])
+    chosen = logits.gather(1, torch.where(mine, local, 0)).float() * mine
+    chosen = _reduce(chosen, group, dist.ReduceOp.SUM)
+    own = logprobs[:, None] + (chosen[:, :-1] - chosen[:, -1:]) / temperature
+    return own.masked_fill(ids < 0, -torch.inf)
 
 
 class _TokenLogprobs(torch.autograd.Function):

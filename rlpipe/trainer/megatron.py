@@ -6,13 +6,15 @@ Owns one rank of the policy, its optimizer and its version. The algorithm (loss,
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
 policy's gradient does not need it. With mtp.train=online it learns from the hidden states of the same pass
-(`draft`), and nothing of that reaches the policy. With adapt_only the draft alone learns (`adapt_step`).
+(`draft`), and nothing of that reaches the policy; with mtp.train=ppow from windows it drafts there (`ppow`).
+With adapt_only the draft alone learns (`adapt_step`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlpipe.algo.correction import next_kappa
+from rlpipe.algo.obrs import ObrsInputs
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
+from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
@@ -31,14 +37,39 @@ from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
 
 if TYPE_CHECKING:
     from rlpipe.mtp.loss import MtpStats
+    from rlpipe.trainer.draft import Table
+    from rlpipe.trainer.layers import BranchLayout
 
-Scores = list[torch.Tensor]  # per micro-batch [B, R] float32
+
+@dataclass(slots=True, kw_only=True)
+class Predictions:
+    """What a forward pass over a micro-batch says of its sampled tokens.
+
+    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
+    logprobs, entropies: [B, R] float32, 0 where there is no token.
+    of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
+    """
+
+    hidden: torch.Tensor
+    layout: BranchLayout | None
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Scores:
+    """Of one micro-batch under some policy: logprobs [B, R]; of its candidates [P, K], where asked for."""
+
+    logprobs: torch.Tensor
+    candidates: torch.Tensor | None
 
 
 class MegatronTrainer:
     """One rank of the trainer; every method is collective: call it on all ranks, in the same order.
 
     policy_version: optimizer steps applied so far; a skipped step does not count.
+    kappa: calibration of OBRS in the next batch, measured on the last one.
     """
 
     def __init__(
@@ -53,18 +84,22 @@ class MegatronTrainer:
         master: str | None = None,
         total_steps: int,
         adapt_only: bool = False,
+        ppow: PpowConfig | None = None,
+        seed: int = 0,
     ) -> None:
         """Load the model of `model_path` and get ready to train.
 
         master: `host:port` of rank 0, where the ranks meet (not needed by one rank alone).
         total_steps: batches of the run; the learning rate schedules end there.
-        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever mtp.train says.
+        adapt_only: freeze everything but the draft and train it by `adapt_step`; mtp.train only says whether
+            by ppow or by mtp.loss.
+        ppow: settings of mtp.train=ppow, None for the defaults. seed: of its windows, drafts and coins.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
-        self._online = mtp.train is MtpTrain.ONLINE and not adapt_only
+        self._online = mtp.train is not MtpTrain.FROZEN and not adapt_only
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
@@ -72,13 +107,14 @@ class MegatronTrainer:
         self._temperature = 1.0  # of the batch in hand
         self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         try:
-            self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps))
+            self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps), ppow, seed)
         except BaseException:
             runtime.stop()
             raise
         self.policy_version = 0
+        self.kappa = 1.0
 
-    def _build(self, mtp: MtpConfig, optimizer_steps: int) -> None:
+    def _build(self, mtp: MtpConfig, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -90,7 +126,13 @@ class MegatronTrainer:
         from rlpipe.trainer.hf_bridge import load_hf_weights
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer
+        from rlpipe.trainer.ppow import Ppow
 
+        if mtp.train is MtpTrain.PPOW and self._runtime.te:
+            raise ValueError(
+                "mtp.train=ppow reads keys of finished passes, which TransformerEngine's attention keeps to "
+                "itself: set trainer.layers=local."
+            )
         weights = read_weights(self._path)
 
         def load_policy() -> Any:
@@ -103,7 +145,12 @@ class MegatronTrainer:
             self.model.mtp.requires_grad_(self._online or self._adapt_only)
         wants_reference = self._algo.kl_coef and not self._adapt_only
         self._reference = load_policy().requires_grad_(False) if wants_reference else None
-        self._draft = Draft(mtp, self._runtime)
+        self._draft, self._ppow = Draft(mtp, self._runtime), None
+        if mtp.train is MtpTrain.PPOW:
+            updates = max(1, optimizer_steps // mtp.interval)
+            self._ppow = Ppow(
+                ppow or PpowConfig(), self._runtime, depths=mtp.depths, steps=updates, seed=seed
+            )
         sharded = self._config.distributed_optimizer
         self._wrapped = DistributedDataParallel(
             self.model.config,
@@ -133,8 +180,8 @@ class MegatronTrainer:
         start = time.perf_counter()
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
-        several = self._algo.optimizer_steps > 1
-        old = [self._scores(self.model, s) if several else None for s in shards]
+        scored, ahead = self._algo.needs_start_logprobs, self._algo.needs_start_candidates
+        old = [self._scores(self.model, s, candidates=ahead) if scored else None for s in shards]
         reference = [self._scores(self._reference, s) if self._reference else None for s in shards]
         mine: list[dict[str, Value]] = []
         shared: list[dict[str, Value]] = []
@@ -146,6 +193,7 @@ class MegatronTrainer:
                 mine += metrics
                 shared.append(self._apply(minibatch, stats))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
+        self.kappa = next_kappa(total, self.kappa)
         total["timing_s/update_actor"] = Mean(time.perf_counter() - start, 1)
         return total
 
@@ -165,7 +213,7 @@ class MegatronTrainer:
             self._wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             shard = minibatch.shards[self._dp_rank]
-            stats = self._total(self._run_draft(self._wrapped, shard, forward_only=False))
+            stats = self._learned(self._run_draft(self._wrapped, shard, forward_only=False))
             steps.append(self._apply(minibatch, stats))
         return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
 
@@ -180,6 +228,31 @@ class MegatronTrainer:
             shards = [m.shards[self._dp_rank] for m in batch.minibatches]
             return self._total(s for shard in shards for s in self._run_draft(self.model, shard, True))
 
+    def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
+        """Draft and target at every context of every packed trajectory (None: it has none); on every rank.
+
+        Changes nothing. Raises ValueError when the checkpoint has no draft.
+        """
+        check_draft(self._mtp, self._hf_config, str(self._path))
+        self._temperature = batch.temperature
+        found: dict[int, Table] = {}
+        with torch.no_grad():
+            for minibatch in batch.minibatches:
+                shard = minibatch.shards[self._dp_rank]
+                for part in self._schedule(self.model, shard, self._tabled, forward_only=True):
+                    found |= part
+        everywhere = {row: table for part in self._gather(found) for row, table in part.items()}
+        return [everywhere.get(row) for row in range(len(batch.lengths))]
+
+    def _tabled(self, index: int, micro: MicroBatch) -> Any:
+        """A step of Megatron's schedule that ends in `Draft.tables`."""
+        hidden, *_ = self._hidden(self.model, micro)
+
+        def finish_micro(hidden: torch.Tensor) -> Any:
+            return hidden.sum(), self._draft.tables(self.model, micro, hidden, self._temperature)
+
+        return hidden, finish_micro
+
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
         """Current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
 
@@ -191,7 +264,7 @@ class MegatronTrainer:
             shard = minibatch.shards[self._dp_rank]
             scores = self._scores(self.model, shard)
             for micro, score in zip(shard, scores, strict=True):
-                values, mask = score.cpu().numpy(), micro.mask > 0
+                values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
                 for b in np.flatnonzero(micro.rows >= 0):
                     line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
                     line[micro.indices[b, mask[b]]] = values[b, mask[b]]
@@ -235,9 +308,9 @@ class MegatronTrainer:
         self,
         minibatch: MiniBatch,
         shard: Sequence[MicroBatch],
-        old: Scores | None,
-        reference: Scores | None,
-    ) -> tuple[list[dict[str, Value]], MtpStats | None]:
+        old: list[Scores] | None,
+        reference: list[Scores] | None,
+    ) -> tuple[list[dict[str, Value]], MtpStats | PpowTotals | None]:
         """Accumulate the minibatch's gradient, reduced over ranks.
 
         Returns metrics of each micro-batch, and the draft's statistics over all ranks (None: it is not due).
@@ -249,36 +322,66 @@ class MegatronTrainer:
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_of(
-            index: int,
-            micro: MicroBatch,
-            hidden: torch.Tensor,
-            logprobs: torch.Tensor,
-            entropies: torch.Tensor,
-        ) -> Any:
+        def loss_of(index: int, micro: MicroBatch, found: Predictions) -> Any:
             move = self._runtime.to_device
+            start = None if old is None else old[index]
             loss, metrics = micro_batch_loss(
-                logprobs=logprobs,
-                entropies=entropies,
-                old_logprobs=logprobs.detach() if old is None else old[index],
+                logprobs=found.logprobs,
+                entropies=found.entropies,
+                old_logprobs=found.logprobs.detach() if start is None else start.logprobs,
                 rollout_logprobs=move(micro.rollout_logprobs),
                 advantages=move(micro.advantages),
                 mask=move(micro.mask),
-                reference_logprobs=None if reference is None else reference[index],
+                reference_logprobs=None if reference is None else reference[index].logprobs,
                 totals=totals,
                 config=self._algo,
+                obrs=self._obrs_inputs(micro, found, start),
             )
             stats = None
             if drafts:
-                draft_loss, stats = self._draft.loss(self.model, micro, hidden, self._temperature)
+                draft_loss, stats = self._draft_loss(self.model, micro, found.hidden, found.layout)
                 loss = loss + draft_loss
             return loss * len(shard), (metrics, stats)  # Megatron divides by the number of micro-batches
 
-        told = self._run(self._wrapped, shard, loss_of, forward_only=False)
+        keep = drafts and self._ppow is not None
+        told = self._run(self._wrapped, shard, loss_of, forward_only=False, keep=keep)
         metrics = [metrics for metrics, _ in told]
-        return metrics, self._total(stats for _, stats in told) if drafts else None
+        return metrics, self._learned(stats for _, stats in told) if drafts else None
 
-    def _apply(self, minibatch: MiniBatch, stats: MtpStats | None) -> dict[str, Value]:
+    def _draft_loss(
+        self, policy: Any, micro: MicroBatch, hidden: torch.Tensor, layout: BranchLayout | None
+    ) -> tuple[torch.Tensor, MtpStats | PpowTotals]:
+        """The draft's objective on a micro-batch: numerator and statistics.
+
+        layout: of the backbone's pass, with keys if the objective reads them.
+        """
+        if self._ppow is None:
+            return self._draft.loss(policy, micro, hidden, self._temperature)
+        done = self.optimizer.updates["mtp"]
+        return self._ppow.loss(policy, micro, hidden, layout.release(), self._temperature, done)
+
+    def _learned(self, parts: Iterable[Any]) -> MtpStats | PpowTotals:
+        """Statistics of the draft's objective over micro-batches and ranks."""
+        from rlpipe.trainer.draft import total
+
+        if self._ppow is None:
+            return self._total(parts)
+        return total(parts, PpowTotals.nothing(self._runtime.device), self._dp_group)
+
+    def _obrs_inputs(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> ObrsInputs | None:
+        """The rollout's candidates and what OBRS' target gives to them; None for other corrections."""
+        own, move = micro.candidates, self._runtime.to_device
+        if own is None:
+            return None
+        ahead = None if start is None else start.candidates
+        return ObrsInputs(
+            uniforms=move(own.uniforms),
+            rollout_top=move(own.logprobs),
+            target_top=found.of(move(own.ids)) if ahead is None else ahead,
+            kappa=self.kappa,
+        )
+
+    def _apply(self, minibatch: MiniBatch, stats: MtpStats | PpowTotals | None) -> dict[str, Value]:
         """Step the optimizer; metrics that are the same on every rank.
 
         stats: of the draft, if it is to be stepped.
@@ -303,58 +406,68 @@ class MegatronTrainer:
         self.policy_version += bool(outcome.applied)
         return metrics if self._adapt_only else metrics | optimizer_step_count(self._algo)
 
-    def _scores(self, model: Any, shard: Sequence[MicroBatch]) -> Scores:
-        """Logprobs of the targets under a model, without a graph."""
+    def _scores(self, model: Any, shard: Sequence[MicroBatch], *, candidates: bool = False) -> list[Scores]:
+        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph."""
 
-        def keep(
-            index: int,
-            micro: MicroBatch,
-            hidden: torch.Tensor,
-            logprobs: torch.Tensor,
-            entropies: torch.Tensor,
-        ) -> Any:
-            return logprobs.sum(), logprobs
+        def keep(index: int, micro: MicroBatch, found: Predictions) -> Any:
+            own = micro.candidates if candidates else None
+            top = None if own is None else found.of(self._runtime.to_device(own.ids))
+            return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
 
         with torch.no_grad():
             return self._run(model, shard, keep, forward_only=True)
 
-    def _run(self, model: Any, shard: Sequence[MicroBatch], use: Any, forward_only: bool) -> list:
-        """The policy over micro-batches; `use(index, micro, hidden, logprobs, entropies)` ends each one."""
-        from rlpipe.trainer.logprobs import token_logprobs
+    def _run(
+        self, model: Any, shard: Sequence[MicroBatch], use: Any, forward_only: bool, keep: bool = False
+    ) -> list:
+        """The policy over micro-batches; `use(index, micro, predictions)` ends each one. keep: its keys."""
+        from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
 
         policy = getattr(model, "module", model)
         move = self._runtime.to_device
 
         def forward(index: int, micro: MicroBatch) -> Any:
             select = move(micro.mask) > 0
-            hidden, sources = self._hidden(policy, micro)
+            hidden, sources, layout = self._hidden(policy, micro, keep)
 
             def finish_micro(output: torch.Tensor) -> Any:
-                logprobs, entropies = token_logprobs(
-                    output,
-                    move(micro.targets),
-                    temperature=self._temperature,
-                    vocab_start=policy.vocab_start,
-                    group=policy.pg_collection.tp,
-                )
+                softmax = {
+                    "temperature": self._temperature,
+                    "vocab_start": policy.vocab_start,
+                    "group": policy.pg_collection.tp,
+                }
+                targets = move(micro.targets)
+                logprobs, entropies = token_logprobs(output, targets, **softmax)
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
-                grids = (grid.masked_scatter(select, x) for x in (logprobs, entropies))
-                return use(index, micro, hidden, *grids)
+                found = Predictions(
+                    hidden=hidden,
+                    layout=layout,
+                    logprobs=grid.masked_scatter(select, logprobs),
+                    entropies=grid.masked_scatter(select, entropies),
+                    of=lambda ids: candidate_logprobs(output, ids, targets, logprobs, **softmax),
+                )
+                return use(index, micro, found)
 
             return policy.head(hidden.index_select(0, sources)), finish_micro
 
         return self._schedule(model, shard, forward, forward_only)
 
     def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
-        """The draft over micro-batches, from a backbone without gradients; statistics of each."""
+        """The draft over micro-batches, from a backbone without gradients; statistics of each.
+
+        forward_only: statistics of mtp.loss, whatever the objective.
+        """
         policy = getattr(model, "module", model)
 
         def forward(index: int, micro: MicroBatch) -> Any:
+            keep = self._ppow is not None and not forward_only
             with torch.no_grad():
-                hidden, _ = self._hidden(policy, micro)
+                hidden, _, layout = self._hidden(policy, micro, keep)
 
             def finish_micro(hidden: torch.Tensor) -> Any:
-                loss, stats = self._draft.loss(policy, micro, hidden, self._temperature)
+                if forward_only:
+                    return self._draft.loss(policy, micro, hidden, self._temperature)
+                loss, stats = self._draft_loss(policy, micro, hidden, layout)
                 return loss * len(shard), stats
 
             return hidden, finish_micro
@@ -378,22 +491,27 @@ class MegatronTrainer:
             forward_only=forward_only,
         )
 
-    def _hidden(self, policy: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of a micro-batch, and which of them predict sampled tokens [P]."""
+    def _hidden(
+        self, policy: Any, micro: MicroBatch, keep: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
+        """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
+
+        keep: the layout keeps keys and values.
+        """
         from rlpipe.trainer.layers import BranchLayout
 
         move = self._runtime.to_device
         if not self.shares_prefixes:
             tokens, sources = micro.padded()
-            return policy.hidden_states(move(tokens)), move(sources)
-        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype)
-        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources)
+            return policy.hidden_states(move(tokens)), move(sources), None
+        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype, keep)
+        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
 
     def _total(self, parts: Iterable[MtpStats]) -> MtpStats:
         """The draft's statistics over micro-batches and ranks."""
-        from rlpipe.trainer.draft import total
+        from rlpipe.trainer.draft import no_stats, total
 
-        return total(parts, self._mtp.depths, self._runtime.device, self._dp_group)
+        return total(parts, no_stats(self._mtp.depths, self._runtime.device), self._dp_group)
 
     def _gather(self, part: Any) -> list[Any]:
         """One object of each data parallel rank, on all of them."""

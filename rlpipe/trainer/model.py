@@ -18,10 +18,12 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.runtime import Runtime
 
+Layout = BranchLayout | Continuation
 FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
 
 
@@ -33,10 +35,10 @@ class PolicyModel(GPTModel):
 
     vocab_real: int
 
-    def hidden_states(self, input_ids: torch.Tensor, layout: BranchLayout | None = None) -> torch.Tensor:
+    def hidden_states(self, input_ids: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
         """Final-norm output [B * S, H], row-major.
 
-        input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat branches.
+        input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat.
         """
         return self(input_ids=input_ids, position_ids=None, attention_mask=None, packed_seq_params=layout)
 
@@ -72,10 +74,12 @@ class PolicyModel(GPTModel):
         """First token id of this rank's vocabulary shard."""
         return self.pg_collection.tp.rank() * (self.vocab_size // self.pg_collection.tp.size())
 
-    def _preprocess(self, packed_seq_params: BranchLayout | None = None, **inputs: Any) -> tuple[Any, ...]:
+    def _preprocess(self, packed_seq_params: Layout | None = None, **inputs: Any) -> tuple[Any, ...]:
         """Megatron's, with the rotary embedding of each flat token at its own position."""
         embedded, rotary, *rest = super()._preprocess(**inputs)
         if packed_seq_params is not None:
+            if packed_seq_params.reach > len(rotary):  # a few tokens that continue a long text
+                rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
         return embedded, rotary, *rest
 

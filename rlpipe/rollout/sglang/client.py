@@ -52,19 +52,22 @@ class SglangClient:
                 return await self._send("GET" if body is None else "POST", path, body)
         raise AssertionError("unreachable: the last attempt raises")
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send once. Raises ServerError, ServerUnreachable."""
-        return await self._send("POST", path, body)
+    async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:
+        """Send once. timeout: seconds, if not the client's. Raises ServerError, ServerUnreachable."""
+        return await self._send("POST", path, body, timeout)
 
-    async def answers(self, path: str) -> bool:
-        """Whether the server answers `path` with success now."""
+    async def answers(self, path: str, timeout: float = _CONNECT_SECONDS) -> bool:
+        """Whether the server answers `path` with success within `timeout` seconds."""
+        if self._client.is_closed:
+            return False
         try:
-            return (await self._client.get(path, timeout=_CONNECT_SECONDS)).is_success
+            return (await self._client.get(path, timeout=timeout)).is_success
         except httpx.HTTPError:
             return False
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Server-sent events, parsed, until `[DONE]`."""
+        self._require_open(path)
         try:
             async with self._client.stream("POST", path, json=dict(body)) as response:
                 if not response.is_success:
@@ -84,14 +87,24 @@ class SglangClient:
         """Drop connections."""
         await self._client.aclose()
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None = None
+    ) -> Any:
+        self._require_open(path)
+        content = None if body is None else dict(body)
+        patience = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
-            response = await self._client.request(method, path, json=None if body is None else dict(body))
+            response = await self._client.request(method, path, json=content, timeout=patience)
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self._url}{path} did not answer: {error!r}") from error
         if not response.is_success:
             raise ServerError(self._said(path, response, response.content))
         return response.json() if response.content else None
+
+    def _require_open(self, path: str) -> None:
+        """A closed client is one whose server was replaced."""
+        if self._client.is_closed:
+            raise ServerUnreachable(f"{self._url}{path} is not there any more: the server was replaced.")
 
     def _said(self, path: str, response: httpx.Response, content: bytes) -> str:
         return f"{self._url}{path} answered {response.status_code}: {content[:500].decode(errors='replace')}"

@@ -4,11 +4,13 @@
 
 | who              | waits for                           | woken by                                 |
 | `generate`       | its answer                          | the server, or `abort` (partial answer)  |
-|                  | a server, while one is replaced     | the new one's first check                |
+|                  | a server, while one is replaced     | the new one's first check, or `abort`    |
 | `update_weights` | pause, pieces, canary, continue     | the server                               |
 
 Owns order and reactions. An update is: pause, send, check, continue; requests live through it, each token
 with its version. A check that fails is sent again, then answered as `rollout.sglang.on_canary_failure` says.
+A server that dies or hangs is replaced (`replica.py`): turns it had are asked of the next one, and an update
+it died of is complete when the next one, started on those weights, serves.
 """
 
 from __future__ import annotations
@@ -29,19 +31,21 @@ import torch
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.sglang import CanaryReaction
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.hf_layout import read_config
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.canary import CanaryReport
-from rlpipe.rollout.sglang.client import ServerError, SglangClient
+from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment
+from rlpipe.rollout.sglang.replica import Goal, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.sync import WeightSync
-from rlpipe.rollout.sglang.turns import Turns
-from rlpipe.types import GenerateRequest, GenerateResult
+from rlpipe.rollout.sglang.turns import Turns, nothing
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_ATTEMPTS = 3  # of one thing with servers that live and yet do not answer it
 
 
 def _log_event(kind: str, **fields: Any) -> None:
@@ -64,7 +68,8 @@ class SglangEngine:
     """Implements `rlpipe.rollout.engine.Engine` with a server of its own.
 
     model_path: checkpoint directory, served as `version`. log_dir: where the server's output goes.
-    on_event: told of faults (kind, fields): `canary_failed`, `speculation_disabled`.
+    on_event: told of faults (kind, fields): `canary_failed`, `speculation_disabled`, `server_died`,
+        `server_hung`, `server_restarted`.
 
     Raises ValueError for what can be known to be wrong (interpreter, versions, port, model, mode), and
     RuntimeError when the server does not come up, or not as it was told.
@@ -82,21 +87,26 @@ class SglangEngine:
     ) -> None:
         self._environment = check_launch(config, spec, model_path)
         on_gpu = self._environment.on_gpu
-        self._config, self._sglang, self._spec, self._on_event = config, config.sglang, spec, on_event
-        self._model_path, self._log_dir = Path(model_path), Path(log_dir)
-        self._sync = WeightSync(config, self._model_path, on_gpu=on_gpu, folder=self._log_dir)
+        self._config, self._sglang, self._on_event = config, config.sglang, on_event
+        self._sync = WeightSync(config, Path(model_path), on_gpu=on_gpu, folder=Path(log_dir))
         self._turns = Turns(config, spec, int(read_config(model_path)["vocab_size"]))
-        self._version = version
         self._last_update: dict[str, float] = {}
-        self._paused = self._closed = False
-        self._server: ServerProcess | None = None
-        self._client: SglangClient | None = None
-        self._serving = asyncio.Event()
+        self._closed = False
+        self._replica = Replica(
+            config,
+            spec,
+            Path(model_path),
+            environment=self._environment,
+            sync=self._sync,
+            log_dir=Path(log_dir),
+            version=version,
+            on_event=on_event,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlpipe-sglang", daemon=True)
         self._thread.start()
         try:
-            self._call(self._start(self._model_path, version))
+            self._call(self._replica.start())
         except BaseException:
             self.close()
             raise
@@ -106,33 +116,35 @@ class SglangEngine:
     @property
     def spec(self) -> SpecConfig:
         """How the server decodes now; the canary may have switched speculation off."""
-        return self._spec
+        return self._replica.spec
 
     @property
     def server(self) -> ServerProcess:
         """The process that serves now."""
-        assert self._server is not None
-        return self._server
+        return self._replica.server
 
     async def generate(self, request: GenerateRequest, priority: int = 0) -> GenerateResult:
         """Generate one turn; see `Engine.generate`.
 
         priority: requests of a higher one are scheduled first. Entropies are estimates (`answers.py`).
-        Raises ValueError for an impossible request, ServerError when the server fails.
+        A turn lost with its server is sampled anew on the next one.
+
+        Raises ValueError for an impossible request, ServerError when the server refuses it, RuntimeError
+        when servers fail more than `rollout.sglang.max_restarts` times.
         """
         self._require_open()
         self._turns.check(request)
 
         async def last() -> GenerateResult:
-            await self._serving.wait()
-            return [part async for part in self._turns.play(self._http, request, priority=priority)][-1]
+            return [part async for part in self._play(request, priority, stream=False)][-1]
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(last(), self._loop))
 
     async def stream(self, request: GenerateRequest, priority: int = 0) -> AsyncIterator[GenerateResult]:
         """What there is of one turn, growing, with finish_reason ABORT; the whole turn last.
 
-        Leaving early ends the request. Raises as `generate`.
+        Leaving early ends the request; a turn whose server is lost goes on from its last part. Raises as
+        `generate`.
         """
         self._require_open()
         self._turns.check(request)
@@ -141,8 +153,7 @@ class SglangEngine:
         async def read() -> None:
             failure: BaseException | None = None
             try:
-                await self._serving.wait()
-                async for part in self._turns.play(self._http, request, priority=priority, stream=True):
+                async for part in self._play(request, priority, stream=True):
                     here.call_soon_threadsafe(parts.put_nowait, part)
             except Exception as error:
                 failure = error
@@ -168,101 +179,162 @@ class SglangEngine:
 
     def pause(self) -> None:
         """Stop decoding; requests keep their place."""
-        self._call(self._pause("in_place"))
+        self._call(self._hold())
 
     def resume(self) -> None:
         """Continue decoding."""
-        self._call(self._continue())
+        self._call(self._release())
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and draft weights and prove it; returns when they serve as `version`.
+
+        They are kept until the next update, for a server that has to be replaced: leave them as they are.
 
         Raises ValueError naming missing, unknown or misshapen weights (the old ones stay), ServerError when
         the server refuses, RuntimeError when the canary fails and the reaction is to stop.
         """
         self._require_open()
-        self._sync.require_fitting(weights, draft=self._drafts)
+        self._sync.require_fitting(weights, draft=self._replica.drafts)
         self._call(self._update(weights, version))
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> CanaryReport:
         """Compare what the server holds, target and draft, with `weights`."""
-        return self._call(self._sync.check(self._http, weights, draft=self._drafts))
+        return self._call(self._sync.check(self._http, weights, draft=self._replica.drafts))
+
+    def restart(self, grace: float = 60.0) -> None:
+        """Drain the server and replace it by one that holds the newest weights.
+
+        New requests wait for it; those that run have `grace` seconds, then end with what they have.
+        """
+        self._require_open()
+        self._call(self._restart(grace))
 
     def stats(self) -> EngineStats:
         """Counters since start; `sync` holds seconds and canary failures of the last update."""
-        return replace(self._turns.stats(), policy_version=self._version, sync=dict(self._last_update))
+        stats, restarts = self._turns.stats(), self._replica.restarts
+        server = {"running": stats.running, "waiting": stats.waiting, "restarts": restarts}
+        version = self._replica.loaded.version
+        return replace(stats, policy_version=version, sync=dict(self._last_update), server=server)
 
     def close(self) -> None:
         """End pending requests with ABORT and stop the server with all it started."""
         if self._closed:
             return
-        if self._serving.is_set() and self.server.is_running():
-            with contextlib.suppress(ServerError):  # it may die meanwhile: it is stopped in any case
-                self._call(self._turns.abort(self._http, None))
-                self._call(self._turns.wait_until_idle())
         self._closed = True
-        self._call(self._stop())
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    # ---- on our loop: the server ----
+    # ---- on our loop: turns ----
 
-    async def _start(self, model_path: Path, version: int) -> None:
-        """Start a server on `model_path` and check that it is what was asked for."""
-        config, sglang, on_gpu = self._config, self._sglang, self._environment.on_gpu
-        port = pick_port(sglang.host, sglang.port)
-        words = arguments.command(config, self._spec, model_path, port=port, on_gpu=on_gpu, version=version)
-        self._server = server = ServerProcess(
-            [str(self._environment.python), *words],
-            arguments.server_environment(config, on_gpu),
-            self._log_dir / f"sglang-{port}.log",
-        )
-        self._client = client = SglangClient(f"http://{sglang.host}:{port}", sglang.request_timeout)
-        await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
-        arguments.check_server_info(await client.read("/server_info"), config, self._spec)
-        report = await self._sync.check(client, read_weights(model_path), draft=self._drafts)
-        if not report.passed:
-            raise RuntimeError(
-                f"the SGLang server does not hold the weights of {str(model_path)!r}: {report.summary()}. "
-                "rlpipe knows the layout of MiMo, Qwen2 and Llama models with full-precision weights."
-            )
-        self._paused = False
-        self._serving.set()
+    async def _play(
+        self, request: GenerateRequest, priority: int, *, stream: bool
+    ) -> AsyncIterator[GenerateResult]:
+        """The turn as `Turns.play` gives it, across servers that are replaced."""
+        done: GenerateResult | None = None
+        unanswered = 0
+        while True:
+            replica = self._replica
+            if replica.is_serving():
+                client = replica.client
+            elif (client := await self._turns.admitted(request, replica.serving())) is None:
+                yield done or nothing(request, FinishReason.ABORT)
+                return
+            try:
+                playing = self._turns.play(client, request, priority=priority, stream=stream, done=done)
+                async for done in playing:
+                    yield done
+                return
+            except ServerUnreachable as error:
+                if self._closed:
+                    yield done or nothing(request, FinishReason.ABORT)
+                    return
+                unanswered += not await replica.recover(client, error)
+                if unanswered == _ATTEMPTS:
+                    raise
 
-    async def _stop(self) -> None:
-        self._serving.clear()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.stop)
-        if self._client is not None:
-            await self._client.close()
+    async def _hold(self) -> None:
+        self._replica.paused = True
+        client = await self._replica.serving()
+        try:
+            await client.post("/pause_generation", {"mode": "in_place"})
+        except ServerUnreachable as error:  # the next server starts paused
+            if not await self._replica.recover(client, error):
+                raise
 
-    @property
-    def _drafts(self) -> bool:
-        return self._spec.mode is not SpecMode.NONE
+    async def _release(self) -> None:
+        self._replica.paused = False
+        client = await self._replica.serving()
+        try:
+            await self._continue(client)
+        except ServerUnreachable as error:  # the next server starts
+            if not await self._replica.recover(client, error):
+                raise
+
+    async def _restart(self, grace: float) -> None:
+        client = await self._replica.serving()
+        self._replica.drain()
+        await self._turns.wait_until_idle(grace)
+        await self._turns.abort_running(client)
+        await self._turns.wait_until_idle()
+        seconds = round(await self._replica.restart(), 1)
+        replica = self._replica
+        version, restarts = replica.loaded.version, replica.restarts
+        self._on_event("server_restarted", version=version, restarts=restarts, seconds=seconds)
+
+    async def _end(self) -> None:
+        self._turns.abort_waiting(None)
+        if self._replica.is_serving():
+            with contextlib.suppress(ServerError):  # it may die meanwhile: it is stopped in any case
+                await self._turns.abort(self._http, None)
+                await self._turns.wait_until_idle()
+        await self._replica.stop()
 
     @property
     def _http(self) -> SglangClient:
-        assert self._client is not None
-        return self._client
+        return self._replica.client
 
-    async def _pause(self, mode: str) -> None:
-        await self._http.post("/pause_generation", {"mode": mode})
-        self._paused = True
-
-    async def _continue(self) -> None:
-        await self._http.post("/continue_generation", {"torch_empty_cache": False})
-        self._paused = False
+    @staticmethod
+    async def _continue(client: SglangClient) -> None:
+        await client.post("/continue_generation", {"torch_empty_cache": False})
 
     # ---- on our loop: weights ----
 
     async def _update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        started, was_paused, mode = time.monotonic(), self._paused, self._pause_mode
-        await self._pause(mode)
+        """Bring the server to `weights`, or have it replaced by one that was started on them."""
+        replica, unanswered = self._replica, 0
+        before, goal = replica.goal, Goal(weights=weights, version=version)
+        started = time.monotonic()
+        try:
+            while True:
+                client = await replica.serving()
+                replica.goal = goal
+                if replica.loaded is goal:  # a server was replaced while it was told, or asked for a pause
+                    self._last_update = {"weights/sync_seconds": time.monotonic() - started}
+                    self._last_update |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
+                    return
+                try:
+                    await self._transfer(client, goal)
+                    return
+                except ServerUnreachable as error:
+                    unanswered += not await replica.recover(client, error)
+                    if unanswered == _ATTEMPTS:
+                        raise
+        except BaseException:
+            replica.goal = before
+            raise
+
+    async def _transfer(self, client: SglangClient, goal: Goal) -> None:
+        """Pause, send, check, continue. Raises ServerError, and RuntimeError for a canary that fails."""
+        weights, version, replica = goal.weights, goal.version, self._replica
+        started, mode = time.monotonic(), self._pause_mode
+        await client.post("/pause_generation", {"mode": mode})
         for attempt in range(self._sglang.canary_retries + 1):
-            await self._sync.send(self._http, weights, version, flush=mode != "in_place")
-            sent = time.monotonic()
-            report = await self._sync.check(self._http, weights, draft=self._drafts)
+            with replica.loading():
+                await self._sync.send(client, weights, version, flush=mode != "in_place")
+                sent = time.monotonic()
+                report = await self._sync.check(client, weights, draft=replica.drafts)
             if report.passed:
                 break
             self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
@@ -274,10 +346,11 @@ class SglangEngine:
             "weights/canary_failures": attempt + (not report.passed),
         }
         if not report.passed:
-            await self._react(report, weights, version)
-        self._version = version
-        if not was_paused:
-            await self._continue()
+            await self._react(client, report, version)
+            return
+        replica.arrived(goal)
+        if not replica.paused:
+            await self._continue(client)
 
     @property
     def _pause_mode(self) -> str:
@@ -286,20 +359,19 @@ class SglangEngine:
             return "abort"
         return {KvOnUpdate.KEEP: "in_place", KvOnUpdate.RECOMPUTE: "retract"}[self._config.kv_on_update]
 
-    async def _react(self, report: CanaryReport, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    async def _react(self, client: SglangClient, report: CanaryReport, version: int) -> None:
         """Weights that do not arrive: without speculation a stale draft does no harm, else stop."""
         switch_off = self._sglang.on_canary_failure is CanaryReaction.NO_SPECULATION
-        if not switch_off or report.target or not self._drafts:
+        if not switch_off or report.target or not self._replica.drafts:
             raise RuntimeError(
                 f"the SGLang server does not hold version {version}: {report.summary()}. See "
                 f"{self.server.log} and rollout.sglang.on_canary_failure."
             )
-        await self._pause("abort")  # what runs ends with what it has; its collector continues it
+        self._replica.drain()
+        await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
         await self._turns.wait_until_idle()
-        await self._stop()
-        self._spec = SpecConfig(mode=SpecMode.NONE)
-        with self._sync.checkpoint(weights) as folder:
-            await self._start(folder, version)
+        self._replica.spec = SpecConfig(mode=SpecMode.NONE)
+        await self._replica.restart()
         self._on_event("speculation_disabled", version=version, what=report.summary())
 
     # ---- helpers ----

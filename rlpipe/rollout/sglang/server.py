@@ -81,12 +81,16 @@ class ServerProcess:
                 )
             await asyncio.sleep(0.1)
 
-    def stop(self) -> None:
-        """End the whole group: SIGTERM, then SIGKILL; returns when none of it is left to kill."""
-        if self.is_running():
+    def stop(self, grace: float | None = None) -> None:
+        """End the whole group: SIGTERM, then SIGKILL; returns when none of it is left to kill.
+
+        grace: seconds between the two (None: 10); 0 for a server that is not worth asking.
+        """
+        grace = _GRACE if grace is None else grace
+        if grace and self.is_running():
             _signal_group(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE)
+                self._process.wait(grace)
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

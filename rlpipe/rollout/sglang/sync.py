@@ -64,7 +64,7 @@ class WeightSync:
         if self._config.sglang.weight_transfer is WeightTransfer.DISK:
             with self.checkpoint(weights) as folder:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
-                await client.post("/update_weights_from_disk", body | {"keep_pause": True})
+                await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
         async with self._session(client):
             pieces = list(buckets(weights, self._config.sglang.bucket_mb))
@@ -77,7 +77,7 @@ class WeightSync:
                     "flush_cache": flush and last,
                     "weight_version": str(version) if last else None,
                 }
-                await client.post("/update_weights_from_tensor", body)
+                await client.post("/update_weights_from_tensor", body, self._patience)
 
     @staticmethod
     @contextlib.asynccontextmanager
@@ -91,6 +91,10 @@ class WeightSync:
                 await client.post("/end_weight_update", {})
             raise
         await client.post("/end_weight_update", {})
+
+    @property
+    def _patience(self) -> float:
+        return self._config.sglang.update_timeout
 
     async def check(
         self, client: SglangClient, weights: Mapping[str, torch.Tensor], *, draft: bool

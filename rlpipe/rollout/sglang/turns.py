@@ -13,7 +13,7 @@ import contextlib
 import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class Turns:
     def __init__(self, config: RolloutConfig, spec: SpecConfig, vocab: int) -> None:
         self._config, self._spec, self._vocab = config, spec, vocab
         self._running: dict[str, str] = {}  # request id -> its id inside the server
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # request id -> done when aborted
         self._stats = EngineStats()
         self._busy_since: float | None = None
 
@@ -53,22 +54,44 @@ class Turns:
                 "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
             )
 
+    async def admitted(
+        self, request: GenerateRequest, serving: Coroutine[Any, Any, SglangClient]
+    ) -> SglangClient | None:
+        """Wait for the server; None when the request is aborted first. Raises what `serving` raises."""
+        if request.request_id in self._waiting:
+            serving.close()
+            raise _taken(request.request_id)
+        arriving = asyncio.ensure_future(serving)
+        aborted = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({arriving, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            return None if aborted.done() else arriving.result()
+        finally:
+            arriving.cancel()
+            del self._waiting[request.request_id]
+
     async def play(
-        self, client: SglangClient, request: GenerateRequest, *, priority: int = 0, stream: bool = False
+        self,
+        client: SglangClient,
+        request: GenerateRequest,
+        *,
+        priority: int = 0,
+        stream: bool = False,
+        done: GenerateResult | None = None,
     ) -> AsyncIterator[GenerateResult]:
         """The turn, last; before it, with `stream`, what there is of it, growing, finish_reason ABORT.
 
-        A prompt that fills the context gives no token and LENGTH. Raises ServerError, and ValueError for an
-        id that is already running.
+        done: what a server that broke off gave of it. A prompt that fills the context gives no token and
+        LENGTH. Raises ServerError, and ValueError for an id that is already running.
         """
         room = self._config.max_context - len(request.prompt_ids)
         if room < 1:
-            yield _nothing(request)
+            yield nothing(request, FinishReason.LENGTH)
             return
         tokens = min(room, request.sampling.max_new_tokens)
         request = replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
-        whole: GenerateResult | None = None
-        while whole is None or self._goes_on(request, whole):
+        whole = done and _settled(request, done)
+        while whole is None or whole is done or self._goes_on(request, whole):
             rest = request if whole is None else continuation(request, whole)
             part: GenerateResult | None = None
             async with self._registered(request.request_id) as rid:
@@ -80,13 +103,24 @@ class Turns:
             whole = part if whole is None else joined(whole, part)
         yield whole
 
+    def abort_waiting(self, request_ids: Iterable[str] | None) -> None:
+        """End those of the named requests (all when None) that wait for a server."""
+        for one in list(self._waiting if request_ids is None else request_ids):
+            if one in self._waiting and not self._waiting[one].done():
+                self._waiting[one].set_result(None)
+
     async def abort(self, client: SglangClient, request_ids: Iterable[str] | None) -> None:
         """End the named requests (all when None) with what they have."""
+        self.abort_waiting(request_ids)
         if request_ids is None:
-            await client.post("/abort_request", {"rid": "", "abort_all": True})
+            await self.abort_running(client)
             return
         for rid in [self._running[one] for one in request_ids if one in self._running]:
             await client.post("/abort_request", {"rid": rid})
+
+    async def abort_running(self, client: SglangClient) -> None:
+        """End all that the server has with what they have; those that wait for one keep waiting."""
+        await client.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def wait_until_idle(self, timeout: float = 10.0) -> None:
         """Until nothing runs, or `timeout` seconds have passed."""
@@ -97,7 +131,7 @@ class Turns:
     def stats(self) -> EngineStats:
         """Sums over finished parts; busy_seconds is time with at least one request running."""
         stats = copy.deepcopy(self._stats)
-        stats.running = len(self._running)
+        stats.running, stats.waiting = len(self._running), len(self._waiting)
         stats.busy_seconds += self._busy_for()
         return stats
 
@@ -115,7 +149,7 @@ class Turns:
     async def _registered(self, request_id: str) -> AsyncIterator[str]:
         """Count a request as running; gives its id inside the server, all of one length."""
         if request_id in self._running:
-            raise ValueError(f"request_id={request_id!r} is already running; ids must be unique.")
+            raise _taken(request_id)
         if not self._running:
             self._busy_since = time.monotonic()
         rid = self._running[request_id] = uuid.uuid4().hex
@@ -148,14 +182,28 @@ async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> 
         yield answer
 
 
-def _nothing(request: GenerateRequest) -> GenerateResult:
+def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
+    """`done` itself when there is more to come, else as the turn it is: only its last word was lost."""
+    if done.output_ids and done.output_ids[-1] in request.sampling.stop_token_ids:
+        return replace(done, finish_reason=FinishReason.STOP)
+    if len(done.output_ids) >= request.sampling.max_new_tokens:
+        return replace(done, finish_reason=FinishReason.LENGTH)
+    return done
+
+
+def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
+    """A turn without tokens."""
     return GenerateResult(
         request_id=request.request_id,
         output_ids=[],
         logprobs=[],
         entropies=[],
         versions=[],
-        finish_reason=FinishReason.LENGTH,
+        finish_reason=reason,
         spec=SpecCounts(),
         top_logprobs=[] if request.sampling.top_logprobs else None,
     )
+
+
+def _taken(request_id: str) -> ValueError:
+    return ValueError(f"request_id={request_id!r} is already running; ids must be unique.")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpipe.trainer import logprobs as module
-from rlpipe.trainer.logprobs import token_logprobs
+from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +31,21 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch, temperature, chunk)
     torch.testing.assert_close(logp, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     torch.testing.assert_close(found, logits.grad)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_candidates_are_scored_as_log_softmax_scores_them(temperature):
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(7, 9)).requires_grad_()
+    targets, ids = torch.randint(0, 9, (7,)), torch.randint(0, 9, (7, 4))
+    ids[2, 1:] = -1  # padding
+    logp, _ = token_logprobs(logits, targets, temperature=temperature)
+    found = candidate_logprobs(logits, ids, targets, logp, temperature=temperature)
+    expected = (
+        (logits / temperature).log_softmax(-1).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+    )
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected.detach())
 
 
 def test_no_positions_give_empty_results_and_an_empty_gradient():

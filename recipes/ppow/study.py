@@ -1,0 +1,72 @@
+"""Does reinforcement learning on windows beat more supervised training, and which part of it matters?
+
+    python recipes/ppow/study.py [--runs runs/ppow_study] [--arms ppow hard_ce kl e2e_tv ...] [--seeds 0 1 2]
+
+Stages, files and figures are those of recipes/mtp_adapt/study.py: one warm-up that every arm starts from,
+a learning rate for each objective, then equal steps on the same own rollouts for each seed, acceptance in
+real generation. Arms:
+
+    ppow                          the recipe
+    ppow_no_dist, ppow_no_adaw,   without the reward for closeness, without windows chosen by score, without
+    ppow_plain                    both (PPOW Table 4); at ppow's learning rate
+    ppow_expected                 the expected reward in place of the verified one; at ppow's learning rate
+    hard_ce, kl, e2e_tv           continued supervised training (PPOW Fig. 3)
+
+All arms train on what the model wrote itself, at every place or in windows drawn from there; a step reads
+the same trajectories. It does not cost the same: ppow runs the backbone on its windows besides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mtp_adapt"))
+
+import study as adaptation
+
+EVEN = ["ppow.hard_start=0", "ppow.hard_end=0"]
+ARMS = {
+    "ppow": [],
+    "ppow_no_dist": ["ppow.proximity=0"],
+    "ppow_no_adaw": EVEN,
+    "ppow_plain": ["ppow.proximity=0", *EVEN],
+    "ppow_expected": ["ppow.expected_reward=true"],
+    "hard_ce": ["mtp.loss=hard_ce"],
+    "kl": ["mtp.loss=kl"],
+    "e2e_tv": ["mtp.loss=e2e_tv"],
+}
+BASELINES = ["ppow", "hard_ce"]
+
+
+class PpowStudy(adaptation.Study):
+    """The same stages for these arms."""
+
+    def train(
+        self, start: Path, objective: str, lr: float, stage: str, seed: int, evaluate: Sequence[str]
+    ) -> Path:
+        """One arm from the warm-up."""
+        overrides = [f"model.path={start / 'model'}", f"mtp.lr={lr}", "mtp.min_lr=0"]
+        overrides += ["adapt.context_weight=0", *ARMS[objective]]
+        if objective.startswith("ppow"):
+            overrides.append("mtp.train=ppow")
+        name = f"{stage}/{objective}_lr{lr:g}_seed{seed}"
+        return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
+
+    def sweep(self, start: Path, objective: str) -> tuple[float, dict[str, float]]:
+        """The learning rate of an arm; variants of ppow share one."""
+        return super().sweep(start, "ppow" if objective.startswith("ppow") else objective)
+
+
+def main() -> None:
+    """The arms asked for."""
+    parser = adaptation.arguments(__doc__, "runs/ppow_study")
+    parser.set_defaults(lrs=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    args = parser.parse_args()
+    adaptation.compare(PpowStudy(runs=args.runs.resolve(), args=args), args.arms, BASELINES)
+
+
+if __name__ == "__main__":
+    main()
