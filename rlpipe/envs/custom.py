@@ -27,7 +27,7 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
         found = resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"env.suite={name!r} cannot be imported from {here}: {error}. Start the run in the module's folder, "
+            f"env.suite={name!r} cannot be imported from {here}: {error}. Start the run in its folder, "
             "put that on PYTHONPATH, or install it."
         ) from error
     if not callable(found):
