@@ -1,13 +1,13 @@
 """The async loop: rollout and training at the same time, staleness bounded.
 
-    PromptStream --> _roll --> cluster.collect --> GroupBuffer --> _train --> publish --> gate.advance
-                       ^ waits: StalenessGate        waits: take(n) in order                   |
-                       +---------------------------- wakes ------------------------------------+
+    Backlog.admit --> _roll --> cluster.collect --> Backlog.finished --> _train --> publish --> advance
+       ^ waits: the gate                              waits: take                                  |
+       +-------------------------------- wakes -----------------------------------------------------+
 
-| who    | waits for                              | woken by                          |
-| _roll  | the gate to admit group n              | `gate.advance` after a publish    |
-| _train | the next `prompts_per_step` groups     | a `_collect` task's `buffer.put`  |
-| stop   | the step in progress                   | `request_stop` (Ctrl-C)           |
+| who    | waits for                              | woken by                            |
+| _roll  | the gate to admit group n              | `backlog.advance` after a publish   |
+| _train | the next `prompts_per_step` groups     | a `_collect` task's `finished`      |
+| stop   | the step in progress                   | `request_stop` (Ctrl-C)             |
 
 Synchronous training is the same code with max_staleness = 0. Owns the loop and nothing else: where
 components run is the cluster's business, what a step does is the trainer's.
@@ -24,15 +24,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rlpipe.config.run import Config
-from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.bus import NO_ROOM, MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
+from rlpipe.metrics.jsonl import forget_steps
+from rlpipe.metrics.monitor import Monitor
+from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.report import write_report
+from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.pipeline.group_buffer import GroupBuffer
+from rlpipe.pipeline.backlog import GROUPS, LEDGER, Backlog
+from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.pipeline.staleness import StalenessGate
 from rlpipe.types import Group, Prompt, Trajectory
 
 T = TypeVar("T")
@@ -53,6 +56,10 @@ class Cluster(Protocol):
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         """One optimizer step on all trainer ranks."""
+        ...
+
+    async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
+        """Target and draft of the trainer at every context of these."""
         ...
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
@@ -90,74 +97,102 @@ class Controller:
     checkpoints: CheckpointStore
     version: int = 0
     _stop: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _gate: StalenessGate = field(init=False)
-    _buffer: GroupBuffer = field(init=False)
+    _backlog: Backlog = field(init=False)
+    _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _saving: dict[str, Value] = field(default_factory=dict, init=False)  # told with the next step
+    _saved: bool = field(default=False, init=False)
+    _score: float | None = field(default=None, init=False)
+    _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
+    _lane: Lane = field(init=False)
+    _monitor: Monitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        self._lane = Lane(self._spans, 0)
 
     async def run(self) -> None:
         """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step."""
-        await self._resume()
-        sizes = self.config.pipeline
-        self._gate = StalenessGate(
-            max_staleness=sizes.max_staleness, groups_per_step=sizes.prompts_per_step, version=self.version
+        finished = await self._resume()
+        forget_steps(self.run_dir, self.version)
+        self._monitor.forget_after(self.version)
+        self._backlog = Backlog(
+            self.config.pipeline,
+            self.prompts,
+            self.ledger,
+            version=self.version,
+            steps=self.config.run.steps,
+            event=self.bus.event,
+            finished=finished,
         )
-        self._buffer = GroupBuffer(first=self.version * sizes.prompts_per_step)
+        await self._backlog.start()
         async with asyncio.TaskGroup() as tasks:
-            rolling = tasks.create_task(self._roll())
+            beside = [tasks.create_task(self._roll()), tasks.create_task(self._monitor.watch())]
             await self._train()
-            rolling.cancel()
-        if dropped := self.ledger.drop_unfinished("run ended"):
-            self.bus.event("prompts_dropped", count=dropped, reason="run ended")
-        if self.version not in self.checkpoints.steps():
+            for task in beside:
+                task.cancel()
+        if not self._saved:
             await self._save()
+        if not self._saved:
+            raise RuntimeError(
+                f"the checkpoint of step {self.version} could not be written (checkpoint_failed in "
+                "events.jsonl): correct the cause and run again, it continues from the one before."
+            )
+        if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
+            self.bus.event("prompts_dropped", count=dropped, reason="run ended")
+        self.bus.emit(self.version, self._spans.drain())
 
     def request_stop(self) -> None:
         """Finish the step in progress, checkpoint, return from `run`."""
         self._stop.set()
 
     async def _roll(self) -> None:
-        """Admit groups in order, as many as staleness allows; each runs as a task of its own."""
-        first = self.version * self.config.pipeline.prompts_per_step
-        last = self.config.run.steps * self.config.pipeline.prompts_per_step
+        """Admit groups, as many as staleness allows; each runs as a task of its own."""
         async with asyncio.TaskGroup() as collecting:
-            for index in range(first, last):
-                await self._gate.admit(index)
-                prompt = self.prompts[index]
-                self.ledger.admitted(index, prompt, self._gate.version)
-                collecting.create_task(self._collect(index, prompt))
+            while True:
+                index, prompt = await self._backlog.admit()
+                self._tasks[index] = collecting.create_task(self._collect(index, prompt))
 
     async def _collect(self, index: int, prompt: Prompt) -> None:
         group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
-        self.ledger.completed(group)
-        await self._buffer.put(index, group)
+        del self._tasks[index]
+        await self._backlog.finished(index, group)
 
     async def _train(self) -> None:
         """The training loop: take a batch, step, publish, open the gate."""
         settings = self.config.run
         if self.version == 0:
             await self._validate()
-            self.bus.commit(0)
+            self._monitor.see(self.bus.commit(0))
         while self.version < settings.steps:
             started = time.monotonic()
-            groups = await self._unless_stopped(self._buffer.take(self.config.pipeline.prompts_per_step))
+            with self._lane.span("wait", version=self.version):
+                groups = await self._unless_stopped(self._backlog.take())
             if groups is None:
                 return
             waited = time.monotonic() - started
-            metrics = trajectory_metrics(groups, self.version)
+            metrics = trajectory_metrics(groups, self.version) | self._saving
+            self._saving = {}
             self._record_trajectories(groups[0])
-            metrics |= await self.cluster.train_step(groups)
+            with self._lane.span("probe", version=self.version):
+                metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
+            with self._lane.span("train", version=self.version):
+                metrics |= await self.cluster.train_step(groups)
             self.version += 1
-            self.ledger.trained(groups, self.version)
-            metrics |= await self.cluster.publish_weights(self.version)
-            await self._gate.advance(self.version)
+            self._backlog.trained(self.version)
+            self._saved, self._score = False, None
+            with self._lane.span("sync", version=self.version):
+                metrics |= await self.cluster.publish_weights(self.version)
+            for index in await self._backlog.advance(self.version):
+                self._tasks.pop(index).cancel()
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started
-            metrics |= _step_metrics(groups, self.version, seconds, waited)
-            self.bus.emit(self.version, metrics)
+            metrics |= _step_metrics(groups, self.version, seconds, waited) | self._backlog.metrics()
+            self.bus.emit(self.version, metrics | self._spans.drain())
             if self._due(self.config.val.every):
                 await self._validate()
-            if self._due(settings.save_every):
-                self.bus.emit(self.version, {"timing_s/save_checkpoint": Mean(await self._save(), 1)})
-            self.bus.commit(self.version)
+            self._monitor.see(self.bus.commit(self.version))
+            if self._due(settings.save_every):  # after the commit: a checkpoint never lacks its record
+                await self._save()
             report_every = self.config.metrics.report_every
             if report_every and self.version % report_every == 0:
                 await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
@@ -167,15 +202,18 @@ class Controller:
         return self.version == self.config.run.steps or bool(every and self.version % every == 0)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, or None as soon as a stop was requested."""
+        """The result of `work`, or None once a stop was requested before it was there."""
+        if self._stop.is_set():
+            work.close()
+            return None
         working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stopping = self._stop.is_set()
-        for future in (working, stop):
-            if stopping or not future.done():
-                future.cancel()
-        return None if stopping else working.result()
+        try:
+            await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stop.cancel()
 
     async def _validate(self) -> None:
         """Reward on the held-out sets at the current version, reported under the current step."""
@@ -186,47 +224,101 @@ class Controller:
         metrics: dict[str, Value] = {}
         self.bus.event("phase", message=f"validating version {self.version}")
         for number, (split, ids) in enumerate(self.held_out.items()):
-            played = await self._unless_stopped(
-                self.cluster.evaluate(ids, settings.samples, settings.temperature)
-            )
+            with self._lane.span("validate", version=self.version, split=split):
+                played = await self._unless_stopped(
+                    self.cluster.evaluate(ids, settings.samples, settings.temperature)
+                )
             if played is None:
                 return
             metrics |= validation_metrics(split, played, primary=number == 0)
+        if SCORE in metrics:
+            self._score = metrics[SCORE].value()
         metrics["timing_s/validate"] = Mean(time.monotonic() - started, 1)
         self.bus.emit(self.version, metrics)
 
-    async def _save(self) -> float:
-        """Write the checkpoint of this version; returns the seconds it took."""
+    async def _save(self) -> None:
+        """Write the checkpoint of this version. What fails is said, and the run goes on without it."""
         started = time.monotonic()
         state: dict[str, Any] = {"recipe": self.config.recipe, "seed": self.config.run.seed}
-        path = await self.checkpoints.save(self.version, state, self.cluster.save)
-        seconds = time.monotonic() - started
-        self.bus.event("checkpoint", step=self.version, path=path.name, seconds=round(seconds, 3))
-        return seconds
+        if self._score is not None:
+            state[SCORE] = self._score
 
-    async def _resume(self) -> None:
-        """Continue from the newest checkpoint, if the run directory has one."""
-        found = self.checkpoints.newest()
-        if found is None:
+        async def write(directory: Path) -> None:
+            await self._backlog.save(directory)
+            await self.cluster.save(directory)
+
+        try:
+            with self._lane.span("checkpoint", version=self.version):
+                path = await self.checkpoints.save(self.version, state, write)
+        except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
+            stands = max(self.checkpoints.steps(), default=None)
+            self.bus.event("checkpoint_failed", step=self.version, stands=stands, error=_in_words(error))
             return
-        path, state = found
-        await self.cluster.load(path)
-        self.version = int(state["step"])
-        self.ledger.rewind(self.version * self.config.pipeline.prompts_per_step)
+        self._saved = True
+        seconds = time.monotonic() - started
+        self._saving = {"timing_s/save_checkpoint": Mean(seconds, 1)}
+        self.bus.event("checkpoint", step=self.version, path=path.name, seconds=round(seconds, 3))
+
+    async def _resume(self) -> Path | None:
+        """Continue from the newest checkpoint that can be loaded, if the run directory has one.
+
+        Returns the finished groups it holds.
+        """
+        failed: list[tuple[int, Exception]] = []
+        found = self.checkpoints.newest()
+        while found is not None:
+            path, state = found
+            step = int(state["step"])
+            try:
+                await self.cluster.load(path)
+                self.ledger.restore(path / LEDGER)
+                break
+            except Exception as error:  # of the trainer's formats, which know many
+                failed.append((step, error))
+                found = self.checkpoints.before(step)
+        if failed and found is None:
+            newest, error = failed[0]
+            raise RuntimeError(
+                f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
+                f"{self.checkpoints.path(newest).parent} to start from step 0."
+            ) from error
+        for number, error in failed:  # an older one was loaded: it is they that are broken, not the trainer
+            self.checkpoints.set_aside(number, _in_words(error))
+        for broken in self.checkpoints.broken:
+            self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
+        if found is None:
+            self.ledger.forget()
+            return None
+        self.version, self._saved, self._score = step, True, state.get(SCORE)
         await self.cluster.publish_weights(self.version)
         self.bus.event("resumed", step=self.version, path=path.name)
+        return path / GROUPS
 
     def _record_trajectories(self, group: Group) -> None:
-        """One group a step, readable, for the trajectory viewer."""
-        with (self.run_dir / "trajectories.jsonl").open("a") as file:
-            for trajectory in group.trajectories:
-                record = {
+        """One group a step, readable, for the trajectory viewer; a full disk loses it and no more."""
+        lines = [
+            json.dumps(
+                {
                     "step": self.version + 1,
                     "instance_id": trajectory.instance_id,
                     "reward": trajectory.reward,
                     "turns": trajectory.info.get("turns", []),
                 }
-                file.write(json.dumps(record) + "\n")
+            )
+            for trajectory in group.trajectories
+        ]
+        try:
+            with (self.run_dir / "trajectories.jsonl").open("a") as file:
+                file.write("".join(line + "\n" for line in lines))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.bus.disk_full("trajectories.jsonl", error)
+
+
+def _in_words(error: Exception) -> str:
+    """Kind and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _step_metrics(groups: list[Group], version: int, seconds: float, waited: float) -> dict[str, Value]:

@@ -7,7 +7,6 @@ progress is finished and a checkpoint left; twice, everything stops at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -18,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.engines import check_engine
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.controller import Controller
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.metrics.bus import STEP, MetricsBus
-from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
@@ -49,17 +49,20 @@ def launch(config: Config, resolved: str) -> int:
 
 def _launch_rl(config: Config, run_dir: Path) -> int:
     check_environment(config.env)
+    check_engine(config)
     suite = make_suite(config.env, seed=config.run.seed)
     held_out = {
         split: list(suite.instance_ids(split))[: config.val.instances or None] for split in suite.splits()
     }
     prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
-    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.run.keep_checkpoints)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
-    _forget_after(run_dir, 0 if newest is None else int(newest[1]["step"]))
+    forget_steps(run_dir, 0 if newest is None else int(newest[1]["step"]))
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
-    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger = Ledger(run_dir / "ledger.sqlite", bus.event)
     bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=config.cluster.mode)
+    if injected := config.injection.active():
+        bus.event("injection", **injected)
     cluster = None
     finished = "failed"
     try:
@@ -96,10 +99,10 @@ def _launch_adaptation(config: Config, run_dir: Path) -> int:
 
     for name in config.adapt.environments(config.env):
         check_environment(replace(config.env, name=name))
-    checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.run.keep_checkpoints)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
-    _forget_after(run_dir, done or 0)
+    forget_steps(run_dir, done or 0)
     forget_evaluations(run_dir, done)
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
     bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=ClusterMode.INLINE)
@@ -177,7 +180,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     if config.cluster.mode is ClusterMode.INLINE:
         from rlpipe.actors.inline_cluster import InlineCluster
 
-        return InlineCluster(config)
+        return InlineCluster(config, bus.event)
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
     import ray
 
@@ -223,16 +226,6 @@ def _exit_now(bus: MetricsBus, cluster: Any) -> None:
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     os._exit(130)
-
-
-def _forget_after(run_dir: Path, step: int) -> None:
-    """Drop recorded steps that no checkpoint covers: a resumed run writes them again."""
-    for name, key in (("metrics.jsonl", STEP), ("trajectories.jsonl", "step")):
-        file = run_dir / name
-        if file.exists():
-            records, _ = read_jsonl(file)  # a line cut short by a crash is left out
-            kept = [record for record in records if step and record[key] <= step]
-            file.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _write_report(run_dir: Path) -> Path:

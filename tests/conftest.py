@@ -7,7 +7,33 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory):
+    """The shipped model behind a real SGLang server, rejection sampling, three drafts; one for all tests."""
+    from tests.helpers.cli import ROOT
+    from tests.helpers.sglang import running_server
+
+    with running_server(ROOT / "models" / "tiny", tmp_path_factory.mktemp("sglang")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def sglang(sglang_server):
+    """The shared server, serving version 0 of the shipped weights again afterwards."""
+    from rlpipe.hf_layout import read_weights
+    from tests.helpers.cli import ROOT
+    from tests.helpers.sglang import repaired
+
+    yield sglang_server
+    repaired(sglang_server)
+    sglang_server.resume()
+    sglang_server.events.clear()
+    if sglang_server.stats().policy_version:
+        sglang_server.update_weights(read_weights(ROOT / "models" / "tiny"), 0)

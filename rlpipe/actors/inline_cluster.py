@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,7 @@ class InlineCluster:
     async def publish_weights(self, version: int) -> dict[str, Value]:
         started = time.monotonic()
         payload = await self._train(self._trainer.export, version)
-        try:
-            metrics = await self._rollout.update_weights(payload)
-        finally:
-            for kind, fields in await self._rollout.take_events():
-                self._on_event(kind, **fields)
+        metrics = await self._told(self._rollout.update_weights(payload))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
@@ -65,7 +61,7 @@ class InlineCluster:
         await self._train(self._trainer.load, directory)
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        return await self._rollout.metrics()
+        return await self._told(self._rollout.metrics())
 
     async def close(self) -> None:
         await self._rollout.close()
@@ -74,6 +70,14 @@ class InlineCluster:
 
     def kill(self) -> None:
         """Nothing outlives this process."""
+
+    async def _told(self, asked: Awaitable[dict[str, Value]]) -> dict[str, Value]:
+        """What the rollout worker answers; and tell of the faults it knows of."""
+        try:
+            return await asked
+        finally:
+            for kind, fields in await self._rollout.take_events():
+                self._on_event(kind, **fields)
 
     async def _train(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

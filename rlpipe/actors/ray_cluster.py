@@ -2,8 +2,9 @@
 
 Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
 gets the newest weights before it serves, and what the dead one was playing is played again, so no
-prompt is lost. Weights pass from trainer to workers as an object-store reference. A dead trainer
-ends the run (its checkpoint resumes it).
+prompt is lost. A worker that does not answer within `cluster.hang_s` is killed, which makes it a dead one.
+Weights pass from trainer to workers as an object-store reference. A dead trainer ends the run (its
+checkpoint resumes it).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ray.exceptions import RayActorError
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
@@ -32,7 +34,8 @@ class RayCluster:
         self._config = config
         self._on_event = on_event
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        self._options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 1000}
+        own = config.rollout.sglang.tp if config.rollout.engine is EngineKind.SGLANG else 1
+        self._options = {"num_cpus": 1, "num_gpus": gpus * own, "max_concurrency": 1000}
         self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers)]
         self._load = [0] * len(self._rollouts)
         self._restarts = 0
@@ -62,32 +65,29 @@ class RayCluster:
         return [trajectory for part in played for trajectory in part]
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
-        shared = ray.put(groups)
-        results = await asyncio.gather(*(t.step.remote(shared) for t in self._trainers))
-        return results[0]
+        return (await self._on_trainers("step", ray.put(groups)))[0]
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        shared = ray.put(trajectories)
-        results = await asyncio.gather(*(t.probe.remote(shared) for t in self._trainers))
-        return results[0]
+        return (await self._on_trainers("probe", ray.put(trajectories)))[0]
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
         started = time.monotonic()
         exports = [t.export.remote(version) for t in self._trainers]
         await asyncio.gather(*exports[1:])
         self._newest_weights = exports[0]
-        metrics = reduce(await asyncio.gather(*(self._update(n) for n in range(len(self._rollouts)))))
+        update = ("update_weights", self._newest_weights)
+        metrics = reduce(await asyncio.gather(*(self._told(n, *update) for n in range(len(self._rollouts)))))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
     async def save(self, directory: Path) -> None:
-        await asyncio.gather(*(t.save.remote(directory) for t in self._trainers))
+        await self._on_trainers("save", directory)
 
     async def load(self, directory: Path) -> None:
-        await asyncio.gather(*(t.load.remote(directory) for t in self._trainers))
+        await self._on_trainers("load", directory)
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        return reduce(await asyncio.gather(*(self._call(n, "metrics") for n in range(len(self._rollouts)))))
+        return reduce(await asyncio.gather(*(self._told(n, "metrics") for n in range(len(self._rollouts)))))
 
     async def close(self) -> None:
         for actor in self._rollouts + self._trainers:
@@ -118,14 +118,31 @@ class RayCluster:
         """Call worker n; when it dies, replace it and call again."""
         while True:
             worker = self._rollouts[n]
+            answer = getattr(worker, method).remote(*args)
+            seconds = self._config.cluster.hang_s or None
             try:
-                return await getattr(worker, method).remote(*args)
+                return await asyncio.wait_for(_wait(answer), seconds)
+            except TimeoutError:
+                self._on_event("rollout_worker_hung", worker=n, seconds=seconds)
+                ray.kill(worker)  # the next call finds it dead
+            except asyncio.CancelledError:
+                ray.cancel(answer)
+                raise
             except RayActorError as error:
                 await self._replace(n, worker, error)
 
-    async def _update(self, n: int) -> dict[str, Value]:
+    async def _on_trainers(self, method: str, *args: Any) -> list[Any]:
+        """Call every trainer rank; its death is said here, once, and ends the run."""
         try:
-            return await self._call(n, "update_weights", self._newest_weights)
+            return await asyncio.gather(*(getattr(t, method).remote(*args) for t in self._trainers))
+        except RayActorError as error:
+            self._on_event("trainer_died", error=str(error).splitlines()[0])
+            raise
+
+    async def _told(self, n: int, method: str, *args: Any) -> dict[str, Value]:
+        """Call worker n, and tell of the faults it knows of."""
+        try:
+            return await self._call(n, method, *args)
         finally:
             for kind, fields in await self._call(n, "take_events"):
                 self._on_event(kind, worker=n, **fields)
@@ -147,6 +164,11 @@ class RayCluster:
             if self._newest_weights is not None:
                 await worker.update_weights.remote(self._newest_weights)
             self._rollouts[n] = worker
+
+
+async def _wait(answer: Any) -> Any:
+    """An object reference as a coroutine."""
+    return await answer
 
 
 def _node_ip(_: Any) -> str:

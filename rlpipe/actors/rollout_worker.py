@@ -35,6 +35,7 @@ class RolloutWorker:
 
     def __init__(self, config: Config, number: int = 0) -> None:
         busy = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
+        self._number = number
         self._spans = SpanLog(f"rollout {number}", busy)
         self._events: list[tuple[str, dict[str, Any]]] = []
         path = resolve(config.model.path)
@@ -112,6 +113,8 @@ class RolloutWorker:
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
         values |= {name: Last(figure) for name, figure in stats.sync.items()}
+        place = f"rollout/server/{self._number}"
+        values |= {f"{place}/{name}": Last(figure) for name, figure in stats.server.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
         self._last, self._last_time = stats, now
         return values | self._spans.drain()

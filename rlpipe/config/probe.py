@@ -10,8 +10,8 @@ class ProbeConfig:
     """Contexts that the trainer reads again and again with its newest target and draft.
 
     every: steps between two readings; 0 never. Only runs that draft with an MTP layer are probed.
-    contexts: positions of the fixed set, and as many of the step's own rollouts besides, in whole trajectories
-    (three at least); the cost of a reading is a forward pass over them (`timing_s/probe`).
+    contexts: positions of the fixed set, and as many of the step's own rollouts besides, in whole
+    trajectories (three at least); the cost of a reading is a forward pass over them (`timing_s/probe`).
     """
 
     every: int = 5

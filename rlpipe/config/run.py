@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpipe.config.adapt import AdaptConfig
-from rlpipe.config.algo import AlgoConfig, Correction
+from rlpipe.config.algo import AlgoConfig, Correction, Proximal
 from rlpipe.config.choice import Choice
 from rlpipe.config.env import EnvConfig
+from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
 from rlpipe.config.paths import resolve
-from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.config.pipeline import PipelineConfig, Stale
+from rlpipe.config.ppow import PpowConfig
+from rlpipe.config.rollout import EngineKind, RolloutConfig
+from rlpipe.config.spec import Drafter, SpecConfig, SpecMode
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.config.warmstart import WarmstartConfig
 from rlpipe.hf_layout import read_config, require_mtp
@@ -50,7 +52,8 @@ class RunSettings:
     """Settings everyone uses.
 
     dir: run directory. steps: optimizer steps of the trainer loop. seed: of data order and sampling.
-    save_every: steps between checkpoints (0: only the last). keep_checkpoints: how many stay on disk.
+    save_every: steps between checkpoints (0: only the last). keep_last: how many of the newest stay on disk.
+    keep_best: how many of those with the highest val/reward stay besides (of steps that were validated).
     """
 
     dir: str = "runs/default"
@@ -58,15 +61,16 @@ class RunSettings:
     seed: int = 0
     resume: Resume = Resume.AUTO
     save_every: int = 20
-    keep_checkpoints: int = 2
+    keep_last: int = 2
+    keep_best: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}.")
-        if self.save_every < 0 or self.keep_checkpoints < 1:
+        if self.save_every < 0 or self.keep_last < 1 or self.keep_best < 0:
             raise ValueError(
-                f"run.save_every={self.save_every} must be >= 0 and run.keep_checkpoints="
-                f"{self.keep_checkpoints} must be >= 1."
+                f"run.save_every={self.save_every} and run.keep_best={self.keep_best} must be >= 0, and "
+                f"run.keep_last={self.keep_last} must be >= 1."
             )
 
 
@@ -103,11 +107,20 @@ class ClusterConfig:
     """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
 
     max_restarts: how often a dead rollout worker is replaced before the run gives up.
+    hang_s: seconds after which a rollout worker that does not answer (a group, an evaluation, a weight
+        update) is killed and replaced; it must exceed the slowest group. 0: never.
     """
 
     mode: ClusterMode = ClusterMode.RAY
     address: str = ""
     max_restarts: int = 3
+    hang_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0 or self.hang_s < 0:
+            raise ValueError(
+                f"cluster.max_restarts={self.max_restarts} and cluster.hang_s={self.hang_s} must be >= 0."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,10 +134,12 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
+    ppow: PpowConfig = field(default_factory=PpowConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    injection: InjectionConfig = field(default_factory=InjectionConfig)
     val: ValConfig = field(default_factory=ValConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -138,19 +153,32 @@ def check(config: Config) -> None:
     Raises ValueError with what, the value and the remedy.
     """
     check_run_dir(config.run)
+    if config.task is not Task.RL and config.injection.active():
+        raise ValueError(
+            f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
+            f"task={config.task}: remove it."
+        )
     if config.task is Task.TINY_MODEL:
         return
     model_path = resolve(config.model.path)
     hf_config = read_config(model_path)
-    if config.spec.mode is not SpecMode.NONE:
+    if config.spec.needs_mtp:
         require_mtp(hf_config, config.model.path, config.spec.mode)
-    if config.algo.correction is Correction.OBRS:
+    if config.algo.correction is Correction.OBRS and config.rollout.temperature == 0:
         raise ValueError(
-            "algo.correction=obrs: trajectories do not carry the rollout's top-k logprobs yet, so a run "
-            "cannot use it (rlpipe.algo.obrs stands alone). Use tis_token, tis_sequence or icepop."
+            "algo.correction=obrs compares the distributions of rollout and trainer, and "
+            "rollout.temperature=0 has none: set rollout.temperature=1.0, or another algo.correction."
         )
-    if config.mtp.train is MtpTrain.ONLINE:
+    probed = config.metrics.probe.every and config.spec.needs_mtp
+    if config.mtp.train is not MtpTrain.FROZEN or (probed and config.task is Task.RL):
         check_draft(config.mtp, hf_config, config.model.path)
+    if config.mtp.train is MtpTrain.PPOW and config.rollout.temperature == 0:
+        raise ValueError(
+            "mtp.train=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no distribution: "
+            "set rollout.temperature=1.0, or mtp.train=frozen."
+        )
+    if config.task is Task.RL:
+        check_staleness(config)
     temperatures = (config.rollout.temperature, config.val.temperature)
     if config.spec.mode is SpecMode.GREEDY and any(temperatures):
         raise ValueError(
@@ -169,6 +197,8 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
     check_parallel(config.trainer, hf_config)
+    if config.rollout.engine is EngineKind.SGLANG:
+        check_sglang(config)
     if config.task is Task.MTP_ADAPT:
         require_mtp(hf_config, config.model.path, "mtp_adapt")
         check_adapt(config)
@@ -178,6 +208,41 @@ def check(config: Config) -> None:
         raise ValueError(
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
+        )
+
+
+def check_staleness(config: Config) -> None:
+    """Data of any age need a correction (or PPO's own ratio to the rollout policy). Raises ValueError."""
+    corrected = config.algo.correction is not Correction.NONE or config.algo.proximal is Proximal.ROLLOUT
+    if config.pipeline.stale is Stale.KEEP and not corrected:
+        raise ValueError(
+            "pipeline.stale=keep trains on tokens of any age, and algo.correction=none takes them for the "
+            "policy's own: set algo.correction (tis_token is usual), or pipeline.stale=wait."
+        )
+    pipeline, injected = config.pipeline, config.injection.stale_steps
+    if pipeline.stale is Stale.DROP and injected > pipeline.max_staleness:
+        raise ValueError(
+            f"injection.stale_steps={injected} makes every token older than pipeline.max_staleness="
+            f"{pipeline.max_staleness}, and pipeline.stale=drop gives those up: nothing would ever be "
+            "trained. Set pipeline.stale=wait."
+        )
+
+
+def check_sglang(config: Config) -> None:
+    """What the SGLang engine cannot do, whatever the machine. Raises ValueError."""
+    if config.task is Task.MTP_ADAPT:
+        raise ValueError(
+            "mtp_adapt records the drafts' probabilities, which SGLang does not return: use rollout=embedded."
+        )
+    if config.spec.mode is SpecMode.TREE or config.spec.adaptive:
+        raise ValueError(
+            f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "
+            "a fixed number of drafts. Use spec.mode=rejection and spec.adaptive=false, or rollout=embedded."
+        )
+    if config.spec.drafter is not Drafter.MTP:
+        raise ValueError(
+            f"spec.drafter={config.spec.drafter}: SGLang drafts with the MTP layer here. Use "
+            "spec.drafter=mtp, or rollout=embedded."
         )
 
 

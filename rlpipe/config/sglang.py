@@ -11,6 +11,7 @@ class WeightTransfer(Choice):
     """How new weights reach a server."""
 
     TENSOR = "tensor"  # in the body of requests, in pieces; any host, small models
+    COLLECTIVE = "collective"  # by broadcast (gloo) to all ranks of the server
     DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
 
 
@@ -32,6 +33,10 @@ class SglangConfig:
     tp: GPUs of one server (tensor parallel).
     draft_path: checkpoint of the draft; empty: the MTP layer of the model's own checkpoint.
     start_timeout, request_timeout: seconds until the server must answer, and until a generation must end.
+    update_timeout: seconds one request of a weight update may take.
+    health_interval, health_timeout: seconds between two questions to the server, and until one must be
+        answered; a server that answers neither of two hangs, and is killed and replaced.
+    max_restarts: dead or hung servers that are replaced between two weight updates; one more ends the run.
     weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request.
     abort_on_update: requests that run when weights change end with what they have and are continued as new
         ones. Off: they go on inside the server, by rollout.kv_on_update.
@@ -49,6 +54,10 @@ class SglangConfig:
     draft_path: str = ""
     start_timeout: float = 300.0
     request_timeout: float = 600.0
+    update_timeout: float = 300.0
+    health_interval: float = 10.0
+    health_timeout: float = 30.0
+    max_restarts: int = 3
     weight_transfer: WeightTransfer = WeightTransfer.TENSOR
     bucket_mb: int = 256
     abort_on_update: bool = False
@@ -65,13 +74,15 @@ class SglangConfig:
         for name in ("tp", "bucket_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("start_timeout", "request_timeout"):
+        seconds = ("start_timeout", "request_timeout", "update_timeout", "health_interval", "health_timeout")
+        for name in seconds:
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be positive seconds.")
         if not 0 <= self.port < 65536:
             raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
-        if self.canary_retries < 0:
-            raise ValueError(f"rollout.sglang.canary_retries={self.canary_retries} must be 0 or more.")
+        for name in ("canary_retries", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be 0 or more.")
         if not 0 <= self.memory_fraction < 1:
             raise ValueError(
                 f"rollout.sglang.memory_fraction={self.memory_fraction} must be in [0, 1); 0: SGLang's own."

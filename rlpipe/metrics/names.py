@@ -657,6 +657,9 @@ SECTIONS: tuple[Section, ...] = (
         "ours",
         ("rollout/running", "last", "request", "Requests being decoded when the step ended."),
         ("rollout/waiting", "last", "request", "Requests waiting when the step ended."),
+        ("rollout/server/{k}/running", "last", "request", "Requests the server of worker k was decoding."),
+        ("rollout/server/{k}/waiting", "last", "request", "Requests waiting for that server to be replaced."),
+        ("rollout/server/{k}/restarts", "last", "1", "How often that server was replaced since the start."),
         ("rollout/generated_tokens", "sum", "token", "Tokens generated in the step, trained on or not."),
         ("rollout/prefill_tokens", "sum", "token", "Tokens prefilled in the step."),
         ("rollout/aborted", "sum", "request", "Requests aborted in the step."),
@@ -723,6 +726,19 @@ EVENTS: dict[str, tuple[Level, str]] = {
     "rollout_worker_hung": (
         Level.FAULT,
         "A rollout worker did not answer in cluster.hang_s seconds and was killed: worker, seconds.",
+    ),
+    "server_died": (
+        Level.FAULT,
+        "An SGLang server ended, or did not start: version it served, error, worker. It is replaced, up to "
+        "rollout.sglang.max_restarts times between two weight updates.",
+    ),
+    "server_hung": (
+        Level.FAULT,
+        "An SGLang server lives and does not answer; it is killed and replaced: version, error, worker.",
+    ),
+    "server_restarted": (
+        Level.INFO,
+        "Another server took the place of one: version it serves, restarts since the start, seconds, worker.",
     ),
     "trainer_died": (
         Level.FAULT,

@@ -37,6 +37,7 @@ def pack(
     temperature: float = 1.0,
     skip_zero_advantage: bool = False,
     share_prefixes: bool = True,
+    uniforms: Sequence[np.ndarray] | None = None,
     seed: int = 0,
 ) -> PackedBatch:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
@@ -46,8 +47,10 @@ def pack(
     skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
     share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
         longest (see `MegatronTrainer.shares_prefixes`).
+    uniforms: the draws of OBRS per token, parallel to each trajectory's token_ids; the micro-batches then
+        hold the rollout's candidates too (None: another correction).
     Left out always: masked trajectories, and those without a sampled token.
-    Raises ValueError when one trajectory alone exceeds the budget.
+    Raises ValueError when one trajectory alone exceeds the budget, or has no candidates for its draws.
     """
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
     # tokens after the last sampled one are cut off, nothing is learnt from them
@@ -72,7 +75,8 @@ def pack(
         batch.skipped += len(part) - len(kept)
         line = _Line.of(kept, inputs, share_prefixes)
         cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
-        shards = [[_fill(line, *cut, token_budget, trajectories, advantages) for cut in own] for own in cuts]
+        given = (trajectories, advantages, uniforms)
+        shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
         cost, read = sum(line.cost(*cut) for own in cuts for cut in own), sum(map(len, line.inputs))
         cells = sum(len(micro.tokens) for shard in shards for micro in shard)
         batch.shared_tokens += 0 if line.padded else read - cost
@@ -168,11 +172,12 @@ def _fill(
     budget: int,
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
+    uniforms: Sequence[np.ndarray] | None,
 ) -> MicroBatch:
     """The micro-batch of a stretch."""
     size = 0 if line.padded else min(budget, -(-line.cost(start, stop) // MULTIPLE) * MULTIPLE)
     rows, inputs, shared = (x[start:stop] for x in (line.rows, line.inputs, line.shared))
-    return lay_out(rows, inputs, shared, trajectories, advantages, size)
+    return lay_out(rows, inputs, shared, trajectories, advantages, size, uniforms)
 
 
 def _inputs(trajectory: Trajectory) -> np.ndarray:

@@ -1,27 +1,53 @@
-"""Checkpoint directories: `checkpoints/step_N/`, complete or absent, the newest few kept.
+"""Checkpoint directories: `checkpoints/step_N/`, complete or absent, the newest few and the best few kept.
 
-Owns naming, atomicity and pruning; the trainer writes the content. A directory gets its final name
-only after everything in it was written, so a crash leaves at most a `.tmp` that is swept away.
+Owns naming, atomicity, verification and pruning; others write the content. The order of a save:
+
+    step_N.tmp/  content -> to the disk -> state.json with the size and sum of every file -> rename to step_N
+    step_M (no longer wanted) -> rename to step_M.old -> removed
+
+A crash at any point leaves the checkpoints before it as they were, and leftovers that the next start sweeps
+away. One that does not hold what its state.json says is set aside as `step_N.corrupt`, and the one before it
+is used. Writing is synchronous: the trainer's tensors must not change meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import zlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+STATE = "state.json"
+SCORE = "val/reward"  # in state.json: what `keep_best` compares
+_EDGE = 4 << 20  # bytes at either end of a file that its sum covers
+
+
+@dataclass(slots=True, kw_only=True)
+class Broken:
+    """A checkpoint that was set aside. reason: what is wrong with it."""
+
+    step: int
+    reason: str
+
 
 class CheckpointStore:
-    """Checkpoints of one run."""
+    """Checkpoints of one run. keep, keep_best: how many of the newest, and of the highest SCORE, stay.
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    broken: those set aside since the start, for the log.
+    """
+
+    def __init__(self, directory: Path, keep: int, keep_best: int = 0) -> None:
         self._directory = directory
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
+        self.broken: list[Broken] = []
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending."""
+        """Steps with a checkpoint, ascending."""
         return sorted(
             int(p.name.removeprefix("step_")) for p in self._directory.glob("step_*") if not p.suffix
         )
@@ -31,24 +57,141 @@ class CheckpointStore:
         return self._directory / f"step_{step}"
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Let `write` fill a new directory, add `state.json`, then give it its name and prune."""
+        """Let `write` fill a new directory, add `state.json`, then give it its name and prune.
+
+        Raises OSError (ENOSPC) when the disk has less room than the newest checkpoint takes, and whatever
+        `write` raises; nothing is left of the attempt then, and the checkpoints before it stand.
+        """
         final, partial = self.path(step), self._directory / f"step_{step}.tmp"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        await write(partial)
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self.path(old))
+        try:
+            self._require_room()
+            partial.mkdir(parents=True)
+            await write(partial)
+            _seal(partial, {"step": step, **state})
+            if final.exists():  # only what could not be loaded is written again
+                self.set_aside(step, "it was written again")
+            partial.rename(final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _to_disk(self._directory)
+        self._prune()
         return final
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest complete checkpoint and its state; leftovers of a crash are removed."""
-        for leftover in self._directory.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+        """The newest checkpoint that holds what it should, and its state; None without any.
+
+        Leftovers of a crash are removed, and newer ones that are broken set aside (`broken`).
+        Raises ValueError when there are checkpoints but none is whole: nothing is moved then.
+        """
+        for pattern in ("step_*.tmp", "step_*.old"):
+            for leftover in self._directory.glob(pattern):
+                shutil.rmtree(leftover)
+        found = self.before(None)
+        if found is None and (steps := self.steps()):
+            raise ValueError(
+                f"none of the checkpoints in {self._directory} is whole (step {steps[-1]}: "
+                f"{_fault(self.path(steps[-1]))}). Bring one back, or remove them to start from step 0."
+            )
+        return found
+
+    def before(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint before `step` (None: of all); broken ones passed over are set aside."""
+        passed: list[Broken] = []
+        for older in reversed([s for s in self.steps() if step is None or s < step]):
+            reason = _fault(self.path(older))
+            if reason is None:
+                for fault in passed:
+                    self.set_aside(fault.step, fault.reason)
+                state = json.loads((self.path(older) / STATE).read_text())
+                del state["files"]
+                return self.path(older), state
+            passed.append(Broken(step=older, reason=reason))
+        return None
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Take a checkpoint that cannot be loaded out of the way, as step_N.corrupt."""
+        aside = self._directory / f"step_{step}.corrupt"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(step).rename(aside)
+        self.broken.append(Broken(step=step, reason=reason))
+
+    def _require_room(self) -> None:
+        """A rank that finds no room while others wait for it is worse than none beginning."""
+        if not (steps := self.steps()):
+            return
+        taken = sum(file.stat().st_size for file in _files(self.path(steps[-1])))
+        free = shutil.disk_usage(self._directory).free
+        if free < taken:
+            message = f"{free >> 20} MiB are free and the last checkpoint took {taken >> 20}"
+            raise OSError(errno.ENOSPC, message, str(self._directory))
+
+    def _prune(self) -> None:
         steps = self.steps()
-        if not steps:
-            return None
-        path = self.path(steps[-1])
-        return path, json.loads((path / "state.json").read_text())
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        best = sorted(scores, key=lambda step: (scores[step], step))[len(scores) - self._keep_best :]
+        for step in set(steps[: -self._keep]) - set(best):
+            removed = self._directory / f"step_{step}.old"
+            self.path(step).rename(removed)
+            shutil.rmtree(removed)
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return json.loads((self.path(step) / STATE).read_text()).get(SCORE)
+        except (OSError, ValueError):
+            return None  # broken: it has no score, and loading it would tell
+
+
+def _seal(directory: Path, state: dict[str, Any]) -> None:
+    """Hand every file to the disk, then write what a whole checkpoint holds."""
+    held = {}
+    for file in _files(directory):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+        held[str(file.relative_to(directory))] = [file.stat().st_size, _sum(file)]
+        _to_disk(file.parent)
+    with (directory / STATE).open("w") as file:
+        json.dump(state | {"files": held}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _to_disk(directory)
+
+
+def _fault(directory: Path) -> str | None:
+    """What is wrong with a checkpoint; None when it holds what its state.json says."""
+    try:
+        held = json.loads((directory / STATE).read_text())["files"]
+        for name, (size, checksum) in held.items():
+            file = directory / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes instead of {size}"
+            if _sum(file) != checksum:
+                return f"{name} has other bytes than were written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{STATE} cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.rglob("*") if p.is_file())
+
+
+def _sum(file: Path) -> int:
+    """CRC-32 of the first and the last 4 MiB: a cut, empty or foreign file, at the cost of no long read."""
+    with file.open("rb") as opened:
+        start = zlib.crc32(opened.read(_EDGE))
+        size = os.fstat(opened.fileno()).st_size
+        opened.seek(max(min(_EDGE, size), size - _EDGE))
+        return zlib.crc32(opened.read(), start)
+
+
+def _to_disk(directory: Path) -> None:
+    """A new name is safe only once its directory is."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

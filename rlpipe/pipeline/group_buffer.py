@@ -1,9 +1,10 @@
-"""Finished groups, handed to the trainer in admission order.
+"""Finished groups, handed to the trainer: in admission order, or first finished, first trained.
 
-Order is kept on purpose: taking whatever finished first favours short, easy prompts and lets slow
-ones go stale; in order, every admitted prompt is trained, and the staleness bound is exact.
+Admission order is the default on purpose: taking whatever finished first favours short, easy prompts and
+lets slow ones go stale; in order, every admitted prompt is trained, and the staleness bound is exact.
 
-Waits: the training loop, in `take`. Wakes: `put`. Invariant: each index is taken once, in order.
+Waits: the training loop, in `take`. Wakes: `put` and `skip`. Invariant: each index is taken or skipped once;
+in order, a take returns the lowest indices that were not skipped.
 """
 
 from __future__ import annotations
@@ -14,27 +15,65 @@ from rlpipe.types import Group
 
 
 class GroupBuffer:
-    """Holds groups that finished before their turn."""
+    """Holds finished groups by index. first: the lowest index to come, of those in order."""
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, *, in_order: bool = True) -> None:
         self._next = first
-        self._ready: dict[int, Group] = {}
+        self._in_order = in_order
+        self._ready: dict[int, Group] = {}  # in the order they finished
+        self._gone: set[int] = set()  # skipped, at or behind _next
         self._changed = asyncio.Condition()
 
     async def put(self, index: int, group: Group) -> None:
         """Hand in group number `index`."""
         async with self._changed:
-            assert index >= self._next and index not in self._ready, f"group {index} handed in twice"
+            known = index in self._ready or index in self._gone or (self._in_order and index < self._next)
+            assert not known, f"group {index} was handed in twice"
             self._ready[index] = group
             self._changed.notify_all()
 
-    async def take(self, count: int) -> list[Group]:
-        """The next `count` groups in order, once all of them are finished."""
+    async def skip(self, index: int) -> None:
+        """Group `index` ended elsewhere: nobody waits for it any more."""
         async with self._changed:
-            wanted = range(self._next, self._next + count)
-            await self._changed.wait_for(lambda: all(i in self._ready for i in wanted))
-            self._next += count
-            return [self._ready.pop(i) for i in wanted]
+            self._ready.pop(index, None)
+            if self._in_order and index >= self._next:
+                self._gone.add(index)
+            self._changed.notify_all()
+
+    async def take(self, count: int) -> list[tuple[int, Group]]:
+        """The next `count` groups by index, once they are finished: all of them or, on cancellation, none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._wanted(count)) == count)
+            taken = self._wanted(count)
+            if self._in_order and taken:
+                self._next = taken[-1] + 1
+                self._gone = {index for index in self._gone if index >= self._next}
+            return [(index, self._ready.pop(index)) for index in taken]
+
+    def items(self) -> list[tuple[int, Group]]:
+        """What is held, by index."""
+        return sorted(self._ready.items())
+
+    def replace(self, index: int, group: Group) -> None:
+        """Hold `group` in place of the one that is held."""
+        assert index in self._ready, f"group {index} is not held"
+        self._ready[index] = group
+
+    @property
+    def first(self) -> int:
+        """No index below it is waited for."""
+        return self._next
 
     def __len__(self) -> int:
         return len(self._ready)
+
+    def _wanted(self, count: int) -> list[int]:
+        """Indices of the next groups, ascending: fewer than `count` while some are missing."""
+        if not self._in_order:
+            return sorted(list(self._ready)[:count])
+        found, index = [], self._next
+        while len(found) < count and (index in self._ready or index in self._gone):
+            if index in self._ready:
+                found.append(index)
+            index += 1
+        return found

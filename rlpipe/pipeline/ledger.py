@@ -1,108 +1,374 @@
-"""The life of every prompt, in SQLite beside the run: admitted -> complete -> trained | dropped.
+"""The life of every prompt and every trajectory, in SQLite beside the run.
 
-Owns `ledger.sqlite`. Invariant: an admitted prompt ends at most once, as trained(step) or
-dropped(reason), and what is neither is in flight.
+    prompt      admitted -> generating -> complete -> trained(step) | dropped(reason)
+                   ^------------'  `reopen`: played again after a resume
+    trajectory             generating -> complete -> trained(step, version) | dropped(reason)
+                                      `-> masked
+
+Owns `ledger.sqlite`. Written by the controller alone; a checkpoint holds a copy of the same moment (`save`),
+which a resumed run continues from (`restore`). Invariants, checked by `violations`: an admitted prompt ends
+exactly once, and a trajectory is trained in exactly one step. A full disk does not end a run: the ledger goes
+on in memory, and into the next checkpoint. What a finished run looks like:
+
+    python -m rlpipe.pipeline.ledger RUN
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sqlite3
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlpipe.types import Group, Prompt, TrajectoryStatus
+from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
+_FORMAT = 2
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS prompts (
+CREATE TABLE prompts (
     idx INTEGER PRIMARY KEY, group_id TEXT UNIQUE NOT NULL, instance_id TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('admitted', 'complete', 'trained', 'dropped')),
-    admitted_version INTEGER NOT NULL, step INTEGER, reason TEXT);
-CREATE TABLE IF NOT EXISTS trajectories (
+    state TEXT NOT NULL CHECK (state IN ('admitted', 'generating', 'complete', 'trained', 'dropped')),
+    admitted_version INTEGER NOT NULL, attempts INTEGER NOT NULL, step INTEGER, reason TEXT,
+    CHECK (state != 'trained' OR step IS NOT NULL), CHECK ((state = 'dropped') = (reason IS NOT NULL)));
+CREATE TABLE trajectories (
     trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES prompts (group_id),
-    status TEXT NOT NULL, reward REAL, oldest_version INTEGER, tokens INTEGER NOT NULL,
-    step INTEGER, info TEXT NOT NULL);
+    state TEXT NOT NULL CHECK (state IN ('generating', 'complete', 'masked', 'trained', 'dropped')),
+    reward REAL, oldest_version INTEGER, tokens INTEGER, info TEXT,
+    step INTEGER, version INTEGER, reason TEXT,
+    CHECK ((state = 'trained') = (step IS NOT NULL)), CHECK ((state = 'dropped') = (reason IS NOT NULL)));
+CREATE INDEX of_group ON trajectories (group_id);
+CREATE INDEX unfinished ON prompts (state) WHERE state IN ('admitted', 'generating', 'complete');
 """
+_UNFINISHED = "('admitted', 'generating', 'complete')"
+# What must select nothing, by what it would mean.
+_NEVER = {
+    "a prompt between others was never admitted": """
+        SELECT idx FROM prompts WHERE idx > 0 AND idx - 1 NOT IN (SELECT idx FROM prompts)""",
+    "a trained prompt has no trained trajectory": """
+        SELECT group_id FROM prompts p WHERE state = 'trained' AND NOT EXISTS
+        (SELECT 1 FROM trajectories t WHERE t.group_id = p.group_id AND t.state = 'trained')""",
+    "a trajectory was trained in another step than its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE t.state = 'trained' AND (p.state != 'trained' OR p.step != t.step)""",
+    "a trajectory outlived its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE p.state IN ('trained', 'dropped') AND t.state IN ('generating', 'complete')""",
+    "a trajectory finished before its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE p.state IN ('admitted', 'generating') AND t.state NOT IN ('generating', 'dropped')""",
+    "a trajectory was trained on tokens newer than the trainer": """
+        SELECT trajectory_id FROM trajectories WHERE state = 'trained' AND oldest_version > version""",
+    "a trajectory belongs to no prompt": """
+        SELECT trajectory_id FROM trajectories WHERE group_id NOT IN (SELECT group_id FROM prompts)""",
+}
+
+
+def _nowhere(kind: str, **fields: Any) -> None:
+    """No one to tell."""
 
 
 class Ledger:
-    """Written by the controller only."""
+    """Written by the controller only. event: told when the disk is full (kind, fields).
 
-    def __init__(self, path: Path) -> None:
+    Raises ValueError for a file of another format. A change that does not fit a life is an AssertionError,
+    and then nothing of it is written.
+    """
+
+    def __init__(self, path: Path, event: Callable[..., None] = _nowhere) -> None:
+        self._path, self._event = path, event
         self._db = sqlite3.connect(path)
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.executescript(_SCHEMA)
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk
+        if not _table_names(self._db):
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
+        _check_format(self._db, path)
 
     def admitted(self, index: int, prompt: Prompt, version: int) -> None:
-        """A prompt was handed to a rollout worker."""
-        with self._db:
-            self._db.execute(
-                "INSERT INTO prompts VALUES (?, ?, ?, 'admitted', ?, NULL, NULL)",
-                (index, prompt.group_id, prompt.instance_id, version),
+        """A prompt may be played from now on."""
+        row = (index, prompt.group_id, prompt.instance_id, version)
+        self._change(
+            lambda db: db.execute("INSERT INTO prompts VALUES (?,?,?,'admitted',?,0,NULL,NULL)", row)
+        )
+
+    def generating(self, prompt: Prompt, trajectory_ids: Sequence[str]) -> None:
+        """A prompt was handed to a rollout worker, as these trajectories."""
+        rows = [(name, prompt.group_id) for name in trajectory_ids]
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, prompt.group_id, ("admitted",), "generating")
+            db.execute("UPDATE prompts SET attempts = attempts + 1 WHERE group_id = ?", (prompt.group_id,))
+            db.executemany(
+                "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?,?,'generating')", rows
             )
+
+        self._change(change)
+
+    def reopen(self, group_id: str) -> None:
+        """A prompt that was being generated is not any more, and will be handed out again."""
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, group_id, ("generating",), "admitted")
+            db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
+
+        self._change(change)
 
     def completed(self, group: Group) -> None:
         """All trajectories of a prompt are finished (some may be masked)."""
-        rows = [
-            (
-                t.trajectory_id,
-                t.group_id,
-                str(t.status),
-                t.reward,
-                t.oldest_version,
-                t.response_length,
-                None,
-                json.dumps({k: v for k, v in t.info.items() if isinstance(v, str | int | float | bool)}),
-            )
-            for t in group.trajectories
-        ]
-        with self._db:
-            self._move(group.prompt.group_id, "admitted", "complete")
-            self._db.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        name = group.prompt.group_id
 
-    def trained(self, groups: list[Group], step: int) -> None:
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, name, ("generating",), "complete")
+            for t in group.trajectories:
+                moved = db.execute(
+                    "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, tokens = ?, info = ? "
+                    "WHERE trajectory_id = ? AND group_id = ? AND state = 'generating'",
+                    (
+                        "masked" if t.status is TrajectoryStatus.MASKED else "complete",
+                        t.reward,
+                        t.oldest_version,
+                        t.response_length,
+                        json.dumps(_facts(t)),
+                        t.trajectory_id,
+                        name,
+                    ),
+                ).rowcount
+                assert moved == 1, f"trajectory {t.trajectory_id} was not being generated"
+            (left,) = db.execute(
+                "SELECT COUNT(*) FROM trajectories WHERE group_id = ? AND state = 'generating'", (name,)
+            ).fetchone()
+            assert not left, f"prompt {name} came without {left} of its trajectories"
+
+        self._change(change)
+
+    def dropped(self, group_id: str, reason: str) -> None:
+        """A prompt ends untrained, whatever it is doing."""
+        before = ("admitted", "generating", "complete")
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, group_id, before, "dropped", reason=reason)
+            _drop_trajectories(db, "group_id = ?", (group_id,), reason)
+
+        self._change(change)
+
+    def trajectories_dropped(self, trajectories: Sequence[Trajectory], reason: str) -> None:
+        """Complete trajectories end untrained; their siblings go on."""
+
+        def change(db: sqlite3.Connection) -> None:
+            for t in trajectories:
+                moved = _drop_trajectories(
+                    db, "trajectory_id = ? AND state = 'complete'", (t.trajectory_id,), reason
+                )
+                assert moved == 1, f"trajectory {t.trajectory_id} is not 'complete', cannot become 'dropped'"
+
+        self._change(change)
+
+    def trained(self, groups: Sequence[Group], step: int) -> None:
         """Groups were part of optimizer step `step` (1-based); one without a reward ends dropped."""
-        with self._db:
+
+        def change(db: sqlite3.Connection) -> None:
             for group in groups:
                 name = group.prompt.group_id
-                if all(t.status is TrajectoryStatus.MASKED for t in group.trajectories):
-                    self._move(name, "complete", "dropped", step=step, reason="every trajectory masked")
+                useful = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
+                if not useful:
+                    _move(db, name, ("complete",), "dropped", step=step, reason="every trajectory masked")
                     continue
-                self._move(name, "complete", "trained", step=step)
-                self._db.execute(
-                    "UPDATE trajectories SET step = ? WHERE group_id = ? AND status = 'complete'",
-                    (step, name),
-                )
+                _move(db, name, ("complete",), "trained", step=step)
+                for t in useful:
+                    moved = db.execute(
+                        "UPDATE trajectories SET state = 'trained', step = ?, version = ? "
+                        "WHERE trajectory_id = ? AND state = 'complete'",
+                        (step, step - 1, t.trajectory_id),
+                    ).rowcount
+                    assert moved == 1, f"trajectory {t.trajectory_id} is not 'complete', cannot be trained"
+
+        self._change(change)
 
     def drop_unfinished(self, reason: str) -> int:
         """End whatever is still in flight; returns how many prompts that were."""
-        with self._db:
-            return self._db.execute(
-                "UPDATE prompts SET state = 'dropped', reason = ? WHERE state IN ('admitted', 'complete')",
-                (reason,),
+
+        def change(db: sqlite3.Connection) -> int:
+            unfinished = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
+            _drop_trajectories(db, f"group_id IN ({unfinished})", (), reason)
+            return db.execute(
+                f"UPDATE prompts SET state = 'dropped', reason = ? WHERE state IN {_UNFINISHED}", (reason,)
             ).rowcount
 
-    def rewind(self, first_index: int) -> None:
-        """Forget prompts from `first_index` on: a resumed run admits them again."""
-        with self._db:
-            self._db.execute(
-                "DELETE FROM trajectories WHERE group_id IN (SELECT group_id FROM prompts WHERE idx >= ?)",
-                (first_index,),
-            )
-            self._db.execute("DELETE FROM prompts WHERE idx >= ?", (first_index,))
+        return self._change(change)
+
+    def unfinished(self) -> list[tuple[int, str, str, str]]:
+        """(index, group_id, instance_id, state) of every prompt in flight, by index."""
+        return self._db.execute(
+            f"SELECT idx, group_id, instance_id, state FROM prompts WHERE state IN {_UNFINISHED} ORDER BY idx"
+        ).fetchall()
+
+    def ended_from(self, index: int) -> list[int]:
+        """Indices of prompts from `index` on that have ended."""
+        rows = self._db.execute(
+            f"SELECT idx FROM prompts WHERE idx >= ? AND state NOT IN {_UNFINISHED}", (index,)
+        )
+        return [found for (found,) in rows]
+
+    def admitted_count(self) -> int:
+        """Prompts admitted so far: the place in the prompt stream."""
+        return self._db.execute("SELECT COUNT(*) FROM prompts").fetchone()[0]
+
+    def oldest_admission(self) -> int | None:
+        """The version at which the prompt that waits longest was admitted; None without one."""
+        return self._db.execute(
+            f"SELECT MIN(admitted_version) FROM prompts WHERE state IN {_UNFINISHED}"
+        ).fetchone()[0]
 
     def counts(self) -> dict[str, int]:
         """Prompts by state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
 
+    def violations(self, *, ended: bool = False, epoch: int | None = None) -> list[str]:
+        """See `violations`."""
+        return violations(self._db, ended=ended, epoch=epoch)
+
+    def save(self, path: Path) -> None:
+        """Write a copy of this moment. Raises sqlite3.OperationalError when there is no room."""
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")  # one file, nothing beside it
+
+    def restore(self, path: Path) -> None:
+        """Become a copy that `save` wrote: what happened after it is forgotten."""
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            _check_format(copy, path)
+            copy.backup(self._db)
+
+    def forget(self) -> None:
+        """Become empty: the run starts from its first step."""
+        self._change(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("trajectories", "prompts")])
+
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close; a ledger that went on in memory is written back if there is room by now."""
+        if self._in_memory:
+            with (
+                contextlib.suppress(sqlite3.OperationalError),  # it was said that the disk is full
+                contextlib.closing(sqlite3.connect(self._path)) as file,
+            ):
+                self._db.backup(file)
         self._db.close()
 
-    def _move(
-        self, group_id: str, before: str, after: str, step: int | None = None, reason: str | None = None
-    ) -> None:
-        moved = self._db.execute(
-            "UPDATE prompts SET state = ?, step = ?, reason = ? WHERE group_id = ? AND state = ?",
-            (after, step, reason, group_id, before),
-        ).rowcount
-        assert moved == 1, f"prompt {group_id} is not '{before}', cannot become '{after}'"
+    @property
+    def _in_memory(self) -> bool:
+        return not self._db.execute("PRAGMA database_list").fetchone()[2]
+
+    def _change(self, change: Callable[[sqlite3.Connection], Any]) -> Any:
+        """One transaction: all of `change` or nothing."""
+        try:
+            with self._db:
+                return change(self._db)
+        except sqlite3.OperationalError as error:
+            kind = error.sqlite_errorcode & 0xFF  # the rest says which write it was
+            if kind not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or self._in_memory:
+                raise
+            full, self._db = self._db, sqlite3.connect(":memory:")
+            full.backup(self._db)
+            full.close()
+            self._event("ledger_in_memory", error=str(error))
+        with self._db:
+            return change(self._db)
+
+
+def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:
+    """What contradicts the invariants, one sentence each; empty when all is well.
+
+    ended: of a run that is over, in which no prompt is in flight. epoch: training instances, each of which is
+    admitted once before any is admitted again.
+    """
+    never = dict(_NEVER)
+    if ended:
+        never["a prompt did not end"] = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
+    if epoch:
+        never["an instance was admitted twice in one epoch"] = (
+            f"SELECT instance_id FROM prompts GROUP BY idx / {int(epoch)}, instance_id HAVING COUNT(*) > 1"
+        )
+    return [f"{what}: {found}" for what, query in never.items() if (found := _some(db, query))]
+
+
+def _some(db: sqlite3.Connection, query: str, shown: int = 5) -> str:
+    names = [str(name) for (name, *_) in db.execute(query)]
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _move(
+    db: sqlite3.Connection,
+    group_id: str,
+    before: Sequence[str],
+    after: str,
+    step: int | None = None,
+    reason: str | None = None,
+) -> None:
+    moved = db.execute(
+        f"UPDATE prompts SET state = ?, step = ?, reason = ? WHERE group_id = ? "
+        f"AND state IN ({','.join('?' * len(before))})",
+        (after, step, reason, group_id, *before),
+    ).rowcount
+    assert moved == 1, f"prompt {group_id} is not {' or '.join(map(repr, before))}, cannot become {after!r}"
+
+
+def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any], reason: str) -> int:
+    return db.execute(
+        f"UPDATE trajectories SET state = 'dropped', reason = ? "
+        f"WHERE {which} AND state IN ('generating', 'complete')",
+        (reason, *values),
+    ).rowcount
+
+
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
+    """The small facts of the environment; long texts stay in the trajectory files."""
+    return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
+
+
+def _table_names(db: sqlite3.Connection) -> list[str]:
+    return [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+
+
+def _check_format(db: sqlite3.Connection, path: Path) -> None:
+    (found,) = db.execute("PRAGMA user_version").fetchone()
+    if found != _FORMAT:
+        raise ValueError(
+            f"{path} is a ledger of format {found}, this version writes {_FORMAT}: continue that run with "
+            "the version that began it, or choose another run.dir."
+        )
+
+
+def _lines(db: sqlite3.Connection) -> Iterator[str]:
+    """The page of the command line."""
+    for table in ("prompts", "trajectories"):
+        yield f"{table}:"
+        for state, count in db.execute(f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY 2 DESC"):
+            yield f"  {state:<12}{count}"
+    for reason, count in db.execute(
+        "SELECT reason, COUNT(*) FROM prompts WHERE reason NOTNULL GROUP BY reason"
+    ):
+        yield f"dropped, {reason}: {count} prompts"
+    (again,) = db.execute("SELECT COUNT(*) FROM prompts WHERE attempts > 1").fetchone()
+    yield f"played more than once (resumed runs): {again} prompts"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show the ledger of a run and check its invariants; returns 1 when one is violated."""
+    parser = argparse.ArgumentParser(prog="python -m rlpipe.pipeline.ledger", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--running", action="store_true", help="prompts may be in flight")
+    options = parser.parse_args(arguments)
+    path = options.run / "ledger.sqlite"
+    if not path.is_file():
+        parser.error(f"{path} does not exist: name the directory of a run.")
+    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        _check_format(db, path)
+        print("\n".join(_lines(db)))
+        wrong = violations(db, ended=not options.running)
+    print("\n".join(f"VIOLATED: {what}" for what in wrong) or "every invariant holds")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,25 +1,46 @@
-"""The staleness gate: when the n-th group may start.
+"""The staleness gate: when the n-th group may start; and what a group is worth at some version.
 
-Groups are trained in admission order, `groups_per_step` to a step, so group n is trained by the step
-that turns version n // groups_per_step into the next. Admitting it only once the trainer has reached
-version n // groups_per_step - max_staleness bounds the staleness of every one of its tokens.
+Let `works` be the groups that were admitted and have not ended, and S = max_staleness. The gate opens while
+works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` to a step,
+at most S steps pass between the admission of a group and the step that trains it, whatever is dropped
+meanwhile: that bounds the staleness of every one of its tokens (pipeline.stale=wait).
 
-Waits: the controller's rolling task, in `admit`. Wakes: `advance`, after weights were published.
-Invariant: max over trained tokens of (trainer version - token version) <= max_staleness.
+Waits: the controller's rolling task, in `admit`. Wakes: `advance`, after weights were published, and `skip`.
+Invariant (in admission order): max over trained tokens of (trainer version - token version) <= max_staleness.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+
+from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 
 class StalenessGate:
-    """Admission by version; max_staleness is in optimizer steps, 0 is synchronous."""
+    """Admission by version; max_staleness is in optimizer steps, 0 is synchronous.
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
+    groups_per_step: groups that a step trains. ahead: groups admitted for each step, of which some may end
+    untrained (default: as many as are trained). skipped: groups that ended without being trained.
+    limit: groups that may be admitted in all, not counting the skipped ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        version: int = 0,
+        ahead: int | None = None,
+        skipped: int = 0,
+        limit: int | None = None,
+    ) -> None:
         self.max_staleness = max_staleness
         self.groups_per_step = groups_per_step
         self.version = version
+        self._room = (max_staleness + 1) * (ahead or groups_per_step)
+        self._skipped = skipped
+        self._limit = limit
         self._advanced = asyncio.Condition()
 
     def is_open(self, index: int) -> bool:
@@ -29,7 +50,9 @@ class StalenessGate:
         >>> gate.is_open(7), gate.is_open(8)
         (True, False)
         """
-        return index // self.groups_per_step - self.max_staleness <= self.version
+        counted = index - self._skipped
+        within = self._limit is None or counted < self._limit
+        return within and counted - self.version * self.groups_per_step < self._room
 
     async def admit(self, index: int) -> None:
         """Return once group `index` may start."""
@@ -41,3 +64,37 @@ class StalenessGate:
         async with self._advanced:
             self.version = version
             self._advanced.notify_all()
+
+    async def skip(self) -> None:
+        """Tell that a group ended untrained: another one may take its place."""
+        async with self._advanced:
+            self._skipped += 1
+            self._advanced.notify_all()
+
+
+def too_stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
+    """Whether some token was sampled more than max_staleness versions before `version`."""
+    oldest = trajectory.oldest_version
+    return oldest is not None and version - oldest > max_staleness
+
+
+def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | None, list[Trajectory]]:
+    """What of a group may be trained at `version`, and the complete trajectories that may not.
+
+    None when fewer than two complete trajectories are left, of which no advantage can be made; then all the
+    complete ones are returned as lost. Masked trajectories stay with the group.
+    """
+    complete = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
+    stale = [t for t in complete if too_stale(t, version, max_staleness)]
+    if not stale:
+        return group, []
+    if len(complete) - len(stale) < 2:
+        return None, complete
+    lost = {t.trajectory_id for t in stale}
+    return replace(group, trajectories=[t for t in group.trajectories if t.trajectory_id not in lost]), stale
+
+
+def equal_rewards(group: Group) -> bool:
+    """Whether all its complete trajectories have one reward, so that none has an advantage."""
+    rewards = {t.reward for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE}
+    return len(rewards) == 1

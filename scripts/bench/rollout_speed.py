@@ -67,6 +67,7 @@ class Workload:
     conversations: list[Prompts]
     stops: tuple[int, ...]
     max_new_tokens: int
+    temperature: float = 1.0
 
 
 def swe_workloads(model: Path) -> dict[str, Workload]:
@@ -161,6 +162,7 @@ class EngineArm:
             async with room:
                 for turn, prompt in enumerate(turns):
                     sampling = SamplingParams(
+                        temperature=work.temperature,
                         max_new_tokens=work.max_new_tokens,
                         stop_token_ids=work.stops,
                         seed=10_000 * self._runs + 100 * number + turn,

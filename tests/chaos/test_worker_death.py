@@ -1,24 +1,91 @@
-"""A rollout worker that dies takes no prompt with it."""
+"""Processes of a real run die: rollout workers, trainer, driver, sandboxes. No prompt goes with them."""
 
 import json
+import random
+import signal
+import time
+from contextlib import suppress
 
+import psutil
 import pytest
 
-from tests.helpers.cli import SMALL, marked_processes, prompt_states, start
+from rlpipe.pipeline.ledger import Ledger
+from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start
 
 pytestmark = pytest.mark.chaos
 
+LONG = ["+recipe=swe_rl", *SMALL, "run.steps=12", "val.every=0", "run.save_every=2"]
+
+
+def events(directory, kind):
+    lines = (directory / "out" / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def check_the_end(directory):
+    """12 steps of two prompts each, all trained once, none too stale, each step recorded once."""
+    assert prompt_states(directory / "out") == {"trained": 24}
+    ledger = Ledger(directory / "out" / "ledger.sqlite")
+    assert ledger.violations(ended=True) == []
+    ledger.close()
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["training/global_step"] for r in records] == list(range(13))
+    assert max(r.get("training/off_policy/trajectory_staleness/max", 0) for r in records) <= 1
+
+
+def victim(marker, actor):
+    (found,) = [p for p in marked_processes(marker) if actor in " ".join(p.cmdline())]
+    return found
+
 
 def test_a_killed_rollout_worker_is_replaced_and_every_prompt_is_trained(tmp_path):
-    process, marker = start("+recipe=swe_rl", *SMALL, "run.steps=12", "val.every=0", cwd=tmp_path, lines=2)
-    victims = [p for p in marked_processes(marker) if "RolloutWorker" in " ".join(p.cmdline())]
-    assert len(victims) == 1
-    victims[0].kill()
+    process, marker = start(*LONG, cwd=tmp_path, lines=2)
+    victim(marker, "RolloutWorker").kill()
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
-    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
-    assert [e["kind"] for e in events].count("rollout_worker_died") == 1
-    assert prompt_states(tmp_path / "out") == {"trained": 24}
-    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["training/global_step"] == 12
-    assert max(r.get("training/off_policy/trajectory_staleness/max", 0) for r in records) <= 1
+    assert len(events(tmp_path, "rollout_worker_died")) == 1
+    check_the_end(tmp_path)
+
+
+def test_a_hung_rollout_worker_is_killed_and_replaced(tmp_path):
+    process, marker = start(*LONG, "cluster.hang_s=20", cwd=tmp_path, lines=2)
+    victim(marker, "RolloutWorker").send_signal(signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert len(events(tmp_path, "rollout_worker_hung")) >= 1
+    assert len(events(tmp_path, "rollout_worker_died")) == 1
+    check_the_end(tmp_path)
+
+
+def test_a_killed_trainer_ends_the_run_and_the_next_one_continues_it(tmp_path):
+    process, marker = start(*LONG, cwd=tmp_path, lines=4)
+    victim(marker, "TrainerWorker").kill()
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode not in (0, None), output
+    assert len(events(tmp_path, "trainer_died")) == 1
+    again = run(*LONG, "cluster=inline", "run.dir=out", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(events(tmp_path, "resumed")) == 1
+    check_the_end(tmp_path)
+
+
+def test_sandboxes_and_then_the_driver_are_killed_and_the_next_run_continues(tmp_path):
+    luck = random.Random(0)
+    process, _ = start(*LONG, "cluster=inline", cwd=tmp_path, lines=4)
+    until, killed = time.monotonic() + 4, 0
+    while time.monotonic() < until and process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if luck.random() < 0.2 and child.name() in ("bwrap", "setpriv", "bash", "sh"):
+                    child.kill()
+                    killed += 1
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=30)
+    again = run(*LONG, "cluster=inline", "run.dir=out", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
+    assert ledger.violations(ended=True) == []
+    assert sum(ledger.counts().values()) == 24
+    ledger.close()
+    assert killed, "no sandbox was ever seen"

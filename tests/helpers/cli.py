@@ -47,7 +47,9 @@ def run(*overrides: str, cwd: Path, timeout: float = 300, **extra: str) -> subpr
     )
 
 
-def start(*overrides: str, cwd: Path, lines: int = 1) -> tuple[subprocess.Popen[str], str]:
+def start(
+    *overrides: str, cwd: Path, lines: int = 1, timeout: float = 120
+) -> tuple[subprocess.Popen[str], str]:
     """Start a run in `cwd`/out and wait until its metrics have some lines.
 
     Returns the process, the leader of a session of its own, and its mark (see `marked_processes`).
@@ -63,7 +65,7 @@ def start(*overrides: str, cwd: Path, lines: int = 1) -> tuple[subprocess.Popen[
         text=True,
         start_new_session=True,
     )
-    metrics, deadline = cwd / "out" / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = cwd / "out" / "metrics.jsonl", time.monotonic() + timeout
     while not (metrics.exists() and metrics.read_text().count("\n") >= lines):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.1)

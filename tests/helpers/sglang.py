@@ -76,13 +76,13 @@ def lossy(engine: SglangEngine, change: Callable[[str, dict], dict | None], time
     """Plant a bug in the transport: `change(path, body)` gives what is sent instead, None for nothing."""
     post, left = engine._http.post, [times]
 
-    async def sent(path: str, body: Mapping[str, Any]) -> Any:
+    async def sent(path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:
         if left[0] and path.startswith("/update_weights"):
             left[0] -= 1
             body = change(path, dict(body))
             if body is None:
                 return None
-        return await post(path, body)
+        return await post(path, body, timeout)
 
     engine._http.post = sent
 

@@ -51,12 +51,6 @@ def test_a_wrong_interpreter_is_said_at_launch(tmp_path):
     assert "'/no/such/python'" in message and "scripts/install_sglang" in message
 
 
-def test_a_python_without_sglang_is_said_at_launch(tmp_path):
-    import sys
-
-    assert "has no sglang" in refused(tmp_path, f"rollout.sglang.python={sys.executable}")
-
-
 def test_a_taken_port_is_said_at_launch(tmp_path, python):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -64,8 +58,3 @@ def test_a_taken_port_is_said_at_launch(tmp_path, python):
         port = taken.getsockname()[1]
         message = refused(tmp_path, python, f"rollout.sglang.port={port}")
     assert f"rollout.sglang.port={port}" in message and "rollout.sglang.port=0" in message
-
-
-def test_modes_of_the_embedded_engine_alone_are_said_at_launch(tmp_path):
-    assert "rollout=embedded" in refused(tmp_path, "spec.mode=tree")
-    assert "spec.adaptive=True" in refused(tmp_path, "spec.adaptive=true")

@@ -1,15 +1,12 @@
 """New weights into a real SGLang server: bit for bit, for target and draft, or the canary says so."""
 
 import asyncio
-import os
-import signal
 
 import pytest
 import torch
 
 from rlpipe.config.spec import SpecMode
 from rlpipe.hf_layout import read_weights, write_checkpoint
-from rlpipe.rollout.sglang.client import ServerError
 from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits
@@ -24,7 +21,7 @@ def weights():
     return read_weights(TINY)
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "disk"])
+@pytest.mark.parametrize("transfer", ["tensor", "collective", "disk"])
 def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang, weights, transfer):
     new = perturbed(weights, 0.02)
     with configured(sglang, weight_transfer=transfer, bucket_mb=1):
@@ -150,7 +147,3 @@ def test_a_draft_that_cannot_be_updated_is_switched_off(tmp_path, weights):
         assert after.versions == [7] * 20 and not after.spec.verify_steps
         engine.update_weights(weights, 8)
         assert generate(engine, request("t", [5, 6], max_new_tokens=3))[0].versions == [8] * 3
-
-        os.killpg(engine.server.pid, signal.SIGKILL)  # a dead server is an error at once, not a silence
-        with pytest.raises(ServerError, match="did not answer"):
-            generate(engine, request("t", [5, 6], max_new_tokens=3))

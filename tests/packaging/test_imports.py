@@ -36,6 +36,8 @@ def test_the_layers_and_doors_of_the_package_hold():
         ("rlpipe/rollout/engine.py", "import megatron.core"),
         ("rlpipe/config/run.py", "import omegaconf"),
         ("rlpipe/metrics/bus.py", "import wandb"),
+        ("rlpipe/rollout/sglang/server.py", "import sglang"),
+        ("rlpipe/rollout/sglang/engine.py", "import httpx"),
         ("rlpipe/metrics/values.py", "import torch"),
     ],
 )

@@ -8,13 +8,16 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging
-TOOLS = ("sh", "cat", "cksum", "date", "dirname", "env", "grep", "id", "mktemp", "rm", "tail")
+TOOLS = (
+    *("sh", "cat", "cksum", "cp", "date", "dirname", "env", "find", "grep", "id", "mktemp", "rm", "tail"),
+)
 
 
 @pytest.fixture
@@ -101,6 +104,39 @@ def test_without_bubblewrap_and_a_way_to_install_it_the_scripts_name_the_package
     done = script(name, cwd=tmp_path, PATH=tools)
     assert done.returncode == 1
     assert "bubblewrap" in done.stderr
+
+
+def test_install_sglang_brings_torch_first_then_exactly_the_pins(tmp_path, tools, venv):
+    """Dependencies are never resolved: what SGLang declares would bring a CUDA build of torch."""
+    done = script("install_sglang", "cpu", venv, cwd=tmp_path, PATH=tools)
+    assert done.returncode == 0, done.stderr
+    torch, pinned, support = calls(tmp_path)
+    assert torch.endswith("torch==2.13.0")
+    assert "--no-deps" in pinned and pinned.endswith(f"-r {ROOT}/sglang_env/requirements_cpu.txt")
+    assert "--no-deps" in support and not support.endswith(str(ROOT / "sglang_env" / "cpu_support"))
+    assert f"rollout.sglang.python={venv}/bin/python" in done.stdout
+    assert script("install_sglang", "cpu", venv, cwd=tmp_path, PATH=tools).returncode == 0
+    assert not (tmp_path / "calls").exists()  # a second run installs nothing
+
+
+def test_install_sglang_for_a_gpu_leaves_the_cpu_support_out(tmp_path, tools, venv):
+    assert script("install_sglang", "gpu", venv, cwd=tmp_path, PATH=tools).returncode == 0
+    (only,) = calls(tmp_path)
+    assert only.endswith(f"-r {ROOT}/sglang_env/requirements_gpu.txt") and "cpu" not in only
+
+
+def test_install_sglang_refuses_another_kind(tmp_path, tools):
+    done = script("install_sglang", "tpu", cwd=tmp_path, PATH=tools)
+    assert done.returncode == 1 and "what is 'tpu'?" in done.stderr
+
+
+def test_sglang_pins_are_those_the_engine_knows():
+    from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSION
+
+    for kind in ("cpu", "gpu"):
+        assert f"sglang=={SGLANG_VERSION}\n" in (ROOT / f"sglang_env/requirements_{kind}.txt").read_text()
+    project = tomllib.loads((ROOT / "sglang_env/cpu_support/pyproject.toml").read_text())["project"]
+    assert project["version"] == CPU_SUPPORT_VERSION
 
 
 def doctor(*options, path):

@@ -11,7 +11,17 @@ import pytest
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "rlpipe", "configs", "data", "models")
+SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "rlpipe",
+    "configs",
+    "data",
+    "models",
+    "sglang_env",
+)
 
 
 def pip(*arguments, cwd):
@@ -59,7 +69,7 @@ def rlpipe(installed, cwd, *arguments):
 def test_wheel_has_every_module_and_every_shipped_file(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "rlpipe").rglob("*.py")}
-    for folder in ("configs", "data", "models"):
+    for folder in ("configs", "data", "models", "sglang_env"):
         files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
         expected |= {f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files}
     assert expected <= inside, sorted(expected - inside)

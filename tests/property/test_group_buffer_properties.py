@@ -39,7 +39,8 @@ def test_the_buffer_hands_out_each_group_once_in_admission_order(order, first, d
             for size in sizes:
                 groups = await buffer.take(size)
                 assert len(groups) == size
-                taken.extend(int(g.prompt.group_id) for g in groups)
+                assert all(index == int(g.prompt.group_id) for index, g in groups)
+                taken.extend(index for index, _ in groups)
 
         taking = asyncio.create_task(take())
         for index in order:
@@ -83,8 +84,8 @@ async def play(
 
     async def train() -> None:
         for version in range(start, start + steps):
-            for group in await buffer.take(per_step):
-                trained.append(int(group.prompt.group_id))
+            for index, group in await buffer.take(per_step):
+                trained.append(index)
                 staleness.append(version - group.trajectories[0].oldest_version)
             await gate.advance(version + 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ MASKED, COMPLETE = TrajectoryStatus.MASKED, TrajectoryStatus.COMPLETE
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """states: index -> state of each prompt known. groups: of those that completed; steps: of the trained."""
+    """states: index -> state of each prompt known. members: index -> {trajectory: (state, step)}."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,30 +30,48 @@ class LedgerMachine(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "ledger.sqlite"
         self.ledger = Ledger(self.path)
         self.states: dict[int, str] = {}
+        self.members: dict[int, dict[str, tuple[str, int | None]]] = {}
         self.groups: dict[int, Group] = {}
-        self.steps: dict[int, int] = {}
         self.next, self.step = 0, 0
+        self.saved = None
 
     def teardown(self) -> None:
         self.ledger.close()
         self.folder.cleanup()
 
-    def those(self, state: str) -> list[int]:
-        return [i for i, s in self.states.items() if s == state]
+    def those(self, *states: str) -> list[int]:
+        return [i for i, s in self.states.items() if s in states]
 
     @rule()
     def admit(self) -> None:
         self.ledger.admitted(self.next, prompt(self.next), version=self.step)
-        self.states[self.next] = "admitted"
+        self.states[self.next], self.members[self.next] = "admitted", {}
         self.next += 1
 
     @precondition(lambda self: self.those("admitted"))
-    @rule(data=st.data(), statuses=st.lists(st.sampled_from([MASKED, COMPLETE]), min_size=1, max_size=3))
-    def complete(self, data, statuses) -> None:
+    @rule(data=st.data(), size=st.integers(1, 3))
+    def generate(self, data, size) -> None:
         index = data.draw(st.sampled_from(self.those("admitted")))
+        names = prompt(index).trajectory_ids(size)
+        self.ledger.generating(prompt(index), names)
+        self.states[index], self.members[index] = "generating", dict.fromkeys(names, ("generating", None))
+
+    @precondition(lambda self: self.those("generating"))
+    @rule(data=st.data())
+    def play_again(self, data) -> None:
+        index = data.draw(st.sampled_from(self.those("generating")))
+        self.ledger.reopen(f"g{index}")
+        self.states[index], self.members[index] = "admitted", {}
+
+    @precondition(lambda self: self.those("generating"))
+    @rule(data=st.data())
+    def complete(self, data) -> None:
+        index = data.draw(st.sampled_from(self.those("generating")))
+        statuses = [data.draw(st.sampled_from([MASKED, COMPLETE])) for _ in self.members[index]]
         group = group_of(index, statuses)
         self.ledger.completed(group)
         self.states[index], self.groups[index] = "complete", group
+        self.members[index] = {t.trajectory_id: (str(t.status), None) for t in group.trajectories}
 
     @precondition(lambda self: self.those("complete"))
     @rule(data=st.data())
@@ -61,8 +80,34 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step += 1
         self.ledger.trained([self.groups[i] for i in batch], self.step)
         for index in batch:
-            useful = any(t.status is COMPLETE for t in self.groups[index].trajectories)
-            self.states[index], self.steps[index] = "trained" if useful else "dropped", self.step
+            useful = [t for t in self.groups[index].trajectories if t.status is COMPLETE]
+            self.states[index] = "trained" if useful else "dropped"
+            self.members[index] |= {t.trajectory_id: ("trained", self.step) for t in useful}
+
+    @precondition(lambda self: self.those("admitted", "generating", "complete"))
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        index = data.draw(st.sampled_from(self.those("admitted", "generating", "complete")))
+        self.ledger.dropped(f"g{index}", "test")
+        self.end_untrained(index)
+
+    def end_untrained(self, index: int) -> None:
+        self.states[index] = "dropped"
+        for name, (state, _) in self.members[index].items():
+            if state in ("generating", "complete"):
+                self.members[index][name] = ("dropped", None)
+
+    @precondition(lambda self: self.those("complete"))
+    @rule(data=st.data())
+    def drop_some_siblings(self, data) -> None:
+        index = data.draw(st.sampled_from(self.those("complete")))
+        group = self.groups[index]
+        complete = [t for t in group.trajectories if t.status is COMPLETE]
+        lost = data.draw(st.lists(st.sampled_from(complete), unique_by=id)) if complete else []
+        self.ledger.trajectories_dropped(lost, "test")
+        self.members[index] |= {t.trajectory_id: ("dropped", None) for t in lost}
+        left = [t for t in group.trajectories if t not in lost]
+        self.groups[index] = Group(prompt=group.prompt, trajectories=left)
 
     @precondition(lambda self: any(s != "complete" for s in self.states.values()))
     @rule(data=st.data())
@@ -76,8 +121,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
     def completing_twice_is_refused(self, data) -> None:
-        with pytest.raises(AssertionError, match="is not 'admitted'"):
+        with pytest.raises(AssertionError, match="is not 'generating'"):
             self.ledger.completed(self.groups[data.draw(st.sampled_from(sorted(self.groups)))])
+
+    @precondition(lambda self: self.those("trained", "dropped"))
+    @rule(data=st.data())
+    def what_has_ended_cannot_end_again(self, data) -> None:
+        index = data.draw(st.sampled_from(self.those("trained", "dropped")))
+        with pytest.raises(AssertionError, match="cannot become 'dropped'"):
+            self.ledger.dropped(f"g{index}", "test")
 
     @precondition(lambda self: self.states)
     @rule(data=st.data())
@@ -88,18 +140,23 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_the_unfinished(self) -> None:
-        flying = self.those("admitted") + self.those("complete")
+        flying = self.those("admitted", "generating", "complete")
         assert self.ledger.drop_unfinished("test") == len(flying)
-        self.states |= dict.fromkeys(flying, "dropped")
+        for index in flying:
+            self.end_untrained(index)
 
-    @rule(back=st.integers(0, 4))
-    def rewind(self, back) -> None:
-        first = max(0, self.next - back)
-        self.ledger.rewind(first)
-        for kept in (self.states, self.groups, self.steps):
-            for index in [i for i in kept if i >= first]:
-                del kept[index]
-        self.next = first
+    @rule()
+    def save(self) -> None:
+        copy = self.path.with_name("copy.sqlite")
+        copy.unlink(missing_ok=True)
+        self.ledger.save(copy)
+        self.saved = deepcopy((self.states, self.members, self.groups, self.next, self.step))
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def restore(self) -> None:
+        self.ledger.restore(self.path.with_name("copy.sqlite"))
+        self.states, self.members, self.groups, self.next, self.step = deepcopy(self.saved)
 
     @rule()
     def reopen(self) -> None:
@@ -109,18 +166,25 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def every_prompt_is_in_the_one_state_the_model_has(self) -> None:
         assert self.ledger.counts() == dict(Counter(self.states.values()))
+        assert self.ledger.admitted_count() == self.next
+        flying = self.those("admitted", "generating", "complete")
+        assert [index for index, *_ in self.ledger.unfinished()] == sorted(flying)
 
     @invariant()
     def every_trajectory_is_there_once_and_trained_at_most_once(self) -> None:
         with sqlite3.connect(f"file:{self.path}?mode=ro", uri=True) as reader:
-            found = reader.execute("SELECT trajectory_id, status, step FROM trajectories").fetchall()
+            found = reader.execute("SELECT trajectory_id, state, step FROM trajectories").fetchall()
         reader.close()
-        expected = [
-            (t.trajectory_id, str(t.status), self.steps.get(i) if t.status is COMPLETE else None)
-            for i, group in self.groups.items()
-            for t in group.trajectories
-        ]
-        assert sorted(found) == sorted(expected)
+        expected = [(name, *fate) for members in self.members.values() for name, fate in members.items()]
+        assert sorted(found, key=str) == sorted(expected, key=str)
+
+    @invariant()
+    def no_invariant_is_reported_broken(self) -> None:
+        left = set(self.ledger.violations(ended=True))
+        emptied = {f"g{i}" for i in self.those("trained") if not self.groups[i].trajectories}
+        assert not emptied
+        flying = self.those("admitted", "generating", "complete")
+        assert len(left) == bool(flying) and all(what.startswith("a prompt did not end") for what in left)
 
 
 def prompt(index: int) -> Prompt:

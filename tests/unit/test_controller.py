@@ -77,12 +77,15 @@ class ScriptedCluster:
     async def rollout_metrics(self):
         return {}
 
+    async def probe(self, trajectories):
+        return []
 
-def controller(tmp_path, cluster, *, steps=6, max_staleness=1):
+
+def controller(tmp_path, cluster, *, steps=6, max_staleness=1, save_every=0, **pipeline):
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
     config = Config(
-        run=RunSettings(dir=str(tmp_path), steps=steps, save_every=0),
-        pipeline=PipelineConfig(prompts_per_step=3, group_size=2, max_staleness=max_staleness),
+        run=RunSettings(dir=str(tmp_path), steps=steps, save_every=save_every),
+        pipeline=PipelineConfig(prompts_per_step=3, group_size=2, max_staleness=max_staleness, **pipeline),
         val=ValConfig(every=0),
     )
     return Controller(
@@ -141,3 +144,110 @@ def test_an_error_while_collecting_ends_the_run_instead_of_hanging_it(tmp_path):
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(asyncio.wait_for(controller(tmp_path, cluster).run(), 5))
     assert caught.group_contains(RuntimeError, match="engine died")
+
+
+def test_a_full_disk_loses_the_readable_trajectories_and_not_the_run(tmp_path):
+    """/dev/full answers every write with ENOSPC."""
+    (tmp_path / "trajectories.jsonl").symlink_to("/dev/full")
+    play = controller(tmp_path, ScriptedCluster(), steps=2)
+    asyncio.run(play.run())
+    play.bus.close()
+    events = (tmp_path / "events.jsonl").read_text()
+    assert play.version == 2 and events.count('"kind": "disk_full"') == 1
+
+
+def events(tmp_path, kind):
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path):
+    cluster = ScriptedCluster()
+    written = cluster.save
+
+    async def full_at_first(directory):
+        (directory / "weights").write_text("half")
+        if len(cluster.batches) < 4:
+            raise OSError(28, "No space left on device")
+        await written(directory)
+
+    cluster.save = full_at_first
+    run = controller(tmp_path, cluster, save_every=1)
+    asyncio.run(run.run())
+    run.bus.close()
+    assert len(cluster.batches) == 6 and run.checkpoints.steps() == [5, 6]
+    failed = events(tmp_path, "checkpoint_failed")
+    assert [event["step"] for event in failed] == [1, 2, 3] and "No space" in failed[0]["error"]
+    assert {event["stands"] for event in failed} == {None}
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_done(tmp_path):
+    cluster = ScriptedCluster()
+
+    async def full(directory):
+        raise OSError(28, "No space left on device")
+
+    cluster.save = full
+    with pytest.raises(RuntimeError, match="checkpoint of step 6 could not be written"):
+        asyncio.run(controller(tmp_path, cluster).run())
+
+
+def test_a_checkpoint_that_the_trainer_cannot_load_is_passed_over(tmp_path):
+    first = controller(tmp_path, ScriptedCluster(), steps=4, save_every=1)
+    asyncio.run(first.run())
+    first.ledger.close()
+    assert first.checkpoints.steps() == [3, 4]
+    cluster = ScriptedCluster()
+    cluster.served = 3
+
+    async def load(directory):
+        if directory.name == "step_4":
+            raise RuntimeError("invalid tensor\nand more")
+        cluster.first = 3
+
+    cluster.load = load
+    run = controller(tmp_path, cluster, steps=5)
+    asyncio.run(run.run())
+    run.bus.close()
+    assert [name for batch in cluster.batches for name in batch] == [f"g{n:06d}" for n in range(9, 15)]
+    (told,) = events(tmp_path, "checkpoint_corrupt")
+    assert (told["step"], told["reason"]) == (4, "RuntimeError: invalid tensor")
+    assert (tmp_path / "checkpoints" / "step_4.corrupt").is_dir()
+    assert run.ledger.violations(ended=True) == []
+
+
+def test_when_no_checkpoint_can_be_loaded_the_run_stops_and_moves_none(tmp_path):
+    asyncio.run(controller(tmp_path, ScriptedCluster(), steps=2, save_every=1).run())
+    cluster = ScriptedCluster()
+
+    async def load(directory):
+        raise ConnectionError("the trainer is dead")
+
+    cluster.load = load
+    run = controller(tmp_path, cluster, steps=3)
+    with pytest.raises(RuntimeError, match="step 2: ConnectionError: the trainer is dead"):
+        asyncio.run(run.run())
+    assert run.checkpoints.steps() == [1, 2]
+
+
+def test_finished_groups_that_were_not_trained_survive_a_stop(tmp_path):
+    """Their tokens are trained as they are; playing them again would give them the version of the resume."""
+    first = ScriptedCluster()
+    run = controller(tmp_path, first, max_staleness=2)
+
+    def stop_late():
+        if len(first.batches) == 2:
+            run.request_stop()
+
+    first.on_step = stop_late
+    asyncio.run(run.run())
+    waiting = run.ledger.counts()["complete"]
+    assert waiting >= 3
+    run.ledger.close()
+    second = ScriptedCluster()
+    second.served = 2
+    resumed = controller(tmp_path, second, max_staleness=2)
+    asyncio.run(resumed.run())
+    versions = dict(resumed.ledger._db.execute("SELECT trajectory_id, oldest_version FROM trajectories"))
+    assert versions["g000006/0"] < 2 and max(second.staleness) <= 2
+    assert resumed.ledger.violations(ended=True) == []

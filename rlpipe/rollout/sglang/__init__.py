@@ -8,9 +8,11 @@ Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.En
     client.py     HTTP: errors, retries
     answers.py    a request as SGLang reads it, an answer as our `GenerateResult`
     weights.py    tensors as SGLang reads them, in pieces
+    collective.py  tensors by broadcast, to all ranks of a server at once
     turns.py      requests in flight, their stop tokens and counters
     sync.py       weights into a server, and the check that they arrived
     canary.py     fingerprints of target and draft, ours against the server's
+    replica.py    the server kept alive: watched, replaced by one on the newest weights
     engine.py     all of it together
 """
 

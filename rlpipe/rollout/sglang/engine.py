@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -233,26 +234,33 @@ class SglangEngine:
     ) -> AsyncIterator[GenerateResult]:
         """The turn as `Turns.play` gives it, across servers that are replaced."""
         done: GenerateResult | None = None
-        unanswered = 0
-        while True:
-            replica = self._replica
-            if replica.is_serving():
-                client = replica.client
-            elif (client := await self._turns.admitted(request, replica.serving())) is None:
-                yield done or nothing(request, FinishReason.ABORT)
-                return
+        client: SglangClient | None = None
+        error: ServerUnreachable | None = None
+        for attempt in itertools.count():
+            if self._closed:
+                break
+            if self._replica.is_serving() and error is None:
+                client = self._replica.client
+            else:
+                client = await self._turns.admitted(request, self._next_server(client, error, attempt))
+            if client is None:
+                break
             try:
                 playing = self._turns.play(client, request, priority=priority, stream=stream, done=done)
                 async for done in playing:
                     yield done
                 return
-            except ServerUnreachable as error:
-                if self._closed:
-                    yield done or nothing(request, FinishReason.ABORT)
-                    return
-                unanswered += not await replica.recover(client, error)
-                if unanswered == _ATTEMPTS:
-                    raise
+            except ServerUnreachable as failure:
+                error = failure
+        yield done or nothing(request, FinishReason.ABORT)
+
+    async def _next_server(
+        self, client: SglangClient | None, error: ServerUnreachable | None, attempt: int
+    ) -> SglangClient:
+        """The server to play on after `attempt` failures, the last of them `error` of `client`."""
+        if error is not None and not await self._replica.recover(client, error) and attempt >= _ATTEMPTS:
+            raise error
+        return await self._replica.serving()
 
     async def _hold(self) -> None:
         self._replica.paused = True
@@ -276,8 +284,10 @@ class SglangEngine:
         client = await self._replica.serving()
         self._replica.drain()
         await self._turns.wait_until_idle(grace)
-        await self._turns.abort_running(client)
-        await self._turns.wait_until_idle()
+        with contextlib.suppress(ServerError, TimeoutError):  # it is replaced in any case
+            async with asyncio.timeout(self._sglang.health_timeout):
+                await self._turns.abort_running(client)
+                await self._turns.wait_until_idle()
         seconds = round(await self._replica.restart(), 1)
         replica = self._replica
         version, restarts = replica.loaded.version, replica.restarts
@@ -290,6 +300,7 @@ class SglangEngine:
                 await self._turns.abort(self._http, None)
                 await self._turns.wait_until_idle()
         await self._replica.stop()
+        self._sync.close()
 
     @property
     def _http(self) -> SglangClient:
@@ -310,12 +321,14 @@ class SglangEngine:
             while True:
                 client = await replica.serving()
                 replica.goal = goal
-                if replica.loaded is goal:  # a server was replaced while it was told, or asked for a pause
-                    self._last_update = {"weights/sync_seconds": time.monotonic() - started}
-                    self._last_update |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
-                    return
                 try:
-                    await self._transfer(client, goal)
+                    if replica.loaded is not goal:
+                        await self._transfer(client, goal)
+                    else:  # a server was replaced while it was told
+                        self._last_update = {"weights/sync_seconds": time.monotonic() - started}
+                        self._last_update |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
+                    if not replica.paused:
+                        await self._continue(replica.client)
                     return
                 except ServerUnreachable as error:
                     unanswered += not await replica.recover(client, error)
@@ -326,7 +339,7 @@ class SglangEngine:
             raise
 
     async def _transfer(self, client: SglangClient, goal: Goal) -> None:
-        """Pause, send, check, continue. Raises ServerError, and RuntimeError for a canary that fails."""
+        """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
         weights, version, replica = goal.weights, goal.version, self._replica
         started, mode = time.monotonic(), self._pause_mode
         await client.post("/pause_generation", {"mode": mode})
@@ -349,8 +362,6 @@ class SglangEngine:
             await self._react(client, report, version)
             return
         replica.arrived(goal)
-        if not replica.paused:
-            await self._continue(client)
 
     @property
     def _pause_mode(self) -> str:

@@ -1,4 +1,4 @@
-"""New weights into a server: a session of its own, by tensor or by disk, and the proof that they arrived.
+"""New weights into a server: a session of its own, by one of three ways, and the proof that they arrived.
 
     begin -> pieces of target and draft together, the version on the last -> end -> fingerprints
 
@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from rlpipe.hf_layout import is_mtp_weight, read_config, weight_shapes, write_ch
 from rlpipe.rollout.sglang import canary
 from rlpipe.rollout.sglang.canary import CanaryReport, Shard
 from rlpipe.rollout.sglang.client import ServerError, SglangClient
+from rlpipe.rollout.sglang.collective import Broadcast
 from rlpipe.rollout.sglang.weights import buckets, serialize
 
 
@@ -34,6 +36,7 @@ class WeightSync:
         self._hf_config = read_config(model_path)
         self._tied = bool(self._hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
+        self._group: Broadcast | None = None
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
         """Refuse weights of another model before anything is touched.
@@ -66,18 +69,39 @@ class WeightSync:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
                 await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
+        collective = self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE
+        group = await self._joined(client) if collective else None
         async with self._session(client):
             pieces = list(buckets(weights, self._config.sglang.bucket_mb))
             for number, piece in enumerate(pieces, 1):
                 last = number == len(pieces)
-                body = {
-                    "serialized_named_tensors": [await asyncio.to_thread(serialize, piece)]
-                    * self._config.sglang.tp,
+                body: dict[str, Any] = {
                     "selector": "all",
                     "flush_cache": flush and last,
                     "weight_version": str(version) if last else None,
                 }
+                if group is not None:
+                    await group.send(piece, body)
+                    continue
+                serialized = await asyncio.to_thread(serialize, piece)
+                body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
                 await client.post("/update_weights_from_tensor", body, self._patience)
+
+    async def _joined(self, client: SglangClient) -> Broadcast:
+        """The group with this server, made at its first update."""
+        if self._group is None or self._group.client is not client:
+            self.close()
+            sglang = self._config.sglang
+            group = await asyncio.to_thread(Broadcast, client, sglang.host, sglang.tp, self._patience)
+            await group.join()
+            self._group = group
+        return self._group
+
+    def close(self) -> None:
+        """Leave the group with a server."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     @staticmethod
     @contextlib.asynccontextmanager

@@ -66,8 +66,10 @@ def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):
         check(config)
 
 
-def test_obrs_is_refused_while_trajectories_carry_no_top_logprobs(tmp_path):
+def test_obrs_is_refused_where_rollouts_are_not_sampled(tmp_path):
     config = Config(algo=AlgoConfig(correction=Correction.OBRS))
     config.run.dir = str(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"top-k logprobs .* Use tis_token, tis_sequence or icepop"):
+    check(config)
+    config.rollout.temperature = 0.0
+    with pytest.raises(ValueError, match=r"obrs compares .* set rollout\.temperature=1\.0, or another"):
         check(config)

@@ -1,6 +1,9 @@
+import sqlite3
+from dataclasses import replace
+
 import pytest
 
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.ledger import Ledger, main
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 pytestmark = pytest.mark.unit
@@ -10,44 +13,140 @@ def group(index: int, *, masked: bool = False) -> Group:
     name = f"g{index}"
     status = TrajectoryStatus.MASKED if masked else TrajectoryStatus.COMPLETE
     members = [
-        Trajectory(trajectory_id=f"{name}/{k}", group_id=name, instance_id="i", status=status)
+        Trajectory(trajectory_id=f"{name}/{k}", group_id=name, instance_id=f"i{index}", status=status)
         for k in range(2)
     ]
-    return Group(prompt=Prompt(instance_id="i", group_id=name), trajectories=members)
+    return Group(prompt=Prompt(instance_id=f"i{index}", group_id=name), trajectories=members)
+
+
+def play(ledger: Ledger, index: int, g: Group, *, complete: bool = True) -> None:
+    ledger.admitted(index, g.prompt, version=0)
+    ledger.generating(g.prompt, g.prompt.trajectory_ids(2))
+    if complete:
+        ledger.completed(g)
+
+
+def sound(tmp_path) -> Ledger:
+    """A finished run of three prompts: one trained, one masked, one dropped."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for index in range(3):
+        play(ledger, index, group(index, masked=index == 1))
+    ledger.trained([group(0), group(1, masked=True)], step=1)
+    ledger.dropped("g2", "stale")
+    return ledger
 
 
 def test_each_prompt_ends_once_and_is_counted_by_state(tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
     groups = [group(0), group(1, masked=True), group(2), group(3)]
     for index, g in enumerate(groups):
-        ledger.admitted(index, g.prompt, version=0)
-    for g in groups[:3]:
-        ledger.completed(g)
+        play(ledger, index, g, complete=index < 3)
     ledger.trained(groups[:2], step=1)
-    assert ledger.counts() == {"trained": 1, "dropped": 1, "complete": 1, "admitted": 1}
+    assert ledger.counts() == {"trained": 1, "dropped": 1, "complete": 1, "generating": 1}
+    assert ledger.violations() == [] and ledger.violations(ended=True) == ["a prompt did not end: g2, g3"]
     assert ledger.drop_unfinished("run ended") == 2
     assert ledger.counts() == {"trained": 1, "dropped": 3}
+    assert ledger.violations(ended=True) == []
 
 
 def test_training_a_prompt_twice_is_refused_and_changes_nothing(tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ready, done = group(0), group(1)
     for index, g in enumerate((ready, done)):
-        ledger.admitted(index, g.prompt, version=0)
-        ledger.completed(g)
+        play(ledger, index, g)
     ledger.trained([done], step=1)
     with pytest.raises(AssertionError, match="g1 is not 'complete'"):
         ledger.trained([ready, done], step=2)
     assert ledger.counts() == {"trained": 1, "complete": 1}
 
 
-def test_rewind_forgets_later_prompts_so_that_they_can_be_admitted_again(tmp_path):
+def test_a_dropped_trajectory_cannot_be_trained_and_its_siblings_can(tmp_path):
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    for index in range(4):
-        ledger.admitted(index, group(index).prompt, version=0)
-        ledger.completed(group(index))
+    whole = group(0)
+    play(ledger, 0, whole)
+    ledger.trajectories_dropped(whole.trajectories[:1], "stale")
+    with pytest.raises(AssertionError, match="g0/0 is not 'complete'"):
+        ledger.trained([whole], step=1)
+    ledger.trained([replace(whole, trajectories=whole.trajectories[1:])], step=1)
+    assert ledger.violations(ended=True) == []
+
+
+def test_a_group_that_comes_back_without_one_of_its_attempts_is_refused(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    whole = group(0)
+    play(ledger, 0, whole, complete=False)
+    with pytest.raises(AssertionError, match="came without 1"):
+        ledger.completed(replace(whole, trajectories=whole.trajectories[1:]))
+    assert ledger.counts() == {"generating": 1}
+
+
+def test_a_restored_copy_is_the_moment_of_the_copy_and_goes_on_from_there(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    play(ledger, 0, group(0))
+    play(ledger, 1, group(1), complete=False)
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.trained([group(0)], step=1)
+    play(ledger, 2, group(2))
+    ledger.restore(tmp_path / "copy.sqlite")
+    assert ledger.counts() == {"complete": 1, "generating": 1} and ledger.admitted_count() == 2
+    assert ledger.unfinished() == [(0, "g0", "i0", "complete"), (1, "g1", "i1", "generating")]
+    ledger.reopen("g1")
+    ledger.generating(group(1).prompt, ["g1/0", "g1/1"])
+    ledger.completed(group(1))
     ledger.trained([group(0), group(1)], step=1)
-    ledger.rewind(2)
-    assert ledger.counts() == {"trained": 2}
-    ledger.admitted(2, group(2).prompt, version=1)
-    ledger.completed(group(2))
+    ledger.close()
+    assert Ledger(tmp_path / "ledger.sqlite").counts() == {"trained": 2}
+
+
+PLANTED = {
+    "never admitted": "DELETE FROM prompts WHERE idx = 1",
+    "no trained trajectory": "UPDATE trajectories SET state = 'masked', step = NULL WHERE state = 'trained'",
+    "another step": "UPDATE trajectories SET step = 2 WHERE trajectory_id = 'g0/0'",
+    "outlived": "UPDATE trajectories SET state = 'complete', step = NULL WHERE trajectory_id = 'g0/1'",
+    "finished before": "UPDATE prompts SET state = 'generating', step = NULL WHERE idx = 0",
+    "newer than the trainer": "UPDATE trajectories SET oldest_version = 7 WHERE trajectory_id = 'g0/0'",
+    "belongs to no prompt": "UPDATE trajectories SET group_id = 'g9' WHERE trajectory_id = 'g2/0'",
+    "did not end": "UPDATE prompts SET state = 'complete', step = NULL WHERE idx = 0",
+    "twice in one epoch": "UPDATE prompts SET instance_id = 'i0'",
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_each_broken_invariant_is_found(tmp_path, what):
+    ledger = sound(tmp_path)
+    assert ledger.violations(ended=True, epoch=3) == []
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute(PLANTED[what])
+    assert any(what in sentence for sentence in ledger.violations(ended=True, epoch=3))
+
+
+def test_the_command_line_shows_a_run_and_fails_on_a_broken_one(tmp_path, capsys):
+    sound(tmp_path).close()
+    assert main([str(tmp_path)]) == 0
+    assert "every invariant holds" in (shown := capsys.readouterr().out) and "stale: 1 prompts" in shown
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute(PLANTED["another step"])
+    assert main([str(tmp_path)]) == 1
+    assert "VIOLATED: a trajectory was trained in another step" in capsys.readouterr().out
+
+
+def test_a_full_disk_moves_the_ledger_into_memory_and_nothing_is_lost(tmp_path):
+    events = []
+    ledger = Ledger(tmp_path / "ledger.sqlite", lambda kind, **fields: events.append(kind))
+    play(ledger, 0, group(0))
+    (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite then answers as on a full disk
+    for index in range(1, 200):
+        play(ledger, index, group(index))
+    assert events == ["ledger_in_memory"] and ledger.counts() == {"complete": 200}
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.close()
+    for file in ("copy.sqlite", "ledger.sqlite"):
+        assert Ledger(tmp_path / file).counts() == {"complete": 200}
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path):
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("CREATE TABLE prompts (idx INTEGER)")
+    with pytest.raises(ValueError, match="format 0"):
+        Ledger(tmp_path / "ledger.sqlite")

@@ -74,6 +74,7 @@ class ScriptedEngine:
             versions=[len(self.requests)] * len(rest),
             finish_reason=finish,
             spec=SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1),
+            top_logprobs=[[(i, -0.5), (7, -2.0)] for i in rest] if request.sampling.top_logprobs else None,
         )
 
     def abort(self, request_ids=None):
@@ -125,10 +126,11 @@ class EchoEpisode:
         self.closed += 1
 
 
-def collector(engine, suite, *, retries=2, threads=2, **rollout):
+def collector(engine, suite, *, retries=2, threads=2, top_logprobs=0, **rollout):
     settings = RolloutConfig(**({"max_context": 200, "max_new_tokens": 20, "temperature": 0.7} | rollout))
     env = EnvConfig(retries=retries, threads=threads)
-    return Collector(engine=engine, suite=suite, chat=LetterChat(), rollout=settings, env=env)
+    parts = {"engine": engine, "suite": suite, "chat": LetterChat(), "rollout": settings, "env": env}
+    return Collector(**parts, top_logprobs=top_logprobs)
 
 
 def collect(engine, suite, group_size=1, seed=5, **settings):
@@ -166,6 +168,31 @@ def test_a_trajectory_holds_prompt_turns_and_observations_in_order_with_what_was
         {"action": "submit", "observation": ""},
     ]
     assert suite.episodes[0].closed == 1 and engine.ended == [engine.requests[0].session_id]
+
+
+@pytest.mark.parametrize("abort_after", [None, 3])
+def test_candidates_come_with_every_sampled_token_across_turns_and_aborts(abort_after):
+    engine = ScriptedEngine(["abcdefgh", "submit"], abort_after)
+    [trajectory] = collect(engine, EchoSuite(), top_logprobs=2).trajectories
+    assert {request.sampling.top_logprobs for request in engine.requests} == {2}
+    assert trajectory.top_logprobs == [
+        [(token, -0.5), (7, -2.0)] if sampled else []
+        for token, sampled in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    ]
+
+
+def test_an_evaluation_asks_for_no_candidates():
+    engine = ScriptedEngine(["submit"])
+
+    async def play():
+        one = collector(engine, EchoSuite(), top_logprobs=2)
+        try:
+            return await one.evaluate(["i"], 1, 1.0)
+        finally:
+            await one.close()
+
+    [trajectory] = asyncio.run(asyncio.wait_for(play(), 20))
+    assert engine.requests[0].sampling.top_logprobs == 0 and trajectory.top_logprobs is None
 
 
 def test_siblings_run_at_once_with_streams_of_their_own_that_a_second_run_repeats():

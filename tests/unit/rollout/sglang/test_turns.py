@@ -10,7 +10,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.turns import Turns
-from rlpipe.types import FinishReason, GenerateRequest, SamplingParams
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams, SpecCounts
 
 pytestmark = pytest.mark.unit
 END = 1  # the model's own end token, at which the server always stops
@@ -60,9 +60,9 @@ def conversation(talk, answers, max_context=64):
     return result, stats, sent
 
 
-def play(asked, answers, stream=False, **options):
+def play(asked, answers, stream=False, done=None, **options):
     async def talk(turns, client):
-        return [part async for part in turns.play(client, asked, stream=stream)]
+        return [part async for part in turns.play(client, asked, stream=stream, done=done)]
 
     return conversation(talk, answers, **options)
 
@@ -109,6 +109,35 @@ def test_a_prompt_that_fills_the_context_gives_no_token():
 def test_a_part_the_server_aborted_is_not_continued():
     (result,), _, sent = play(request(stop_token_ids=(9,)), [answer([7], "abort")])
     assert result.finish_reason is FinishReason.ABORT and len(sent) == 1
+
+
+def broken_off(ids, version=1):
+    """What a stream gave before its server was lost."""
+    return GenerateResult(
+        request_id="r",
+        output_ids=list(ids),
+        logprobs=[-2.0] * len(ids),
+        entropies=[2.0] * len(ids),
+        versions=[version] * len(ids),
+        finish_reason=FinishReason.ABORT,
+        spec=SpecCounts(),
+    )
+
+
+def test_a_turn_whose_server_was_lost_goes_on_where_its_stream_broke_off():
+    done = broken_off([7, 8])
+    (result,), _, sent = play(request(), [answer([9, 10])], done=done)
+    assert sent[0][1]["input_ids"] == [5, 6, 7, 8] and sent[0][1]["sampling_params"]["max_new_tokens"] == 2
+    assert result.output_ids == [7, 8, 9, 10] and result.versions == [1, 1, 2, 2]
+    assert result.logprobs == [-2.0, -2.0, -1.0, -1.0] and result.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [([7, 9], FinishReason.STOP), ([7, 8, 7, 8], FinishReason.LENGTH)]
+)
+def test_a_stream_that_lost_only_its_last_word_is_a_whole_turn(ids, reason):
+    (result,), _, sent = play(request(stop_token_ids=(9,)), [], done=broken_off(ids))
+    assert result.output_ids == ids and result.finish_reason is reason and not sent
 
 
 def test_aborting_uses_the_servers_id_of_the_running_request_alone():

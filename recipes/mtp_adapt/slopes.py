@@ -1,0 +1,216 @@
+"""How acceptance falls with entropy, and why it moves in RL: Bebop's Figures 3 and 8 on adapted drafts.
+
+    python recipes/mtp_adapt/slopes.py --drafts hard_ce=DIR kl=DIR e2e_tv=DIR [--temperatures 0.6 1 1.4]
+        [--rl-steps 40] [--runs runs/slopes] [--json OUT] [--figure OUT.svg] [key=value ...]
+
+Sweep: for every draft and temperature one step of the main job on the same prompts; its probe set gives, for
+every context of the policy's own text, the target's entropy and what rejection (1 - TV) and target-only
+(p of q's argmax) would accept. The slope is taken over all temperatures, per token (each context a point) and
+per sequence (means of a trajectory), in acceptance per nat, errors clustered by trajectory.
+
+RL: for every draft a run under rejection, and one under target-only for the first draft; Eq. 16 splits the
+change of the acceptance rate between the early phase and the last steps. Finished runs are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlpipe.metrics.attribution import cross_section
+from rlpipe.metrics.decomposition import decompose, decompose_each, paired
+from rlpipe.metrics.fixed_contexts import Pooled, pool
+from rlpipe.metrics.probe import read_probes
+from rlpipe.metrics.regression import Estimate
+from rlpipe.metrics.runs import load_run
+
+RULES = ("rejection", "target_only")
+RATE, ENTROPY = "spec/acceptance_rate", "rollout/entropy"
+SWEEP = ["run.steps=1", "metrics.probe.every=1", "metrics.probe.contexts=4000", "val.every=0"]
+
+
+def run(directory: Path, *overrides: str) -> Path:
+    """One run of the main job, unless it has ended well already."""
+    events = directory / "events.jsonl"
+    if not (events.is_file() and '"outcome": "done"' in events.read_text()):
+        command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", "cluster=inline"]
+        command += [f"run.dir={directory}", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
+        subprocess.run([*command, *overrides], check=True)
+    return directory
+
+
+def contexts(runs: list[Path], rule: str) -> Pooled:
+    """All contexts of all runs, clustered by trajectory."""
+    parts, offset = [], 0
+    for directory in runs:
+        (head, tables), *_ = read_probes(directory)
+        part = pool(tables[: head["fixed"]], rule, None)
+        parts.append((part.alpha, part.entropy, part.clusters + offset))
+        offset += head["fixed"]
+    alpha, entropy, clusters = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Pooled(alpha=alpha, entropy=entropy, clusters=clusters)
+
+
+def by_sequence(points: Pooled) -> Pooled:
+    """Means of each trajectory."""
+    labels, members = np.unique(points.clusters, return_inverse=True)
+    size = np.bincount(members)
+    alpha, entropy = (np.bincount(members, weights=x) / size for x in (points.alpha, points.entropy))
+    return Pooled(alpha=alpha, entropy=entropy, clusters=labels)
+
+
+def plain(estimate: Estimate) -> dict[str, float]:
+    """Value, standard error and interval."""
+    return {
+        "value": round(estimate.value, 4),
+        "se": round(estimate.se, 4),
+        "low": round(estimate.low, 4),
+        "high": round(estimate.high, 4),
+        "level": estimate.level,
+    }
+
+
+def sweep(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str]) -> dict[str, Any]:
+    """Slopes of every draft and rule."""
+    found: dict[str, Any] = {}
+    for name, draft in drafts.items():
+        runs = [
+            run(
+                args.runs / f"sweep_{name}_T{temperature:g}",
+                f"model.path={draft}",
+                f"rollout.temperature={temperature:g}",
+                *SWEEP,
+                *overrides,
+            )
+            for temperature in args.temperatures
+        ]
+        for rule in RULES:
+            points = contexts(runs, rule)
+            sequences = by_sequence(points)
+            found[f"{name}/{rule}"] = {
+                "acceptance": {
+                    f"{t:g}": round(float(contexts([r], rule).alpha.mean()), 4)
+                    for t, r in zip(args.temperatures, runs, strict=True)
+                },
+                "entropy": {
+                    f"{t:g}": round(float(contexts([r], rule).entropy.mean()), 4)
+                    for t, r in zip(args.temperatures, runs, strict=True)
+                },
+                "contexts": len(points.alpha),
+                "per_token": plain(cross_section(*_fields(points), level=0.95)),
+                "per_sequence": plain(cross_section(*_fields(sequences), level=0.95)),
+            }
+    return found
+
+
+def _fields(points: Pooled) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return points.alpha, points.entropy, points.clusters
+
+
+def train(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str]) -> dict[str, Path]:
+    """RL runs by label: target-only with the first draft, rejection with each."""
+    arms = [("target_only", next(iter(drafts)))] + [("rejection", name) for name in drafts]
+    return {
+        f"{mode}, {name}": run(
+            args.runs / f"rl_{mode}_{name}",
+            f"model.path={drafts[name]}",
+            f"spec.mode={mode}",
+            f"run.steps={args.rl_steps}",
+            "val.every=0",
+            *overrides,
+        )
+        for mode, name in arms
+    }
+
+
+def draw(out: Path, found: dict[str, Any], runs: dict[str, Path], args: argparse.Namespace) -> None:
+    """Left: acceptance over entropy, one line a draft and rule. Right: the mismatch part over RL steps."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2 if runs else 1, figsize=(9 if runs else 5, 3.6), squeeze=False)
+    colours = dict(zip(dict.fromkeys(key.split("/")[0] for key in found), COLOURS, strict=False))
+    for key, row in found.items():
+        name, rule = key.split("/")
+        entropy, rate = (
+            [row[what][f"{t:g}"] for t in args.temperatures] for what in ("entropy", "acceptance")
+        )
+        style = "-" if rule == "rejection" else ":"
+        axes[0, 0].plot(entropy, rate, style, marker="o", ms=3, color=colours[name], label=f"{name}, {rule}")
+    axes[0, 0].set(xlabel="target entropy (nat)", ylabel="acceptance of a draft", title="temperature sweep")
+    axes[0, 0].legend(fontsize=6)
+    for (label, directory), colour in zip(runs.items(), ["#999999", *COLOURS], strict=False):
+        parts = decompose_each(*paired(load_run(directory), RATE, ENTROPY))
+        steps = [part.window[1] for part in parts]
+        axes[0, 1].plot(steps, [part.mismatch.value for part in parts], color=colour, label=label)
+        axes[0, 1].plot(steps, [part.entropy.value for part in parts], "--", lw=0.8, color=colour)
+    if runs:
+        axes[0, 1].axhline(0, color="k", lw=0.5)
+        axes[0, 1].set(
+            xlabel="step", ylabel="change of acceptance", title="RL: mismatch (solid), entropy (dashed)"
+        )
+        axes[0, 1].legend(fontsize=6)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
+
+
+def main() -> None:
+    """Run what is missing, measure, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--drafts", nargs="+", required=True, help="NAME=CHECKPOINT")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0, 1.4])
+    parser.add_argument("--rl-steps", type=int, default=40, help="0: no RL runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs/slopes"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run, key=value")
+    args = parser.parse_args()
+    args.runs = args.runs.resolve()
+    drafts = {name: Path(path).resolve() for name, path in (item.split("=", 1) for item in args.drafts)}
+    found = sweep(args, drafts, args.set)
+    result: dict[str, Any] = {"sweep": found, "temperatures": args.temperatures, "overrides": args.set}
+    write(args.json, result)
+    runs = train(args, drafts, args.set) if args.rl_steps else {}
+    for label, directory in runs.items():
+        parts = decompose(*paired(load_run(directory), RATE, ENTROPY), level=0.95)
+        result.setdefault("rl", {})[label] = {
+            "steps": args.rl_steps,
+            "early": parts.early,
+            "window": parts.window,
+            "entropy_change": round(parts.entropy_change, 4),
+            **{k: plain(v) for k, v in asdict_estimates(parts).items()},
+        }
+    write(args.json, result)
+    print(json.dumps(result, indent=1))
+    if args.figure:
+        draw(args.figure, found, runs, args)
+
+
+def asdict_estimates(parts: Any) -> dict[str, Estimate]:
+    """slope, total, entropy and mismatch of a decomposition."""
+    return {name: getattr(parts, name) for name in ("slope", "total", "entropy", "mismatch")}
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """What is known so far."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

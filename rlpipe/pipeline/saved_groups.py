@@ -1,0 +1,63 @@
+"""Finished groups as a file: what a checkpoint keeps of the buffer.
+
+Owns the format: gzipped JSON lines, one object per group with its index in the run,
+
+    {"index": n, "prompt": {...}, "trajectories": [...], "gen_seconds": s, "env_seconds": s}
+
+and the fields of `rlpipe.types` by name. JSON keeps every float exactly (Python writes the shortest text that
+reads back as the same number), so a restored group is the saved one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rlpipe.types import DraftStep, Group, Prompt, SpecCounts, Trajectory, TrajectoryStatus
+
+
+def write_groups(path: Path, groups: Iterable[tuple[int, Group]]) -> None:
+    """Write groups with their indices. Raises TypeError for facts (`info`) that JSON cannot hold."""
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        for index, group in groups:
+            trajectories = [_fields(t) for t in group.trajectories]
+            record = {"index": index, **_shallow(group), "prompt": asdict(group.prompt)}
+            file.write(json.dumps(record | {"trajectories": trajectories}, separators=(",", ":")) + "\n")
+
+
+def read_groups(path: Path) -> list[tuple[int, Group]]:
+    """What `write_groups` wrote."""
+    with gzip.open(path, "rt") as file:
+        return [_group(json.loads(line)) for line in file]
+
+
+def _fields(trajectory: Trajectory) -> dict[str, Any]:
+    drafts = trajectory.drafts
+    nested = {"drafts": drafts and [_shallow(d) for d in drafts], "spec": _shallow(trajectory.spec)}
+    return _shallow(trajectory) | nested
+
+
+def _shallow(item: Any) -> dict[str, Any]:
+    """As `dataclasses.asdict`, without its copy of every token."""
+    return {own.name: getattr(item, own.name) for own in fields(item)}
+
+
+def _group(record: dict[str, Any]) -> tuple[int, Group]:
+    index = record.pop("index")
+    prompt = Prompt(**record.pop("prompt"))
+    trajectories = [_trajectory(fields) for fields in record.pop("trajectories")]
+    return index, Group(prompt=prompt, trajectories=trajectories, **record)
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory:
+    if record["top_logprobs"] is not None:
+        record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
+    if record["drafts"] is not None:
+        record["drafts"] = [DraftStep(**step) for step in record["drafts"]]
+    record["status"] = TrajectoryStatus(record["status"])
+    record["spec"] = SpecCounts(**record["spec"])
+    return Trajectory(**record)

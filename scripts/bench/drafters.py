@@ -1,0 +1,98 @@
+"""Which drafter: the MTP layer or suffix lookup, in- and out-of-domain, sampled and greedy.
+
+Each arm decodes the same prompts in a process of its own, taking turns (see rollout_speed.py): turns of
+conversations with held-out SWE instances (what the model and its draft were trained for), and reasoning
+tasks (what they were not). Acceptance length counts; tokens per second need a quiet machine.
+
+    python scripts/bench/drafters.py --json OUT [--batch 8] [--repeats 3] [--gamma 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rollout_speed import (  # noqa: E402
+    TURN_TOKENS,
+    EngineArm,
+    Workload,
+    measure,
+    paired_ratio,
+    provenance,
+    summary,
+    swe_workloads,
+)
+
+from rlpipe.config.env import EnvConfig, EnvName  # noqa: E402
+from rlpipe.config.paths import resolve  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.envs import make_suite  # noqa: E402
+from rlpipe.rollout.chat import ChatFormat  # noqa: E402
+
+
+def reasoning(model: Path) -> Workload:
+    """First turns of held-out reasoning tasks."""
+    chat, suite = ChatFormat.from_pretrained(model), make_suite(EnvConfig(name=EnvName.REASONING))
+    prompts = [chat.initial(suite.episode(i).messages()) for i in suite.instance_ids("held_out")[:64]]
+    return Workload([[prompt] for prompt in prompts], chat.stop_token_ids, TURN_TOKENS)
+
+
+def main() -> None:
+    """Run what was asked for and write one JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--conversations", type=int, default=48)
+    parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
+    args = parser.parse_args()
+    load, results = os.getloadavg(), {}
+    specs = {
+        "none": SpecConfig(mode="none"),
+        "mtp": SpecConfig(gamma=args.gamma),
+        "suffix": SpecConfig(mode="target_only", gamma=args.gamma, drafter="suffix"),
+    }
+    arms = {
+        name: partial(EngineArm, args.shipped, spec, args.batch, args.threads, "float32")
+        for name, spec in specs.items()
+    }
+    for domain, work in {
+        "swe turns": swe_workloads(args.shipped)["turns"],
+        "reasoning": reasoning(args.shipped),
+    }.items():
+        for temperature in (0.0, 1.0):
+            some = replace(
+                work, conversations=work.conversations[: args.conversations], temperature=temperature
+            )
+            speeds, counts = measure(arms, some, args.batch, args.threads, args.repeats)
+            rows: dict[str, Any] = {arm: summary(speeds[arm], counts[arm]) for arm in arms}
+            for arm in ("mtp", "suffix"):
+                rows[arm]["speed against none"] = paired_ratio(speeds[arm], speeds["none"])
+            results[f"{domain}, T = {temperature:g}"] = rows
+            print(f"\n{domain}, T = {temperature:g}", flush=True)
+            for arm, row in rows.items():
+                print(f"  {arm:8s} {row}", flush=True)
+    report = {
+        "question": "acceptance length and speed by drafter",
+        **provenance(args, load),
+        "results": results,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

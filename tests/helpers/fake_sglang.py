@@ -1,0 +1,66 @@
+"""A server process that speaks as much of SGLang's HTTP as the engine needs, and starts in no time.
+
+    python fake_sglang.py PORT VERSION FOLDER
+
+It decodes the token 7. The file FOLDER/broken makes it end at once; FOLDER/slow makes answers take long;
+FOLDER/deadly makes it end when weights arrive; every weight update is a line in FOLDER/updates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    version = "0"
+    folder = Path()
+
+    def do_GET(self) -> None:
+        self._say({"ok": True})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path.startswith("/update_weights"):
+            if (self.folder / "deadly").exists():
+                (self.folder / "deadly").unlink()
+                os._exit(1)
+            Handler.version = body["weight_version"] or Handler.version
+            with (self.folder / "updates").open("a") as log:
+                log.write(f"{Handler.version}\n")
+        self._say(self._turn(body) if self.path == "/generate" else {"ok": True})
+
+    def _turn(self, body: dict) -> dict:
+        while (self.folder / "slow").exists():
+            time.sleep(0.02)
+        count = body["sampling_params"]["max_new_tokens"]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, 7, None]] * count,
+            "weight_version": Handler.version,
+            "weight_versions": [{"version": Handler.version, "start": 0, "end": count}],
+        }
+        return {"output_ids": [7] * count, "meta_info": meta}
+
+    def _say(self, answer: dict) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+if __name__ == "__main__":
+    Handler.version, Handler.folder = sys.argv[2], Path(sys.argv[3])
+    if (Handler.folder / "broken").exists():
+        sys.exit("broken on purpose")
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

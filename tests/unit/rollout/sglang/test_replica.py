@@ -1,0 +1,253 @@
+"""Servers that die or hang are replaced on the newest weights; the server here is a fake process."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.hf_layout import read_weights
+from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica, sync
+from rlpipe.rollout.sglang.canary import CanaryReport
+from rlpipe.rollout.sglang.client import ServerUnreachable
+from rlpipe.rollout.sglang.environment import SglangEnvironment
+from rlpipe.types import FinishReason
+from tests.helpers import fake_sglang
+from tests.helpers.cli import ROOT
+from tests.helpers.engines import generate, request
+
+pytestmark = pytest.mark.unit
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return read_weights(TINY)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """An engine in front of fake servers; `folder` tells them how to behave."""
+    started = []
+
+    def command(config, spec, path, *, port, on_gpu, version):
+        started.append((str(path), version))
+        return [fake_sglang.__file__, str(port), str(version), str(tmp_path)]
+
+    async def check(self, client, weights, *, draft):
+        return CanaryReport()
+
+    environment = SglangEnvironment(python=sys.executable, on_gpu=False)
+    monkeypatch.setattr(engine, "check_launch", lambda *_: environment)
+    monkeypatch.setattr(arguments, "command", command)
+    monkeypatch.setattr(arguments, "check_server_info", lambda *_: None)
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    monkeypatch.setattr(replica, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(replica, "_POLL_SECONDS", 0.05)
+    config = RolloutConfig(engine="sglang", device="cpu")
+    config.sglang.health_interval, config.sglang.health_timeout = 0.1, 0.4
+    events = []
+    running = SglangEngine(
+        config, SpecConfig(), TINY, log_dir=tmp_path, on_event=lambda kind, **f: events.append((kind, f))
+    )
+    running.folder, running.events, running.started, running.settings = tmp_path, events, started, config
+    yield running
+    for name in ("slow", "broken"):
+        (tmp_path / name).unlink(missing_ok=True)
+    running.close()
+
+
+def kinds(fake):
+    return [kind for kind, _ in fake.events]
+
+
+def kill(fake):
+    """kill -9 of the server itself, not of what started it."""
+    for child in psutil.Process(fake.server.pid).children():
+        child.kill()
+
+
+def hang(fake):
+    os.killpg(fake.server.pid, signal.SIGSTOP)
+
+
+def until(condition):
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(kill, "server_died"), (hang, "server_hung")])
+def test_turns_of_a_lost_server_are_played_by_one_on_the_newest_weights(fake, weights, fault, kind):
+    fake.update_weights(weights, 3)
+
+    async def run():
+        (fake.folder / "slow").touch()
+        turns = [asyncio.ensure_future(fake.generate(request(n, [5], max_new_tokens=4))) for n in range(3)]
+        await asyncio.to_thread(until, lambda: fake.stats().running == 3)
+        fault(fake)
+        await asyncio.to_thread(until, lambda: kind in kinds(fake))
+        (fake.folder / "slow").unlink()
+        return await asyncio.gather(*turns)
+
+    results = asyncio.run(run())
+    assert [r.versions for r in results] == [[3] * 4] * 3
+    assert kinds(fake) == [kind, "server_restarted"]
+    (model, first), (folder, second) = fake.started
+    assert (model, first, second) == (str(TINY), 0, 3) and folder != model
+    stats = fake.stats()
+    assert stats.policy_version == 3 and stats.generated_tokens == 12
+    assert stats.server == {"running": 0, "waiting": 0, "restarts": 1}
+
+
+def test_an_idle_server_that_dies_is_replaced_before_anyone_asks(fake):
+    kill(fake)
+    until(lambda: "server_restarted" in kinds(fake))
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [0, 0]
+    assert kinds(fake) == ["server_died", "server_restarted"]
+
+
+def test_an_update_its_server_dies_of_is_complete_when_the_next_serves(fake, weights):
+    (fake.folder / "deadly").touch()
+    fake.update_weights(weights, 5)
+    assert kinds(fake) == ["server_died", "server_restarted"]
+    assert [version for _, version in fake.started] == [0, 5] and fake.stats().policy_version == 5
+    assert not (fake.folder / "updates").exists()  # nothing was sent to the new one: it started so
+    fake.update_weights(weights, 6)
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [6, 6]
+    assert not list(fake.folder.glob("sglang-weights-*"))
+
+
+def test_a_server_that_never_comes_back_ends_in_a_clear_error(fake):
+    fake.settings.sglang.max_restarts = 2
+    (fake.folder / "broken").touch()
+    kill(fake)
+    with pytest.raises(RuntimeError, match=r"failed 3 times .*rollout.sglang.max_restarts=2.*ended while"):
+        generate(fake, request("r", [5], max_new_tokens=2))
+    with pytest.raises(RuntimeError, match="max_restarts=2"):  # and stays so
+        generate(fake, request("r", [5], max_new_tokens=2))
+    assert kinds(fake) == ["server_died"] * 3
+
+
+def test_faults_are_counted_anew_after_an_update(fake, weights):
+    fake.settings.sglang.max_restarts = 1
+    for version in (1, 2, 3):
+        kill(fake)
+        until(lambda count=version: kinds(fake).count("server_restarted") == count)
+        fake.update_weights(weights, version)
+    assert fake.stats().server["restarts"] == 3
+
+
+def test_a_turn_waiting_for_a_server_can_be_aborted(fake):
+    (fake.folder / "broken").touch()
+    fake.settings.sglang.max_restarts = 1000
+
+    async def run():
+        kill(fake)
+        waiting = asyncio.ensure_future(fake.generate(request("w", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().waiting == 1)
+        fake.abort(["w"])
+        return await waiting
+
+    result = asyncio.run(run())
+    assert result.finish_reason is FinishReason.ABORT and result.output_ids == []
+
+
+def test_one_who_leaves_does_not_take_the_restart_with_him(fake):
+    async def run():
+        (fake.folder / "slow").touch()
+        leaving = asyncio.ensure_future(fake.generate(request("a", [5], max_new_tokens=2)))
+        staying = asyncio.ensure_future(fake.generate(request("b", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().running == 2)
+        kill(fake)
+        await asyncio.to_thread(until, lambda: "server_died" in kinds(fake))
+        leaving.cancel()
+        (fake.folder / "slow").unlink()
+        return await staying
+
+    assert len(asyncio.run(run()).output_ids) == 2
+
+
+def test_a_request_that_alone_fails_is_repeated_and_the_server_stays(fake, monkeypatch):
+    post, failures = fake._http.post, [2]
+
+    async def flaky(path, body, timeout=None):
+        if path == "/generate" and failures[0]:
+            failures[0] -= 1
+            raise ServerUnreachable("it took too long")
+        return await post(path, body, timeout)
+
+    fake._http.post = flaky
+    assert len(generate(fake, request("r", [5], max_new_tokens=2))[0].output_ids) == 2
+    failures[0] = 3
+    with pytest.raises(ServerUnreachable):
+        generate(fake, request("r", [5], max_new_tokens=2))
+    assert not fake.events and fake.stats().server["restarts"] == 0
+
+
+def test_a_restart_on_demand_lets_running_turns_end_first(fake, weights):
+    fake.update_weights(weights, 2)
+
+    async def run():
+        (fake.folder / "slow").touch()
+        running = asyncio.ensure_future(fake.generate(request("a", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().running == 1)
+        restarting = asyncio.ensure_future(asyncio.to_thread(fake.restart))
+        await asyncio.sleep(0.2)
+        late = asyncio.ensure_future(fake.generate(request("b", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().waiting == 1)
+        assert fake.stats().server["restarts"] == 0
+        (fake.folder / "slow").unlink()
+        await restarting
+        return await running, await late
+
+    assert [r.versions for r in asyncio.run(run())] == [[2, 2]] * 2
+    assert kinds(fake) == ["server_restarted"]
+
+
+def test_a_paused_engine_is_paused_on_its_next_server_too(fake, monkeypatch):
+    fake.pause()
+    paused = []
+    post = replica.SglangClient.post
+
+    async def noted(self, path, body, timeout=None):
+        paused.append(path)
+        return await post(self, path, body, timeout)
+
+    monkeypatch.setattr(replica.SglangClient, "post", noted)
+    kill(fake)
+    until(lambda: "server_restarted" in kinds(fake))
+    assert paused == ["/pause_generation"]
+
+
+def test_closing_while_no_server_serves_ends_what_waits(fake):
+    (fake.folder / "broken").touch()
+    fake.settings.sglang.max_restarts = 1000
+
+    async def run():
+        kill(fake)
+        waiting = asyncio.ensure_future(fake.generate(request("w", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().waiting == 1)
+        await asyncio.to_thread(fake.close)
+        return await waiting
+
+    result = asyncio.run(run())
+    assert result.finish_reason is FinishReason.ABORT and not fake.server.is_running()
+
+
+def test_a_turn_whose_server_is_closed_under_it_ends_as_aborted(fake):
+    async def run():
+        (fake.folder / "slow").touch()
+        turn = asyncio.ensure_future(fake.generate(request("a", [5], max_new_tokens=2)))
+        await asyncio.to_thread(until, lambda: fake.stats().running == 1)
+        fake._turns.wait_until_idle = lambda: asyncio.sleep(0)  # the fake does not abort
+        await asyncio.to_thread(fake.close)
+        return await turn
+
+    assert asyncio.run(run()).finish_reason is FinishReason.ABORT
