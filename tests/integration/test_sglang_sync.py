@@ -31,6 +31,7 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
     assert len(old.target) == 59 and len(old.draft) == 13  # every tensor changed, and every one is checked
     assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [5] * 6
     figures = sglang.stats().sync
+    print(f"{transfer}: {sum(w.nbytes for w in new.values())} bytes, {figures}")
     assert figures["weights/canary_failures"] == 0 and figures["weights/sync_seconds"] > 0
     assert sglang.stats().policy_version == 5 and not sglang.events
 
@@ -44,11 +45,12 @@ def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sgla
         write_checkpoint(models[version], versions[version], like=TINY)
 
     async def run():
-        task = asyncio.ensure_future(sglang.generate(request("long", [5, 6, 7], max_new_tokens=200)))
-        for version in (1, 2):
-            await asyncio.sleep(0.4)
-            await asyncio.to_thread(sglang.update_weights, versions[version], version)
-        return await task
+        due = [(1, 20), (2, 80)]  # version, sent once so many tokens are there
+        async for result in sglang.stream(request("long", [5, 6, 7], max_new_tokens=200)):
+            if due and len(result.output_ids) >= due[0][1]:
+                version, _ = due.pop(0)
+                await asyncio.to_thread(sglang.update_weights, versions[version], version)
+        return result
 
     result = asyncio.run(run())
     assert len(result.output_ids) == 200 and set(result.versions) == {0, 1, 2}
