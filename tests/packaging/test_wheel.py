@@ -70,7 +70,7 @@ def test_wheel_has_every_module_and_every_shipped_file(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "rlpipe").rglob("*.py")}
     for folder in ("configs", "data", "models", "sglang_env"):
-        files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
         expected |= {f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files}
     assert expected <= inside, sorted(expected - inside)
     extra = {name for name in inside - expected if ".dist-info/" not in name}
