@@ -18,9 +18,10 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.pipeline.batcher import PackedBatch, pack
+from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import free_address
-from rlpipe.types import Group
+from rlpipe.types import GenerateResult, Group, Trajectory
 
 
 def make_trainer(
@@ -76,6 +77,29 @@ def make_batch(
         share_prefixes=share,
         uniforms=uniforms,
     )
+
+
+def trainer_logprobs(
+    path: Path | str, played: Sequence[tuple[list[int], GenerateResult]], temperature: float = 1.0
+) -> list[list[float]]:
+    """What a trainer of its own gives to every sampled token of (prompt, result) pairs."""
+    trajectories = []
+    for number, (prompt, result) in enumerate(played):
+        trajectory = Trajectory(
+            trajectory_id=str(number), group_id="g", instance_id="i", prompt_length=len(prompt), reward=0.0
+        )
+        trajectory.append_context(prompt)
+        trajectory.append_sampled(result)
+        trajectories.append(trajectory)
+    longest = max(len(t.token_ids) for t in trajectories)
+    trainer = make_trainer(path)
+    try:
+        found = trainer.logprobs(pack(trajectories, None, max(512, longest), temperature=temperature))
+    finally:
+        trainer.close()
+        if torch.distributed.is_initialized():
+            runtime.stop()
+    return [line[t.prompt_length :] for line, t in zip(found, trajectories, strict=True)]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
-from rlpipe.trainer import runtime
-from rlpipe.types import FinishReason, Group, Prompt, Trajectory
+from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, running_engine, transformers_logits
 from tests.helpers.goodness_of_fit import normal_quantile
 from tests.helpers.sglang import GAMMA, only_mtp
-from tests.helpers.trainers import make_batch, make_trainer
+from tests.helpers.trainers import trainer_logprobs
 
 pytestmark = pytest.mark.integration
 TINY = ROOT / "models" / "tiny"
@@ -47,37 +45,14 @@ def test_logprobs_are_those_of_transformers(sampled):
 
 def test_logprobs_are_those_of_the_megatron_trainer(sampled):
     """What importance weights are made of: the largest difference over 720 tokens, fp32."""
-    trajectories = []
-    for number, (prompt, result) in enumerate(sampled):
-        trajectory = Trajectory(
-            trajectory_id=str(number),
-            group_id="g",
-            instance_id="i",
-            reward=float(number % 2),
-            prompt_length=len(prompt),
-        )
-        trajectory.append_context(prompt)
-        trajectory.append_sampled(result)
-        trajectories.append(trajectory)
-    group = Group(prompt=Prompt(instance_id="i", group_id="g"), trajectories=trajectories)
-    trainer = make_trainer(TINY)
-    try:
-        batch = make_batch([group], AlgoConfig(), budget=512, temperature=TEMPERATURE)
-        found = trainer.logprobs(batch)
-    finally:
-        trainer.close()
-        if torch.distributed.is_initialized():
-            runtime.stop()
-    worst = max(
+    found = trainer_logprobs(TINY, sampled, TEMPERATURE)
+    differences = [
         abs(ours - theirs)
-        for t, line in zip(trajectories, found, strict=True)
-        for ours, theirs, mask in zip(line, t.rollout_logprobs, t.loss_mask, strict=True)
-        if mask
-    )
-    print(
-        f"largest |SGLang - trainer| over {sum(t.response_length for t in trajectories)} tokens: {worst:.2e}"
-    )
-    assert worst < 1e-3
+        for line, (_, result) in zip(found, sampled, strict=True)
+        for ours, theirs in zip(line, result.logprobs, strict=True)
+    ]
+    print(f"largest |SGLang - trainer| over {len(differences)} tokens: {max(differences):.2e}")
+    assert max(differences) < 1e-3
 
 
 def test_both_engines_decode_the_same_argmax_with_the_same_logprobs(sglang):

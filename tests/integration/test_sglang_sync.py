@@ -11,6 +11,7 @@ from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits
 from tests.helpers.sglang import configured, lossy, perturbed, repaired, running_server, target_only
+from tests.helpers.trainers import trainer_logprobs
 
 pytestmark = pytest.mark.integration
 TINY = ROOT / "models" / "tiny"
@@ -37,7 +38,7 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
 
 
 def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sglang, weights, tmp_path):
-    """With the KV recomputed at each update, the logprobs of version v are those of model v."""
+    """With the KV recomputed at each update, the trainer at version v agrees on v's tokens."""
     models = {0: TINY}
     versions = {0: weights, 1: perturbed(weights, 0.03, seed=1), 2: perturbed(weights, 0.03, seed=2)}
     for version in (1, 2):
@@ -55,7 +56,7 @@ def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sgla
     result = asyncio.run(run())
     assert len(result.output_ids) == 200 and set(result.versions) == {0, 1, 2}
     assert result.versions == sorted(result.versions)
-    by_model = {v: recomputed(transformers_logits(models[v]), [5, 6, 7], result)[0] for v in models}
+    by_model = {v: torch.tensor(trainer_logprobs(models[v], [([5, 6, 7], result)])[0]) for v in models}
     own = torch.stack([by_model[v][place] for place, v in enumerate(result.versions)])
     worst = (own - torch.tensor(result.logprobs)).abs().max().item()
     mixed_up = (by_model[0] - torch.tensor(result.logprobs)).abs().max().item()

@@ -66,9 +66,9 @@ class Broadcast:
 
     def close(self) -> None:
         """Leave the group; the server, if it lives, leaves with its process."""
-        if self._group is not None:
+        if self._group in c10d._world.pg_map:  # a trainer in this process ends all groups when it stops
             dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
 
     @property
     def _patience(self) -> timedelta:
