@@ -36,7 +36,7 @@ CASES = {
     "staleness": ([5.0] * 3, [1.0] * 8),
     "acceptance_drop": ([*STEADY, *[0.7] * 5], [*STEADY, *[0.85] * 8]),
     "draft_stale": ([-0.2] * 2, [-0.02, 0.01] * 4),
-    "slow_step": ([*STEADY, 6.0], [*STEADY, 3.0]),
+    "slow_step": ([*STEADY, 16.0], [*STEADY, 9.0]),
 }
 
 
