@@ -35,5 +35,6 @@ def sglang(sglang_server):
     repaired(sglang_server)
     sglang_server.resume()
     sglang_server.events.clear()
-    if sglang_server.stats().policy_version:
-        sglang_server.update_weights(read_weights(ROOT / "models" / "tiny"), 0)
+    shipped = read_weights(ROOT / "models" / "tiny")
+    if sglang_server.stats().policy_version or not sglang_server.check_weights(shipped).passed:
+        sglang_server.update_weights(shipped, 0)
