@@ -45,16 +45,14 @@ def run(directory: Path, *overrides: str) -> Path:
     return directory
 
 
-def contexts(runs: list[Path], rule: str) -> Pooled:
-    """All contexts of all runs, clustered by trajectory."""
-    parts, offset = [], 0
-    for directory in runs:
-        (head, tables), *_ = read_probes(directory)
-        part = pool(tables[: head["fixed"]], rule, None)
-        parts.append((part.alpha, part.entropy, part.clusters + offset))
-        offset += head["fixed"]
-    alpha, entropy, clusters = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Pooled(alpha=alpha, entropy=entropy, clusters=clusters)
+def joined(parts: list[Pooled]) -> Pooled:
+    """All contexts of several runs, clustered by trajectory."""
+    offsets = np.cumsum([0, *(part.clusters.max() + 1 for part in parts[:-1])])
+    return Pooled(
+        alpha=np.concatenate([part.alpha for part in parts]),
+        entropy=np.concatenate([part.entropy for part in parts]),
+        clusters=np.concatenate([part.clusters + n for part, n in zip(parts, offsets, strict=True)]),
+    )
 
 
 def by_sequence(points: Pooled) -> Pooled:
@@ -90,27 +88,29 @@ def sweep(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str
             )
             for temperature in args.temperatures
         ]
+        probes = [next(iter(read_probes(directory))) for directory in runs]
         for rule in RULES:
-            points = contexts(runs, rule)
-            sequences = by_sequence(points)
+            parts = [pool(tables[: head["fixed"]], rule, None) for head, tables in probes]
+            points = joined(parts)
+            labels = [f"{temperature:g}" for temperature in args.temperatures]
             found[f"{name}/{rule}"] = {
-                "acceptance": {
-                    f"{t:g}": round(float(contexts([r], rule).alpha.mean()), 4)
-                    for t, r in zip(args.temperatures, runs, strict=True)
-                },
-                "entropy": {
-                    f"{t:g}": round(float(contexts([r], rule).entropy.mean()), 4)
-                    for t, r in zip(args.temperatures, runs, strict=True)
-                },
+                "acceptance": {t: mean(part.alpha) for t, part in zip(labels, parts, strict=True)},
+                "entropy": {t: mean(part.entropy) for t, part in zip(labels, parts, strict=True)},
                 "contexts": len(points.alpha),
-                "per_token": plain(cross_section(*_fields(points), level=0.95)),
-                "per_sequence": plain(cross_section(*_fields(sequences), level=0.95)),
+                "per_token": slope(points),
+                "per_sequence": slope(by_sequence(points)),
             }
     return found
 
 
-def _fields(points: Pooled) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return points.alpha, points.entropy, points.clusters
+def mean(values: np.ndarray) -> float:
+    """To four digits."""
+    return round(float(values.mean()), 4)
+
+
+def slope(points: Pooled) -> dict[str, float]:
+    """Acceptance on entropy."""
+    return plain(cross_section(points.alpha, points.entropy, points.clusters, level=0.95))
 
 
 def train(args: argparse.Namespace, drafts: dict[str, Path], overrides: list[str]) -> dict[str, Path]:
@@ -193,17 +193,12 @@ def main() -> None:
             "early": parts.early,
             "window": parts.window,
             "entropy_change": round(parts.entropy_change, 4),
-            **{k: plain(v) for k, v in asdict_estimates(parts).items()},
+            **{name: plain(getattr(parts, name)) for name in ("slope", "total", "entropy", "mismatch")},
         }
     write(args.json, result)
     print(json.dumps(result, indent=1))
     if args.figure:
         draw(args.figure, found, runs, args)
-
-
-def asdict_estimates(parts: Any) -> dict[str, Estimate]:
-    """slope, total, entropy and mismatch of a decomposition."""
-    return {name: getattr(parts, name) for name in ("slope", "total", "entropy", "mismatch")}
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:

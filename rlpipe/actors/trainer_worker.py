@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from rlpipe.config.run import Config
 from rlpipe.metrics.probe import COLUMNS, ProbeTable
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
-from rlpipe.pipeline.batcher import pack
+from rlpipe.pipeline.batcher import PackedBatch, pack
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Group, Trajectory
@@ -67,15 +68,11 @@ class TrainerWorker:
         seed, uniforms = config.run.seed, None
         if config.algo.correction is Correction.OBRS:
             uniforms = [token_uniforms(seed, t.trajectory_id, len(t.token_ids)) for t in trajectories]
-        batch = pack(
+        batch = self._pack(
             trajectories,
             advantages,
-            config.trainer.micro_batch_tokens,
-            config.trainer.dp,
             minibatches=config.algo.minibatches,
-            temperature=config.rollout.temperature,
             skip_zero_advantage=config.algo.skips_zero_advantage,
-            share_prefixes=self._trainer.shares_prefixes,
             uniforms=uniforms,
             seed=seed + self._trainer.policy_version,
         )
@@ -90,23 +87,30 @@ class TrainerWorker:
 
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """What target and draft say at every context of these trajectories; see `metrics.probe`."""
-        config = self._config
-        batch = pack(
-            trajectories,
-            None,
-            config.trainer.micro_batch_tokens,
-            config.trainer.dp,
-            temperature=config.rollout.temperature,
-            share_prefixes=self._trainer.shares_prefixes,
-        )
-        tables = self._trainer.draft_tables(batch)
-        nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, config.mtp.depths)) for name in COLUMNS}
+        tables = self._trainer.draft_tables(self._pack(trajectories, None))
+        depths = self._config.mtp.depths
+        nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, depths)) for name in COLUMNS}
         return [
             ProbeTable(trajectory_id=t.trajectory_id, positions=positions, values=values)
             for t, (positions, values) in (
                 (t, table or nowhere) for t, table in zip(trajectories, tables, strict=True)
             )
         ]
+
+    def _pack(
+        self, trajectories: list[Trajectory], advantages: list[np.ndarray] | None, **options: Any
+    ) -> PackedBatch:
+        """As this trainer reads batches; options: further ones of `pack`."""
+        config = self._config
+        return pack(
+            trajectories,
+            advantages,
+            config.trainer.micro_batch_tokens,
+            config.trainer.dp,
+            temperature=config.rollout.temperature,
+            share_prefixes=self._trainer.shares_prefixes,
+            **options,
+        )
 
     def export(self, version: int) -> WeightPayload | None:
         """Full weights for the engines; None off rank 0 (which still takes part in the gathering)."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -86,9 +86,8 @@ def linear_mtp_loss(
         temperature=temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_hidden),
-        vocab=len(head_weight) if vocab is None else vocab,
-        chunk_bytes=chunk_bytes or CHUNK_BYTES["cuda" if draft_hidden.is_cuda else "cpu"],
-        anchors=mask.any(1).nonzero().flatten().tolist(),
+        vocab=vocab,
+        chunk_bytes=chunk_bytes,
     )
     head_weight = head_weight if train_head else head_weight.detach()
     total = _LinearTotal.apply(draft_hidden, head_weight, walk, torch.is_grad_enabled())
@@ -123,9 +122,8 @@ def linear_draft_rows(
         temperature=temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_hidden),
-        vocab=len(head_weight) if vocab is None else vocab,
-        chunk_bytes=chunk_bytes or CHUNK_BYTES["cuda" if draft_hidden.is_cuda else "cpu"],
-        anchors=mask.any(1).nonzero().flatten().tolist(),
+        vocab=vocab,
+        chunk_bytes=chunk_bytes,
     )
     rows = Rows.zeros(mask, compute_dtype(draft_hidden))
     top = torch.zeros(2, *mask.shape, dtype=rows.alpha.dtype, device=mask.device)
@@ -157,10 +155,14 @@ class _Walk:
     temperature: float
     group: dist.ProcessGroup | None
     backend: ModuleType
-    vocab: int
-    chunk_bytes: int
-    anchors: list[int]
+    vocab: int | None
+    chunk_bytes: int | None
+    anchors: list[int] = field(init=False)  # those with a row that counts
     result: tuple[Tensor, MtpStats] | None = None
+
+    def __post_init__(self) -> None:
+        self.chunk_bytes = self.chunk_bytes or CHUNK_BYTES["cuda" if self.mask.is_cuda else "cpu"]
+        self.anchors = self.mask.any(1).nonzero().flatten().tolist()
 
     def chunks(self, draft_hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Anchors, draft logits [C, K, V], and the target's as a strided view [C, K, V] of [C + K - 1, V]."""
@@ -170,8 +172,9 @@ class _Walk:
             rows = torch.arange(part.start + 1, part.stop + depths, device=weight.device)
             target = self.target_hidden[rows.clamp(max=len(self.target_hidden) - 1)] @ weight.T
             draft = draft_hidden[part] @ weight.T
-            for logits in (draft, target) if self.vocab < len(weight) else ():
-                logits[..., self.vocab :] = -torch.inf
+            if self.vocab is not None:
+                for logits in (draft, target):
+                    logits[..., self.vocab :] = -torch.inf
             shared = target.unfold(0, part.stop - part.start, 1).permute(2, 0, 1)
             yield part, draft, shared
 

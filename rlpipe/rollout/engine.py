@@ -1,6 +1,7 @@
 """The engine Protocol: what the collector and the controller ask of any decoding engine.
 
-Owns the contract only. `embedded` implements it in-process, `sglang` over HTTP.
+Owns the contract, and which requests every engine refuses. `embedded` implements it in-process, `sglang` over
+HTTP.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlpipe.config.spec import SpecMode
 from rlpipe.types import GenerateRequest, GenerateResult, SpecCounts
 
 
@@ -77,3 +79,23 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop the engine; pending requests end with ABORT."""
         ...
+
+
+def check_request(request: GenerateRequest, vocab: int, mode: SpecMode) -> None:
+    """Raise ValueError for a request that no engine can serve; vocab: tokens of the model."""
+    ids, sampling = request.prompt_ids, request.sampling
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
+        what = "is empty" if not ids else f"has token ids outside 0..{vocab - 1}"
+        raise ValueError(
+            f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
+        )
+    if mode is SpecMode.GREEDY and sampling.temperature != 0:
+        raise ValueError(
+            f"request {request.request_id!r}: temperature={sampling.temperature}, but spec.mode=greedy "
+            "decodes the argmax: set the temperature to 0, or spec.mode=rejection to sample."
+        )
+    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
+        raise ValueError(
+            f"sampling of request {request.request_id!r} is impossible: {sampling}. "
+            "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
+        )

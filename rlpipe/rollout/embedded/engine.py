@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
-from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
 from rlpipe.rollout.embedded.costs import measure_costs
@@ -35,7 +35,7 @@ from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
-from rlpipe.rollout.engine import EngineStats
+from rlpipe.rollout.engine import EngineStats, check_request
 from rlpipe.spec.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
 from rlpipe.types import GenerateRequest, GenerateResult
 
@@ -120,7 +120,7 @@ class EmbeddedEngine:
         logprobs and entropies are of the distribution at temperature 1. Raises ValueError for an
         impossible request, RuntimeError after `close` or a failure of the engine.
         """
-        self._check(request)
+        check_request(request, self._arch.vocab, self._spec.mode)
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         pending = (loop, future)
@@ -270,24 +270,6 @@ class EmbeddedEngine:
                 done.set_exception(error)
         for one in pending:
             _settle(one, lambda future: future.set_exception(error))
-
-    def _check(self, request: GenerateRequest) -> None:
-        ids, sampling, vocab = request.prompt_ids, request.sampling, self._arch.vocab
-        if not ids or min(ids) < 0 or max(ids) >= vocab:
-            what = "is empty" if not ids else f"has token ids outside 0..{vocab - 1}"
-            raise ValueError(
-                f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
-            )
-        if self._spec.mode is SpecMode.GREEDY and sampling.temperature != 0:
-            raise ValueError(
-                f"request {request.request_id!r}: temperature={sampling.temperature}, but spec.mode=greedy "
-                "decodes the argmax: set the temperature to 0, or spec.mode=rejection to sample."
-            )
-        if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
-            raise ValueError(
-                f"sampling of request {request.request_id!r} is impossible: {sampling}. "
-                "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
-            )
 
 
 def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:

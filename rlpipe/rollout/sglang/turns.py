@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.rollout.engine import EngineStats
+from rlpipe.config.spec import SpecConfig
+from rlpipe.rollout.engine import EngineStats, check_request
 from rlpipe.rollout.sglang.answers import continuation, generate_body, joined, parse_answer
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
@@ -37,22 +37,7 @@ class Turns:
 
     def check(self, request: GenerateRequest) -> None:
         """Refuse an impossible request before the server sees it. Raises ValueError."""
-        ids, sampling = request.prompt_ids, request.sampling
-        if not ids or min(ids) < 0 or max(ids) >= self._vocab:
-            what = "is empty" if not ids else f"has token ids outside 0..{self._vocab - 1}"
-            raise ValueError(
-                f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
-            )
-        if self._spec.mode is SpecMode.GREEDY and sampling.temperature != 0:
-            raise ValueError(
-                f"request {request.request_id!r}: temperature={sampling.temperature}, but spec.mode=greedy "
-                "decodes the argmax: set the temperature to 0, or spec.mode=rejection to sample."
-            )
-        if sampling.max_new_tokens < 1 or sampling.temperature < 0 or sampling.top_logprobs < 0:
-            raise ValueError(
-                f"sampling of request {request.request_id!r} is impossible: {sampling}. "
-                "max_new_tokens must be at least 1, temperature and top_logprobs at least 0."
-            )
+        check_request(request, self._vocab, self._spec.mode)
 
     async def admitted(
         self, request: GenerateRequest, serving: Coroutine[Any, Any, SglangClient]
