@@ -18,6 +18,7 @@ import torch
 
 from rlpipe.algo import verl_door
 from rlpipe.algo.obrs import ObrsInputs, Verdict, judge, kl_estimates, kl_exact
+from rlpipe.algo.own_correction import CorrectionInputs, own_correction
 from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, ObrsCalibration, ObrsNormalizer, ObrsTarget
 from rlpipe.metrics.values import Max, Mean, Min, Ratio, Value
 
@@ -58,7 +59,7 @@ def correct(
     All tensors [B, S], detached; the mask holds at least one 1. current_logprobs: of the policy being
     updated. trainer_logprobs: of the proximal policy. obrs: with correction=obrs. Metrics are
     `rollout_corr/*`; `add_sample_size` completes them once they are reduced.
-    Raises ValueError when OBRS is asked for without its inputs.
+    Raises ValueError when OBRS is asked for without its inputs, or a custom correction breaks the contract.
     """
     threshold: float | str = config.correction_threshold
     if config.correction is Correction.ICEPOP:
@@ -82,6 +83,18 @@ def correct(
         )
         kept = kept * accepted
         metrics |= obrs_metrics
+    if config.correction is Correction.CUSTOM:
+        inputs = CorrectionInputs(
+            trainer_logprobs=trainer_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            current_logprobs=current_logprobs,
+            mask=mask,
+            threshold=config.correction_threshold,
+            low=config.correction_low,
+        )
+        weights, accepted, own_metrics = own_correction(inputs, config)
+        kept = kept * accepted
+        metrics |= _masked(mask, kept) | own_metrics
     if weights is not None:
         weights = weights * kept
         metrics |= _weight_metrics(weights[mask.bool()], kept[mask.bool()], config)
@@ -151,7 +164,7 @@ def _weight_metrics(weights: torch.Tensor, kept: torch.Tensor, config: AlgoConfi
     }
     if config.correction is Correction.ICEPOP:
         metrics["rollout_corr/rollout_is_oob_ratio"] = Mean(((weights == 0) * kept).sum().item(), tokens)
-    elif config.correction is not Correction.OBRS:
+    elif config.correction not in (Correction.OBRS, Correction.CUSTOM):
         clipped = (weights >= config.correction_threshold).sum().item()
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = Mean(clipped, tokens)
     return metrics

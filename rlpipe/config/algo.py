@@ -39,6 +39,7 @@ class Correction(Choice):
     TIS_SEQUENCE = "tis_sequence"  # the same of the product of the ratios of a trajectory
     ICEPOP = "icepop"  # weight r where it lies between two bounds, else 0
     OBRS = "obrs"  # tokens accepted with min(1, r / lam), the kept ones reweighted (Jackpot)
+    CUSTOM = "custom"  # a function of your own, named by algo.correction_function
 
 
 class Proximal(Choice):
@@ -137,6 +138,7 @@ class AlgoConfig:
     kl_coef, kl_kind: penalty to the start weights (0: no reference is kept). entropy_coef: bonus.
     proximal: see Proximal. correction: see Correction; obrs: its settings. correction_threshold: C of TIS and
         the upper bound of IcePop, whose lower one is correction_low.
+    correction_function: "module:function" for correction=custom, see `rlpipe.algo.own_correction`.
     mask: see MaskRule, on top of any correction. mask_high: bound of its statistic; for k1 of
         pi_rollout / pi_trainer, whose lower bound is mask_low (default 1 / mask_high).
     ppo_epochs, minibatches: passes over a batch, and optimizer steps in each pass.
@@ -160,6 +162,7 @@ class AlgoConfig:
     correction: Correction = Correction.TIS_TOKEN
     correction_threshold: float = 2.0
     correction_low: float = 0.5
+    correction_function: str = ""
     proximal: Proximal = Proximal.START
     mask: MaskRule = MaskRule.NONE
     mask_high: float | None = None
@@ -170,6 +173,7 @@ class AlgoConfig:
     skip_zero_advantage: bool = True
 
     def __post_init__(self) -> None:
+        self.correction = Correction(self.correction)
         for name in ("clip_low", "clip_high", "correction_threshold", "correction_low"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"algo.{name} must be positive, got {getattr(self, name)}.")
@@ -185,6 +189,12 @@ class AlgoConfig:
             raise ValueError(
                 "algo.loss_agg=seq-mean-token-sum-norm divides by algo.loss_scale_factor, which is "
                 f"{self.loss_scale_factor}: set it, for example to the longest response in tokens."
+            )
+        if (self.correction is Correction.CUSTOM) != bool(self.correction_function):
+            raise ValueError(
+                f"algo.correction={self.correction} with algo.correction_function="
+                f"{self.correction_function!r}: a correction of your own needs both algo.correction=custom "
+                "and algo.correction_function=module:function."
             )
         if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:
             raise ValueError(

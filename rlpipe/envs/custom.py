@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from pkgutil import resolve_name
 
 from rlpipe.config.env import EnvConfig
+from rlpipe.config.own_code import load_function
 from rlpipe.envs.base import Suite
 
 METHODS = ("splits", "instance_ids", "episode", "sandbox_counts")
 
 
 def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
-    """The function that `env.suite` names. Raises ValueError when it cannot be imported or called.
-
-    The folder the run was started in is searched as well, in workers too: `python FILE` would do so.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if name.count(":") != 1:
-        raise ValueError(f"env.suite={name!r} must be module:function, as my_env:make_suite.")
-    try:
-        found = resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"env.suite={name!r} cannot be imported from {here}: {error}. Start the run in its folder, "
-            "put that on PYTHONPATH, or install it."
-        ) from error
-    if not callable(found):
-        raise ValueError(f"env.suite={name!r} is a {type(found).__name__}, not a function(config, seed).")
-    return found
+    """The function that `env.suite` names. Raises ValueError when it cannot be imported or called."""
+    return load_function(name, setting="env.suite", takes="config, seed")
 
 
 def make_custom_suite(config: EnvConfig, seed: int) -> Suite:
