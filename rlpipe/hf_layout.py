@@ -32,16 +32,16 @@ TOKENIZER_FILES = (
 )
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint directory.
+def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]:
+    """`config.json` of a checkpoint directory; setting: what named it.
 
     Raises ValueError naming the path when it is not a Hugging Face checkpoint.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"model.path={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
-            "Point model.path at a directory with config.json and *.safetensors."
+            f"{setting}={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
+            f"Point {setting} at a directory with config.json and *.safetensors."
         )
     return json.loads(file.read_text())
 

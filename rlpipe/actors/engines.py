@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
+from rlpipe.config.spec import SpecMode
+from rlpipe.hf_layout import has_mtp, read_config
 from rlpipe.rollout.engine import Engine
 
 
@@ -19,20 +22,24 @@ def check_engine(config: Config) -> None:
     if config.rollout.engine is EngineKind.SGLANG and not config.cluster.address:
         from rlpipe.rollout.sglang import check_launch
 
-        check_launch(config.rollout, config.spec, resolve(config.model.path))
+        check_launch(config.rollout, config.spec, resolve(config.rollout_model))
 
 
-def make_engine(config: Config, on_event: Callable[..., None]) -> Engine:
+def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
     """The engine of `config.rollout`, running. on_event: told of its faults (kind, fields).
 
+    model: path of what it serves, if not the model that generates; without a draft where it has no MTP layer.
     Raises ValueError for settings, models or environments it cannot work with.
     """
-    path: Path = resolve(config.model.path)
+    path: Path = resolve(model or config.rollout_model)
+    spec = config.spec
+    if model and spec.needs_mtp and not has_mtp(read_config(path)):
+        spec = replace(spec, mode=SpecMode.NONE)
     if config.rollout.engine is EngineKind.SGLANG:
         from rlpipe.rollout.sglang import SglangEngine
 
         logs = resolve(config.run.dir) / "logs"
-        return SglangEngine(config.rollout, config.spec, path, log_dir=logs, on_event=on_event)
+        return SglangEngine(config.rollout, spec, path, log_dir=logs, on_event=on_event)
     from rlpipe.rollout.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(config.rollout, config.spec, path)
+    return EmbeddedEngine(config.rollout, spec, path)

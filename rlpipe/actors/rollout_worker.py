@@ -38,7 +38,7 @@ class RolloutWorker:
         self._number = number
         self._spans = SpanLog(f"rollout {number}", busy)
         self._events: list[tuple[str, dict[str, Any]]] = []
-        path = resolve(config.model.path)
+        path = resolve(config.model.path)  # its chat template; a decoupled actor shares the tokenizer
         self._suite = make_suite(config.env, seed=config.run.seed)
         self._engine: Engine = make_engine(config, self._note)
         self._engines = [self._engine]  # all that are given new weights
@@ -53,14 +53,18 @@ class RolloutWorker:
         )
         self._evaluator = self._collector = collector(engine=self._engine, suite=self._suite)
         if config.injection.active():
-            self._inject(config, path, collector)
+            self._inject(config, resolve(config.rollout_model), collector)
+        self._policy: Engine | None = None
+        if config.decoupled.active and config.val.every:
+            self._policy = make_engine(config, self._note, config.model.path)
+            self._evaluator = collector(engine=self._policy, suite=self._suite)
         self._last = self._engine.stats()
         self._last_time = time.monotonic()
 
     def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
         """Disturb training rollouts; evaluations keep the clean suite, and an engine with clean weights."""
         clean, weights = self._engine, None
-        if config.injection.changes_weights:
+        if config.injection.changes_weights and not config.decoupled.active:
             clean = make_engine(config, self._note)
         if config.injection.weight_noise:
             weights = read_weights(path)
@@ -87,6 +91,9 @@ class RolloutWorker:
             weights = unpack_weights(payload)
             for engine in self._engines:
                 await asyncio.to_thread(engine.update_weights, weights, payload.version)
+            if self._policy is not None and payload.policy is not None:
+                policy = unpack_weights(payload.policy)
+                await asyncio.to_thread(self._policy.update_weights, policy, payload.version)
         return {
             "weights/bytes": Last(payload.num_bytes),
             "timing_s/load_weights": Mean(time.monotonic() - started, 1),
@@ -131,5 +138,5 @@ class RolloutWorker:
         """Stop decoding and free the sandbox."""
         for collector in dict.fromkeys((self._collector, self._evaluator)):
             await collector.close()
-        for engine in self._engines:
+        for engine in [*self._engines, *([self._policy] if self._policy else [])]:
             await asyncio.to_thread(engine.close)

@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from rlpipe.actors.trainers import make_trainer
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.obrs import token_uniforms
 from rlpipe.config.algo import Correction
-from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.metrics.probe import COLUMNS, ProbeTable
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
 from rlpipe.pipeline.batcher import PackedBatch, pack
-from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights
@@ -41,17 +40,8 @@ class TrainerWorker:
 
     def start(self, master: str) -> None:
         """Build the model and join the other ranks."""
-        self._trainer = MegatronTrainer(
-            self._config.trainer,
-            self._config.algo,
-            self._config.mtp,
-            str(resolve(self._config.model.path)),
-            rank=self._rank,
-            world_size=self._world_size,
-            master=master,
-            total_steps=self._config.run.steps,
-            ppow=self._config.ppow,
-            seed=self._config.run.seed,
+        self._trainer = make_trainer(
+            self._config, rank=self._rank, world_size=self._world_size, master=master
         )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
@@ -72,7 +62,8 @@ class TrainerWorker:
             trajectories,
             advantages,
             minibatches=config.algo.minibatches,
-            skip_zero_advantage=config.algo.skips_zero_advantage,
+            # to the distillation of an actor every trajectory says something
+            skip_zero_advantage=config.algo.skips_zero_advantage and not config.decoupled.active,
             uniforms=uniforms,
             seed=seed + self._trainer.policy_version,
         )
@@ -113,10 +104,18 @@ class TrainerWorker:
         )
 
     def export(self, version: int) -> WeightPayload | None:
-        """Full weights for the engines; None off rank 0 (which still takes part in the gathering)."""
+        """Full weights for the engines; None off rank 0 (which still takes part in the gathering).
+
+        With a decoupled actor the policy's come along where they are validated.
+        """
         with self._spans.lane() as lane, lane.span("sync", version=version):
+            judged = None
+            if self._config.decoupled.active and self._config.validates(version):
+                judged = self._trainer.policy.export_weights()
             weights = self._trainer.export_weights()
-            return None if weights is None else pack_weights(weights, version)
+            if weights is None:
+                return None
+            return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
     def save(self, directory: Path) -> None:
         """Trainer state under `trainer/`, an HF checkpoint under `hf/`."""

@@ -41,6 +41,15 @@ class LossTotals:
     sequences: float
     dp_size: int
 
+    def for_verl(self, config: AlgoConfig) -> dict[str, float | None]:
+        """Under the names verl's aggregation reads."""
+        return {
+            "dp_size": self.dp_size,
+            "batch_num_tokens": self.tokens,
+            "global_batch_size": self.sequences,
+            "loss_scale_factor": config.loss_scale_factor,
+        }
+
 
 def micro_batch_loss(
     *,
@@ -96,12 +105,7 @@ def _loss(
     config: AlgoConfig,
 ) -> tuple[torch.Tensor, dict[str, Value]]:
     """Policy loss, entropy bonus and KL penalty over the kept tokens, and their metrics."""
-    info = {
-        "dp_size": totals.dp_size,
-        "batch_num_tokens": totals.tokens,
-        "global_batch_size": totals.sequences,
-        "loss_scale_factor": config.loss_scale_factor,
-    }
+    info = totals.for_verl(config)
     mask, mode = corrected.mask, config.loss_agg.value
     kept = mask.sum().item()
     loss, verl_metrics = verl_door.policy_loss(config.policy_loss)(
@@ -123,6 +127,17 @@ def _loss(
         loss = loss + config.kl_coef * kl_loss
         metrics["actor/kl_loss"] = _share(kl_loss, totals)
     return loss, metrics
+
+
+def distillation_loss(
+    divergence: torch.Tensor, mask: torch.Tensor, totals: LossTotals, config: AlgoConfig
+) -> tuple[torch.Tensor, Value]:
+    """Divergences of tokens [B, S] as a loss, aggregated as the policy's is (Jackpot Eq. 7: their mean).
+
+    Returns it and, for its metric, this micro-batch's share (see `_share`).
+    """
+    loss = verl_door.agg_loss(divergence, mask, config.loss_agg.value, **totals.for_verl(config))
+    return loss, _share(loss, totals)
 
 
 def optimizer_step_count(config: AlgoConfig) -> dict[str, Value]:

@@ -5,12 +5,15 @@ Defaults live here and in the component dataclasses; YAML states only difference
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction, Proximal
 from rlpipe.config.choice import Choice
+from rlpipe.config.decoupled import DecoupledConfig, check_actor
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
@@ -131,6 +134,7 @@ class Config:
     task: Task = Task.RL
     run: RunSettings = field(default_factory=RunSettings)
     model: ModelConfig = field(default_factory=ModelConfig)
+    decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
     mtp: MtpConfig = field(default_factory=MtpConfig)
@@ -146,6 +150,16 @@ class Config:
     warmstart: WarmstartConfig = field(default_factory=WarmstartConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
+    @property
+    def rollout_model(self) -> str:
+        """Path of the model that generates: the decoupled actor, or the policy itself."""
+        return self.decoupled.path or self.model.path
+
+    def validates(self, step: int) -> bool:
+        """Whether the policy is validated at a step: before the first, every so many, and after the last."""
+        every = self.val.every
+        return bool(every) and (step % every == 0 or step == self.run.steps)
+
 
 def check(config: Config) -> None:
     """Everything that can be known to be wrong before anything is started.
@@ -160,10 +174,11 @@ def check(config: Config) -> None:
         )
     if config.task is Task.TINY_MODEL:
         return
-    model_path = resolve(config.model.path)
-    hf_config = read_config(model_path)
+    served = hf_config = read_config(resolve(config.model.path))
+    if config.decoupled.active:
+        served = check_decoupled(config, hf_config)
     if config.spec.needs_mtp:
-        require_mtp(hf_config, config.model.path, config.spec.mode)
+        require_mtp(served, config.rollout_model, config.spec.mode)
     if config.algo.correction is Correction.OBRS and config.rollout.temperature == 0:
         raise ValueError(
             "algo.correction=obrs compares the distributions of rollout and trainer, and "
@@ -171,7 +186,7 @@ def check(config: Config) -> None:
         )
     probed = config.metrics.probe.every and config.spec.needs_mtp
     if config.mtp.train is not MtpTrain.FROZEN or (probed and config.task is Task.RL):
-        check_draft(config.mtp, hf_config, config.model.path)
+        check_draft(config.mtp, served, config.rollout_model)
     if config.mtp.train is MtpTrain.PPOW and config.rollout.temperature == 0:
         raise ValueError(
             "mtp.train=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no distribution: "
@@ -185,7 +200,7 @@ def check(config: Config) -> None:
             f"spec.mode=greedy decodes the argmax, but rollout.temperature={temperatures[0]} and "
             f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
         )
-    longest = int(hf_config.get("max_position_embeddings", 0))
+    longest = min(int(model.get("max_position_embeddings", 0)) for model in (hf_config, served))
     if longest and config.rollout.max_context > longest:
         raise ValueError(
             f"rollout.max_context={config.rollout.max_context} exceeds the model's "
@@ -209,6 +224,30 @@ def check(config: Config) -> None:
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
         )
+
+
+def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What an actor needs; hf_config: the policy's. Returns the actor's. Raises ValueError."""
+    if config.task is not Task.RL:
+        raise ValueError(
+            f"decoupled.path={config.decoupled.path!r} generates for a policy of task=rl, not of "
+            f"task={config.task}: remove it."
+        )
+    if config.rollout.temperature == 0:
+        raise ValueError(
+            "decoupled.path compares the distributions of actor and policy, and rollout.temperature=0 has "
+            "none: set rollout.temperature=1.0."
+        )
+    sglang = config.rollout.sglang
+    if config.rollout.engine is EngineKind.SGLANG and config.val.every and sglang.port:
+        raise ValueError(
+            f"decoupled.path with val.every={config.val.every} starts a second server, for the policy, and "
+            f"rollout.sglang.port={sglang.port} is one port: set it to 0, or val.every=0."
+        )
+    path = resolve(config.decoupled.path)
+    actor = read_config(path, "decoupled.path")
+    check_actor(path, actor, resolve(config.model.path), hf_config, config)
+    return actor
 
 
 def check_staleness(config: Config) -> None:

@@ -13,10 +13,10 @@ With adapt_only the draft alone learns (`adapt_step`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from rlpipe.algo.correction import next_kappa
 from rlpipe.algo.obrs import ObrsInputs
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.algo.ppow import PpowTotals
-from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
@@ -46,15 +46,28 @@ class Predictions:
     """What a forward pass over a micro-batch says of its sampled tokens.
 
     hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
+    states, logits: [P, H] and [P, V_local], of the places that predict the P sampled tokens.
     logprobs, entropies: [B, R] float32, 0 where there is no token.
     of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
     """
 
     hidden: torch.Tensor
     layout: BranchLayout | None
+    states: torch.Tensor
+    logits: torch.Tensor
     logprobs: torch.Tensor
     entropies: torch.Tensor
     of: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Companion(Protocol):
+    """What else happens to the micro-batches of an update; see `decoupled`."""
+
+    def watch(
+        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        """The loss to descend in place of the policy's, which is given, and further metrics."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +99,7 @@ class MegatronTrainer:
         adapt_only: bool = False,
         ppow: PpowConfig | None = None,
         seed: int = 0,
+        beside: MegatronTrainer | None = None,
     ) -> None:
         """Load the model of `model_path` and get ready to train.
 
@@ -94,6 +108,7 @@ class MegatronTrainer:
         adapt_only: freeze everything but the draft and train it by `adapt_step`; mtp.train only says whether
             by ppow or by mtp.loss.
         ppow: settings of mtp.train=ppow, None for the defaults. seed: of its windows, drafts and coins.
+        beside: a trainer of this process whose ranks and groups it uses too; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
@@ -105,11 +120,15 @@ class MegatronTrainer:
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
         self._adapt_only = adapt_only
         self._temperature = 1.0  # of the batch in hand
-        self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
+        self._guest = beside is not None
+        if beside is not None:
+            self._runtime = beside._runtime
+        else:
+            self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         try:
             self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps), ppow, seed)
         except BaseException:
-            runtime.stop()
+            self.close()
             raise
         self.policy_version = 0
         self.kappa = 1.0
@@ -173,11 +192,25 @@ class MegatronTrainer:
         Returns metrics already reduced over all ranks, the same on each. A step whose gradient is not
         finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens.
         """
+        start = time.perf_counter()
+        steps = self.steps(batch)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
+
+    def steps(
+        self, batch: PackedBatch, companion: Companion | None = None
+    ) -> Generator[None, None, dict[str, Value]]:
+        """`train_step` in pieces: yields before each optimizer step, when its gradient is there.
+
+        companion: sees every micro-batch and may change its loss. Returns what train_step does, without time.
+        """
         if self._adapt_only:
             raise ValueError(
                 "this trainer was built with adapt_only=True: its policy is frozen, use adapt_step."
             )
-        start = time.perf_counter()
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
         scored, ahead = self._algo.needs_start_logprobs, self._algo.needs_start_candidates
@@ -189,12 +222,12 @@ class MegatronTrainer:
             for minibatch, shard, old_scores, reference_scores in zip(
                 minibatches, shards, old, reference, strict=True
             ):
-                metrics, stats = self._backward(minibatch, shard, old_scores, reference_scores)
+                metrics, stats = self._backward(minibatch, shard, old_scores, reference_scores, companion)
                 mine += metrics
+                yield
                 shared.append(self._apply(minibatch, stats))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
         self.kappa = next_kappa(total, self.kappa)
-        total["timing_s/update_actor"] = Mean(time.perf_counter() - start, 1)
         return total
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
@@ -301,8 +334,9 @@ class MegatronTrainer:
         save_hf(self.export_weights(), Path(directory), like=self._path)
 
     def close(self) -> None:
-        """Leave the process group."""
-        runtime.stop()
+        """Leave the process group, unless it is another trainer's."""
+        if not self._guest:
+            runtime.stop()
 
     def _backward(
         self,
@@ -310,6 +344,7 @@ class MegatronTrainer:
         shard: Sequence[MicroBatch],
         old: list[Scores] | None,
         reference: list[Scores] | None,
+        companion: Companion | None = None,
     ) -> tuple[list[dict[str, Value]], MtpStats | PpowTotals | None]:
         """Accumulate the minibatch's gradient, reduced over ranks.
 
@@ -337,6 +372,9 @@ class MegatronTrainer:
                 config=self._algo,
                 obrs=self._obrs_inputs(micro, found, start),
             )
+            if companion is not None:
+                loss, more = companion.watch(index, micro, found, loss, totals)
+                metrics |= more
             stats = None
             if drafts:
                 draft_loss, stats = self._draft_loss(self.model, micro, found.hidden, found.layout)
@@ -371,7 +409,7 @@ class MegatronTrainer:
     def _obrs_inputs(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> ObrsInputs | None:
         """The rollout's candidates and what OBRS' target gives to them; None for other corrections."""
         own, move = micro.candidates, self._runtime.to_device
-        if own is None:
+        if own is None or self._algo.correction is not Correction.OBRS:
             return None
         ahead = None if start is None else start.candidates
         return ObrsInputs(
@@ -429,6 +467,7 @@ class MegatronTrainer:
         def forward(index: int, micro: MicroBatch) -> Any:
             select = move(micro.mask) > 0
             hidden, sources, layout = self._hidden(policy, micro, keep)
+            states = hidden.index_select(0, sources)
 
             def finish_micro(output: torch.Tensor) -> Any:
                 softmax = {
@@ -442,13 +481,15 @@ class MegatronTrainer:
                 found = Predictions(
                     hidden=hidden,
                     layout=layout,
+                    states=states,
+                    logits=output,
                     logprobs=grid.masked_scatter(select, logprobs),
                     entropies=grid.masked_scatter(select, entropies),
                     of=lambda ids: candidate_logprobs(output, ids, targets, logprobs, **softmax),
                 )
                 return use(index, micro, found)
 
-            return policy.head(hidden.index_select(0, sources)), finish_micro
+            return policy.head(states), finish_micro
 
         return self._schedule(model, shard, forward, forward_only)
 

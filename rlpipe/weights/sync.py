@@ -20,19 +20,23 @@ class WeightPayload:
 
     version: optimizer steps behind them. index: name -> (dtype, shape, first byte).
     buffer: [num_bytes] uint8, shared zero-copy by the object store.
+    policy: the weights to validate, where a decoupled actor generates and a validation follows.
     """
 
     version: int
     index: dict[str, tuple[str, tuple[int, ...], int]]
     buffer: np.ndarray
+    policy: WeightPayload | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the weights in bytes."""
-        return int(self.buffer.nbytes)
+        return int(self.buffer.nbytes) + (self.policy.num_bytes if self.policy else 0)
 
 
-def pack_weights(weights: Mapping[str, torch.Tensor], version: int) -> WeightPayload:
+def pack_weights(
+    weights: Mapping[str, torch.Tensor], version: int, policy: WeightPayload | None = None
+) -> WeightPayload:
     """Lay tensors (any dtype, any device) into one CPU buffer."""
     index: dict[str, tuple[str, tuple[int, ...], int]] = {}
     offset = 0
@@ -45,7 +49,7 @@ def pack_weights(weights: Mapping[str, torch.Tensor], version: int) -> WeightPay
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
         start = index[name][2]
         buffer[start : start + raw.numel()].copy_(raw)
-    return WeightPayload(version=version, index=index, buffer=buffer.numpy())
+    return WeightPayload(version=version, index=index, buffer=buffer.numpy(), policy=policy)
 
 
 def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:

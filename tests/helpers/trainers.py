@@ -127,7 +127,7 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     torch.set_num_threads(1)
     told = {}
     for number, (name, run) in enumerate(runs.items()):
-        master = _meet(rank, folder / f"address{number}") if world_size > 1 else None
+        master = meet(rank, folder / f"address{number}") if world_size > 1 else None
         trainer = make_trainer(
             run.path, run.config, run.algo, run.mtp, rank=rank, world_size=world_size, master=master
         )
@@ -150,7 +150,7 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     return told
 
 
-def _meet(rank: int, file: Path) -> str:
+def meet(rank: int, file: Path) -> str:
     """An address that rank 0 chooses at the last moment, so that its port is still free."""
     if rank == 0:
         draft = file.with_suffix(".draft")

@@ -1,0 +1,145 @@
+"""A rollout model of its own, smaller than the policy it generates for (Jackpot). Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, Proximal
+from rlpipe.config.choice import Choice
+from rlpipe.config.trainer import LrSchedule, TrainerConfig, check_parallel
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+class DistillKl(Choice):
+    """Which divergence of policy p and actor q the actor descends."""
+
+    FORWARD = "forward"  # KL(p || q): Jackpot Eq. 7, where q has to cover p
+    REVERSE = "reverse"  # KL(q || p): q leaves what p does not say
+
+
+@dataclass(slots=True, kw_only=True)
+class DecoupledConfig:
+    """The actor: the model that generates, trained beside the policy from the same trajectories.
+
+        loss of the actor = ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)              Jackpot Eq. 8
+
+    path: its checkpoint directory, with the policy's tokenizer; empty: the policy generates itself.
+    ppo_coef: weight of PPO on the actor's own tokens (0: the actor is distilled only). distill_coef: the
+        paper's lambda_distill (0: no distillation). distill_kl: see DistillKl.
+    correction, correction_threshold: F of Eq. 6, for the actor's own staleness: none, tis_token,
+        tis_sequence or icepop; its clips, loss and optimizer steps are those of `algo`.
+    lr, min_lr, warmup_steps, lr_schedule, clip_grad: of its optimizer; the rest is the `trainer`'s.
+    """
+
+    path: str = ""
+    ppo_coef: float = 1.0
+    distill_coef: float = 1.0
+    distill_kl: DistillKl = DistillKl.FORWARD
+    correction: Correction = Correction.TIS_TOKEN
+    correction_threshold: float = 2.0
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.distill_kl, self.correction = DistillKl(self.distill_kl), Correction(self.correction)
+        self.lr_schedule = LrSchedule(self.lr_schedule)
+        for name in ("ppo_coef", "distill_coef", "warmup_steps", "clip_grad"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"decoupled.{name} must be >= 0, got {getattr(self, name)}.")
+        if self.correction_threshold <= 0:
+            raise ValueError(
+                f"decoupled.correction_threshold must be positive, got {self.correction_threshold}."
+            )
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(
+                f"decoupled: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}."
+            )
+        if self.correction in (Correction.OBRS, Correction.CUSTOM):
+            raise ValueError(
+                f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "
+                "alone. Set decoupled.correction=tis_token; what corrects the policy is algo.correction."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether another model than the policy generates."""
+        return bool(self.path)
+
+    def trainer(self, policy: TrainerConfig) -> TrainerConfig:
+        """Settings of the actor's trainer: the policy's, with the actor's optimizer."""
+        return replace(
+            policy,
+            lr=self.lr,
+            min_lr=self.min_lr,
+            warmup_steps=self.warmup_steps,
+            lr_schedule=self.lr_schedule,
+            clip_grad=self.clip_grad,
+        )
+
+    def algo(self, policy: AlgoConfig) -> AlgoConfig:
+        """The actor's PPO: the policy's, with its own correction and without the policy's penalties."""
+        return replace(
+            policy,
+            correction=self.correction,
+            correction_function="",
+            correction_threshold=self.correction_threshold,
+            correction_low=min(policy.correction_low, self.correction_threshold),
+            proximal=Proximal.START,
+            mask=MaskRule.NONE,
+            mask_high=None,
+            mask_low=None,
+            kl_coef=0.0,
+            entropy_coef=0.0,
+        )
+
+
+def check_actor(
+    actor_path: Path, actor: Mapping[str, Any], policy_path: Path, policy: Mapping[str, Any], config: Any
+) -> None:
+    """Refuse an actor that does not speak the policy's tokens, or that the trainer cannot hold.
+
+    actor, policy: `config.json` of both; config: the run's. Raises ValueError with the remedy.
+    """
+    named = f"decoupled.path={config.decoupled.path!r}"
+    sizes = actor["vocab_size"], policy["vocab_size"]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{named} has a vocabulary of {sizes[0]} and model.path={config.model.path!r} one of {sizes[1]}: "
+            "the policy learns from the actor's tokens, so take two models of one family."
+        )
+    if different := _other_tokenizer(actor_path, policy_path):
+        raise ValueError(
+            f"{named} and model.path={config.model.path!r} do not share a tokenizer ({different}): equal ids "
+            "would mean other texts. Take two models with the same tokenizer."
+        )
+    try:
+        check_parallel(config.trainer, actor)
+    except ValueError as error:
+        raise ValueError(f"{named}, which is cut as the policy is: {error}") from error
+
+
+def _other_tokenizer(actor: Path, policy: Path) -> str:
+    """What tells two tokenizers apart; empty when they map texts to the same ids."""
+    both = [name for name in _TOKENIZERS if (actor / name).is_file() and (policy / name).is_file()]
+    if not both:
+        return f"none of {', '.join(_TOKENIZERS)} is in both directories"
+    for name in both[:1] if both[0] == "tokenizer.json" else both:
+        texts = [(folder / name).read_bytes() for folder in (actor, policy)]
+        if texts[0] == texts[1]:
+            continue
+        if name != "tokenizer.json" or _meaning(texts[0]) != _meaning(texts[1]):
+            return f"{name} differs"
+    return ""
+
+
+def _meaning(text: bytes) -> dict[str, Any]:
+    """Of a tokenizer.json: all but what a caller asked for last (padding, truncation)."""
+    return {k: v for k, v in json.loads(text).items() if k not in ("padding", "truncation", "version")}

@@ -1,0 +1,256 @@
+"""Two models, one batch: the policy, and the smaller actor that generated it (Jackpot Eq. 8).
+
+Owns the actor's loss and the order of the two trainers; each is a whole `MegatronTrainer` with optimizer,
+draft and checkpoint of its own, in the same ranks. Per optimizer step, at the same weights of both:
+
+    policy   forward, backward of its loss (algo.correction=obrs: Eq. 5) ---- states of the sampled places
+    actor    forward, backward of  ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)  <--+
+    both     step
+
+So the policy is run once, for itself: its distribution at the sampled places is its head applied again to the
+states that pass left, one micro-batch at a time. Nothing of the actor reaches the policy's gradient. Held
+between the two passes: the states of one update's sampled tokens, [tokens, H].
+
+Eq. 7 averages over all sampled tokens, those that OBRS rejects for the policy included. What the engines
+serve, draft with and are measured against (`draft_tables`) is the actor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlpipe.algo.policy_loss import LossTotals, distillation_loss
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.decoupled import DecoupledConfig, DistillKl
+from rlpipe.metrics.values import Mean, Value
+from rlpipe.mtp.loss.rows import Rows, resolve_backend, row_statistics
+from rlpipe.trainer.batch import MicroBatch, PackedBatch
+from rlpipe.trainer.megatron import MegatronTrainer, Predictions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rlpipe.trainer.draft import Table
+
+TOLD = {  # metric of the actor's trainer -> the name it is reported under; mtp/* keeps its own
+    "actor/pg_loss": "decoupled/pg_loss",
+    "actor/pg_clipfrac": "decoupled/pg_clipfrac",
+    "actor/ppo_kl": "decoupled/ppo_kl",
+    "actor/entropy": "decoupled/entropy",
+    "actor/grad_norm": "decoupled/grad_norm",
+    "actor/lr": "decoupled/lr",
+    "actor/skipped_steps": "decoupled/skipped_steps",
+    "rollout_corr/k3_kl": "decoupled/rollout_k3_kl",
+    "training/rollout_probs_diff_max": "decoupled/rollout_probs_diff_max",
+}
+
+
+def divergences(
+    actor_logits: torch.Tensor,
+    policy_logits: torch.Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Rows:
+    """KL(p || q) and KL(q || p) of p = softmax(policy / T) and q = softmax(actor / T), `.kl`, `.reverse_kl`.
+
+    Both [P, V_local], shards of equal size (-inf pads them) where a group cuts the vocabulary; the policy's
+    is a constant. Each field is [P, 1], in nats, differentiable by actor_logits, z:
+
+        d KL(p || q) / dz = (q - p) / T        d KL(q || p) / dz = q (log q - log p - KL(q || p)) / T
+
+    >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    >>> rows = divergences(q, p)
+    >>> round(rows.kl.item(), 3), round(rows.reverse_kl.item(), 3)
+    (0.368, 0.511)
+    """
+    everywhere = torch.ones(len(actor_logits), 1, dtype=torch.bool, device=actor_logits.device)
+    return row_statistics(
+        actor_logits[:, None],
+        policy_logits[:, None],
+        everywhere,
+        None,
+        temperature,
+        group=group,
+        backend=resolve_backend("auto", actor_logits),
+        needs_target=True,
+    )
+
+
+class DecoupledTrainer:
+    """Stands where a `MegatronTrainer` does; `policy` is what the run is for, `actor` what it generates with.
+
+    actor: built with `beside=policy`, with the settings `DecoupledConfig.trainer` and `.algo` make.
+    algo: the actor's. kappa and policy_version are the policy's.
+    """
+
+    def __init__(
+        self, policy: MegatronTrainer, actor: MegatronTrainer, config: DecoupledConfig, algo: AlgoConfig
+    ) -> None:
+        self.policy, self.actor = policy, actor
+        self._teacher = _Teacher()
+        self._student = _Student(self._teacher, policy, config, algo)
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps applied to the policy so far."""
+        return self.policy.policy_version
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may share prefixes."""
+        return self.policy.shares_prefixes
+
+    def train_step(self, batch: PackedBatch) -> dict[str, Value]:
+        """The optimizer steps of both models on a batch.
+
+        Returns the policy's metrics and, as `decoupled/*`, the actor's and those of the two together.
+        """
+        self._student.temperature = batch.temperature
+        policy = _Turns(self.policy.steps(batch, self._teacher))
+        actor = _Turns(self.actor.steps(batch, self._student))
+        updates = 0
+        while not all([policy.take(), actor.take()]):  # a list: the policy goes first, and both go
+            updates += 1
+        self._teacher.states.clear()
+        told = {TOLD.get(name, name): value for name, value in actor.result.items()}
+        kept = {name: v for name, v in told.items() if name.startswith(("decoupled/", "mtp/"))}
+        kept["decoupled/distill_loss"] = kept["decoupled/distill_loss"].merge(Mean(0.0, updates))
+        return (
+            policy.result
+            | kept
+            | {
+                "timing_s/update_actor": Mean(policy.seconds, 1),
+                "timing_s/update_decoupled": Mean(actor.seconds, 1),
+            }
+        )
+
+    def logprobs(self, batch: PackedBatch) -> list[list[float]]:
+        """As `MegatronTrainer.logprobs`, of the policy."""
+        return self.policy.logprobs(batch)
+
+    def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
+        """As `MegatronTrainer.draft_tables`, of the actor: its draft serves the rollouts."""
+        return self.actor.draft_tables(batch)
+
+    def export_weights(self) -> dict[str, torch.Tensor] | None:
+        """What the engines serve: the actor's weights, as `MegatronTrainer.export_weights`."""
+        return self.actor.export_weights()
+
+    def save(self, directory: str | Path) -> None:
+        """The policy in `directory`, the actor in a directory beside it (`of_the_actor`)."""
+        self.policy.save(directory)
+        self.actor.save(of_the_actor(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """Continue from `save`."""
+        self.policy.load(directory)
+        self.actor.load(of_the_actor(directory))
+
+    def save_hf(self, directory: str | Path) -> None:
+        """Hugging Face checkpoints of both, as `save` lays them out."""
+        self.policy.save_hf(directory)
+        self.actor.save_hf(of_the_actor(directory))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.actor.close()
+        self.policy.close()
+
+
+def of_the_actor(directory: str | Path) -> Path:
+    """Where the actor's part of a checkpoint lies.
+
+    >>> str(of_the_actor("step_2/trainer"))
+    'step_2/actor_trainer'
+    """
+    directory = Path(directory)
+    return directory.with_name(f"actor_{directory.name}")
+
+
+class _Teacher:
+    """Companion of the policy: keeps the states that predict sampled tokens, by micro-batch."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, torch.Tensor] = {}
+
+    def watch(
+        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        self.states[index] = found.states.detach()
+        return loss, {}
+
+
+class _Student:
+    """Companion of the actor: adds the divergence from the policy to its loss."""
+
+    def __init__(
+        self, teacher: _Teacher, policy: MegatronTrainer, config: DecoupledConfig, algo: AlgoConfig
+    ) -> None:
+        self._teacher, self._policy, self._config, self._algo = teacher, policy, config, algo
+        self.temperature = 1.0
+
+    def watch(
+        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        config, model = self._config, self._policy.model
+        loss = config.ppo_coef * loss
+        tokens = len(micro.targets)
+        if not tokens:  # an empty micro-batch, there to keep the ranks in step
+            return loss, {"decoupled/distill_loss": Mean(0.0, 0.0)}
+        with torch.no_grad():
+            target = model.head(self._teacher.states[index])
+        group, shard = model.pg_collection.tp, model.vocab_size // model.pg_collection.tp.size()
+        rows = divergences(
+            _padded(found.logits, shard),
+            _padded(target, shard),
+            self.temperature,
+            group if group.size() > 1 else None,
+        )
+        mask = torch.from_numpy(micro.mask).to(found.logprobs)
+        chosen = rows.kl if config.distill_kl is DistillKl.FORWARD else rows.reverse_kl
+        grid = torch.zeros_like(found.logprobs).masked_scatter(mask > 0, chosen[:, 0])
+        distillation, share = distillation_loss(grid, mask, totals, self._algo)
+        if config.distill_coef:
+            loss = loss + config.distill_coef * distillation
+        return loss, {
+            "decoupled/distill_loss": share,
+            "decoupled/kl": _mean(rows.kl),
+            "decoupled/reverse_kl": _mean(rows.reverse_kl),
+            "decoupled/overlap": _mean(rows.alpha),
+        }
+
+
+class _Turns:
+    """One trainer's steps, taken one at a time. seconds: spent in them. result: its metrics, at the end."""
+
+    def __init__(self, steps: Generator[None, None, dict[str, Value]]) -> None:
+        self._steps = steps
+        self.seconds = 0.0
+        self.result: dict[str, Value] = {}
+
+    def take(self) -> bool:
+        """Up to the next optimizer step; whether there is none."""
+        started = time.perf_counter()
+        try:
+            next(self._steps)
+        except StopIteration as done:
+            self.result = done.value
+            return True
+        finally:
+            self.seconds += time.perf_counter() - started
+        return False
+
+
+def _padded(logits: torch.Tensor, columns: int) -> torch.Tensor:
+    """Logits with impossible tokens added up to `columns`: shards of one size."""
+    missing = columns - logits.shape[1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def _mean(values: torch.Tensor) -> Mean:
+    return Mean(values.detach().sum(dtype=torch.float64).item(), len(values))
