@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from rlpipe.config.choice import Choice
 
 
+DRAFT_HARMED = "draft_harmed"  # the one alarm that does something: it ends the draft's training
+
+
 class AlarmTest(Choice):
     """How a metric is held against a rule's threshold."""
 
@@ -15,6 +18,7 @@ class AlarmTest(Choice):
     SPIKE = "spike"  # value > threshold * median of the last `over` values
     RISE = "rise"  # value > threshold * median of the run's first `over` values
     DROP = "drop"  # value < threshold * median of the run's first `over` values
+    FALL = "fall"  # value < threshold * the run's highest value so far
     DIVERGE = "diverge"  # grew by more than threshold since `against` was last at its best
 
 
@@ -56,7 +60,7 @@ def _rule(metric: str, test: AlarmTest, threshold: float, **options: int | str) 
 def default_rules() -> dict[str, AlarmRule]:
     """Every alarm a run has unless told otherwise, by name; each has a section in docs/alarms.md."""
     above, below, spike = AlarmTest.ABOVE, AlarmTest.BELOW, AlarmTest.SPIKE
-    rise, drop = AlarmTest.RISE, AlarmTest.DROP
+    rise, drop, fall = AlarmTest.RISE, AlarmTest.DROP, AlarmTest.FALL
     stale = "training/off_policy/trajectory_staleness/mean"
     return {
         "logprob_mismatch": _rule("training/rollout_probs_diff_mean", above, 0.05, patience=3),
@@ -75,6 +79,7 @@ def default_rules() -> dict[str, AlarmRule]:
         "no_signal": _rule("env/no_signal", above, 0.9, patience=5),
         "staleness": _rule(stale, above, 4.0, patience=3),
         "acceptance_drop": _rule("spec/acceptance_rate", drop, 0.8, patience=5),
+        DRAFT_HARMED: _rule("probe/held_out/acceptance_length/rejection", fall, 0.95, patience=2),
         "draft_stale": _rule("probe/staleness", below, -0.1, patience=2),
         "slow_step": _rule("timing_s/step", spike, 15.0, over=20),  # asynchronous steps alternate by ten
     }

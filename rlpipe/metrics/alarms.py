@@ -3,14 +3,15 @@
 Owns the judging and its memory; the rules are `rlpipe.config.alarms`, what to do is docs/alarms.md. Flow: the
 controller shows every record to `Alarms.see`, and the clock to `Alarms.tick`; what rings goes through
 `event`, thereby into events.jsonl and as a warning line to the console. An alarm rings once per crossing: it
-rings again only after an observation at which its rule held.
+rings again only after an observation at which its rule held. A resumed run shows the records it kept to
+`Alarms.replay`, so that it remembers what the run before it did.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -40,6 +41,7 @@ class Watch:
     _last: deque[float] = field(default_factory=deque)
     _since: list[float] = field(default_factory=list)  # of the metric, since the last reading of `against`
     _best: tuple[float, float] | None = None  # metric and `against` when the latter was highest
+    _highest: float = float("-inf")
 
     def see(self, record: Mapping[str, Any]) -> bool | None:
         """True: rings from now on; False: holds again; None: as before."""
@@ -66,6 +68,10 @@ class Watch:
         if rule.test in (AlarmTest.ABOVE, AlarmTest.BELOW):
             self.limit = rule.threshold
             return value > rule.threshold if rule.test is AlarmTest.ABOVE else value < rule.threshold
+        if rule.test is AlarmTest.FALL:
+            self._highest = max(self._highest, value)
+            self.limit = rule.threshold * self._highest
+            return value < self.limit
         if rule.test is AlarmTest.SPIKE:
             usual = median(self._last) if len(self._last) == rule.over else None
             self._last.append(value)
@@ -93,7 +99,7 @@ class Watch:
 
 
 class Alarms:
-    """All rules of a run. event: as `MetricsBus.event`.
+    """All rules of a run. event: as `MetricsBus.event`. rung: names of those that ever rang.
 
     Raises ValueError for a rule on a metric that nobody declares.
     """
@@ -102,6 +108,7 @@ class Alarms:
         self._event = event
         rules = config.rules.items() if config.enabled else ()
         self.watches = {name: Watch(rule) for name, rule in rules if rule.enabled}
+        self.rung: set[str] = set()
         for name, watch in self.watches.items():
             for metric in filter(None, (watch.rule.metric, watch.rule.against)):
                 try:
@@ -112,6 +119,11 @@ class Alarms:
         self._step, self._heard, self._stalled = 0, time.monotonic(), False
         self._patience = 3 * self._stall
 
+    def replay(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Judge records that were committed before; what rang then does not ring again."""
+        for record in records:
+            self.rung |= {name for name, watch in self.watches.items() if watch.see(record)}
+
     def see(self, record: Mapping[str, Any]) -> None:
         """Judge a committed record."""
         self._step, self._heard, self._patience = record.get(STEP, self._step), time.monotonic(), self._stall
@@ -121,6 +133,7 @@ class Alarms:
         for name, watch in self.watches.items():
             change = watch.see(record)
             if change is True:
+                self.rung.add(name)
                 self._event(
                     "alarm", alarm=name, step=self._step, **_facts(watch), see=f"docs/alarms.md#{name}"
                 )

@@ -6,7 +6,8 @@ probe/* metrics; who computes the tables is the caller's business.
     step's groups --chosen once--> fixed contexts --.
     step's recorded rollouts ----> visited ---------+--> tables (trainer) --> files, probe/* metrics
 
-On fixed contexts acceptance moves only because target or draft moved. The visited ones are what the engine
+A draft that is trained online is read on held-out contexts, too, from the first validation, which it is
+never trained on (`probe/held_out`). On fixed contexts acceptance moves only because target or draft moved. The visited ones are what the engine
 has just verified, so what it accepted can be held against what the newest version would: the difference is
 staleness (`attribution`). Cost: a forward pass over about `2 * metrics.probe.contexts` positions.
 """
@@ -29,7 +30,7 @@ from rlpipe.metrics.rollouts import Recorder, forget_after, rollout_record, step
 from rlpipe.metrics.values import Last, Mean, Ratio, Value
 from rlpipe.types import DraftStep, Group, Trajectory, TrajectoryStatus
 
-FOLDER, CONTEXTS = "probe", "contexts.jsonl"
+FOLDER, CONTEXTS, HELD_OUT = "probe", "contexts.jsonl", "held_out.jsonl"
 COLUMNS = (
     "rejection",
     "target_only",
@@ -85,9 +86,8 @@ class Probe:
     def __init__(self, config: ProbeConfig, run_dir: Path, last_step: int, recorder: Recorder) -> None:
         self._recorder = recorder
         self._config, self._folder, self._last = config, run_dir / FOLDER, last_step
-        self._fixed: list[Trajectory] = []
-        if config.every and (self._folder / CONTEXTS).is_file():
-            self._fixed = [_trajectory(item) for item in read_jsonl(self._folder / CONTEXTS)[0]]
+        self._fixed = self._kept(CONTEXTS)
+        self._held_out = self._kept(HELD_OUT)
 
     def due(self, step: int) -> bool:
         """Whether step (1, 2, ...) is probed."""
@@ -98,8 +98,14 @@ class Probe:
         """Remove what a resumed run will write again; with step 0 the contexts, too."""
         forget_after(self._folder, step)
         if not step:
-            (self._folder / CONTEXTS).unlink(missing_ok=True)
-            self._fixed = []
+            for name in (CONTEXTS, HELD_OUT):
+                (self._folder / name).unlink(missing_ok=True)
+            self._fixed, self._held_out = [], []
+
+    def hold_out(self, trajectories: Sequence[Trajectory], version: int) -> None:
+        """Take the held-out contexts from trajectories that are not trained on; later calls do nothing."""
+        if self._config.every and not self._held_out:
+            self._held_out = self._keep(HELD_OUT, trajectories, 0, version)
 
     async def measure(
         self,
@@ -121,23 +127,37 @@ class Probe:
         started = time.perf_counter()
         if not self._fixed:
             siblings = zip_longest(*(g.trajectories for g in groups))  # first attempts come first
-            self._fixed = within([t for row in siblings for t in row if t], self._config.contexts)
-            lines = [rollout_record(t, step, version) for t in self._fixed]
-            self._recorder.write(self._folder / CONTEXTS, [line | {"drafts": None} for line in lines])
+            self._fixed = self._keep(CONTEXTS, [t for row in siblings for t in row if t], step, version)
         visited = within([t for t in visited if t.drafts], self._config.contexts)
-        tables = await read([*self._fixed, *visited])
+        found = await read([*self._fixed, *visited, *self._held_out])
+        tables, held_out = found[: len(found) - len(self._held_out)], found[len(found) - len(self._held_out) :]
         fixed = tables[: len(self._fixed)]
         seconds = time.perf_counter() - started
         head = {"step": step, "version": version, "seconds": round(seconds, 3), "fixed": len(fixed)}
         lines = [head, *(table.to_json() for table in tables)]
         self._recorder.write(step_file(self._folder, step), lines)
         metrics = table_metrics(fixed, "probe/fixed") | table_metrics(tables[len(fixed) :], "probe/visited")
+        metrics |= table_metrics(held_out, "probe/held_out")
         if rule is not None:
             drafts = {t.trajectory_id: t.drafts or [] for t in visited}
             metrics |= staleness_metrics(verified(tables[len(fixed) :], drafts, rule))
-        metrics["probe/contexts"] = Last(sum(len(table.positions) for table in tables))
+        metrics["probe/contexts"] = Last(sum(len(table.positions) for table in found))
         metrics["timing_s/probe"] = Mean(seconds, 1)
         return metrics
+
+    def _keep(
+        self, name: str, trajectories: Sequence[Trajectory], step: int, version: int
+    ) -> list[Trajectory]:
+        """Choose contexts and write them to a file of that name."""
+        chosen = within(trajectories, self._config.contexts)
+        lines = [rollout_record(t, step, version) | {"drafts": None} for t in chosen]
+        self._recorder.write(self._folder / name, lines)
+        return chosen
+
+    def _kept(self, name: str) -> list[Trajectory]:
+        """Contexts that an earlier start of the run chose."""
+        file = self._folder / name
+        return [_trajectory(item) for item in read_jsonl(file)[0]] if file.is_file() else []
 
 
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:

@@ -35,6 +35,7 @@ CASES = {
     "no_signal": ([0.95] * 5, [0.8] * 8),
     "staleness": ([5.0] * 3, [1.0] * 8),
     "acceptance_drop": ([*STEADY, *[0.7] * 5], [*STEADY, *[0.85] * 8]),
+    "draft_harmed": ([3.0, 3.5, 3.6, 3.4, 3.3], [3.0, 2.9, 3.6, 3.4, 3.5, 3.4, 3.5]),
     "draft_stale": ([-0.2] * 2, [-0.02, 0.01] * 4),
     "slow_step": ([*STEADY, 16.0], [*STEADY, 9.0]),
 }
@@ -135,3 +136,26 @@ def test_an_alarm_is_an_event_in_the_file_and_a_line_on_the_console(tmp_path):
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(e["kind"], e["level"], e["alarm"]) for e in events] == [("alarm", "warning", "policy_kl")]
     assert shown.getvalue().count("[warning] alarm") == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_remembers_and_does_not_ring_again(name):
+    """The whole series was seen before the resume: nothing rings, and it is known that it rang."""
+    rule = default_rules()[name]
+    alarms, rung = listened({name: rule})
+    *seen, last = records(rule, CASES[name][0])
+    alarms.replay([*seen, last])
+    assert alarms.rung == {name}
+    alarms.see(last)
+    assert [fields for kind, fields in rung if kind == "alarm"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_alarm_rings_at_the_same_record_whether_or_not_the_run_was_resumed(name):
+    rule = default_rules()[name]
+    alarms, rung = listened({name: rule})
+    *seen, last = records(rule, CASES[name][0])
+    alarms.replay(seen)
+    assert alarms.rung == set()
+    alarms.see(last)
+    assert [fields["alarm"] for _, fields in rung] == [name] and alarms.rung == {name}

@@ -167,3 +167,18 @@ def test_recorded_rollouts_are_read_besides_and_judged(tmp_path):
     found = asyncio.run(probe.measure(1, 0, make_groups(), [visited], read, rule="rejection"))
     kept = sum(s.num_accepted > 0 for s in steps) / len(steps)
     assert found["probe/visited/observed_rate"].value() == pytest.approx(kept)
+
+
+def test_a_draft_trained_online_is_read_on_contexts_that_are_held_out(tmp_path):
+    probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
+    held_out = within([t for g in make_groups(seed=8) for t in g.trajectories], 20)
+    probe.hold_out(held_out, 0)
+    probe.hold_out(make_groups(seed=9)[0].trajectories, 20)  # a later validation: the set stays
+    asked, metrics = measure(probe, 1, make_groups(seed=0))
+    fixed = len(read_probes(tmp_path)[0][1])
+    assert [t.token_ids for t in asked[fixed:]] == [t.token_ids for t in held_out]
+    assert metrics["probe/held_out/acceptance_length/rejection"].count == sum(
+        t.response_length - 1 for t in held_out
+    )
+    resumed, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 6, make_groups(seed=1))
+    assert [t.token_ids for t in resumed] == [t.token_ids for t in asked]
