@@ -14,6 +14,7 @@ from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction, Proximal
 from rlpipe.config.choice import Choice
 from rlpipe.config.decoupled import DecoupledConfig, check_actor
+from rlpipe.config.eagle3 import read_shape
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
@@ -179,6 +180,8 @@ def check(config: Config) -> None:
         served = check_decoupled(config, hf_config)
     if config.spec.needs_mtp:
         require_mtp(served, config.rollout_model, config.spec.mode)
+    if config.spec.needs_eagle3:
+        read_shape(resolve(config.spec.draft_path), served)
     if config.algo.correction is Correction.OBRS and config.rollout.temperature == 0:
         raise ValueError(
             "algo.correction=obrs compares the distributions of rollout and trainer, and "

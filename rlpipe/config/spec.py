@@ -22,6 +22,7 @@ class Drafter(Choice):
     """What proposes the drafts of a chain; verification does not know."""
 
     MTP = "mtp"  # the checkpoint's MTP layer
+    EAGLE3 = "eagle3"  # an EAGLE-3 draft of its own directory, `spec.draft_path`
     SUFFIX = "suffix"  # what followed the last time the text ended like this; needs no training
 
 
@@ -33,6 +34,7 @@ class SpecConfig:
     adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
         but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
     drafter: what drafts. Suffix drafts are certain, so rejection and block judge them as target_only does.
+    draft_path: directory of the draft, drafter eagle3 only. It stays as it is when the policy is updated.
     suffix: most tokens of the text's end that drafter suffix looks up.
 
     >>> SpecConfig(mode="target_only").mode
@@ -46,6 +48,7 @@ class SpecConfig:
     adaptive: bool = False
     tree: list[int] = field(default_factory=lambda: [2, 2, 1])
     drafter: Drafter = Drafter.MTP
+    draft_path: str = ""
     suffix: int = 4
 
     def __post_init__(self) -> None:
@@ -64,6 +67,11 @@ class SpecConfig:
             raise ValueError(
                 "spec.drafter=suffix drafts one path, got spec.mode=tree: use target_only or greedy."
             )
+        if bool(self.draft_path) != (self.drafter is Drafter.EAGLE3):
+            raise ValueError(
+                f"spec.drafter={self.drafter} and spec.draft_path={self.draft_path!r}: the directory of a "
+                "draft belongs to spec.drafter=eagle3, which needs one. Set both or neither."
+            )
         if self.suffix < 1:
             raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")
         if not self.tree or min(self.tree) < 1:
@@ -73,6 +81,16 @@ class SpecConfig:
     def needs_mtp(self) -> bool:
         """Whether an MTP layer drafts."""
         return self.mode is not SpecMode.NONE and self.drafter is Drafter.MTP
+
+    @property
+    def needs_eagle3(self) -> bool:
+        """Whether an EAGLE-3 draft drafts."""
+        return self.mode is not SpecMode.NONE and self.drafter is Drafter.EAGLE3
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether drafts come from a model, which has a distribution q and keys to keep up."""
+        return self.needs_mtp or self.needs_eagle3
 
     @property
     def depth(self) -> int:

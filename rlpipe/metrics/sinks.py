@@ -53,11 +53,14 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     return sinks
 
 
+DRAFTERS = {"mtp": "MTP draft", "eagle3": "EAGLE-3 draft", "suffix": "suffix lookup"}
+
+
 def run_header(config: Config, run_dir: Path) -> Header:
     """What the console says about a run."""
     lag = config.pipeline.max_staleness
     loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"
-    spec, drafter = config.spec, {"mtp": "MTP draft", "suffix": "suffix lookup"}[str(config.spec.drafter)]
+    spec, drafter = config.spec, DRAFTERS[str(config.spec.drafter)]
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     size = f"{config.pipeline.prompts_per_step} × {config.pipeline.group_size} attempts a step"
     facts = [

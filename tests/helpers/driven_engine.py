@@ -115,6 +115,28 @@ class DrivenEngine:
         self.engine.update_weights(weights, version)
 
 
+class Recorded:
+    """What a drafting drafted and was given to judge, step by step.
+
+    steps: (ids of the decoding rows, drafts, Drafted, what the target samples from, Judged).
+    """
+
+    def __init__(self, driven: DrivenEngine) -> None:
+        self.steps: list[tuple] = []
+        inner = driven.engine._decoder._drafting
+        table, judge = driven.engine._table, inner.judge
+
+        def recording(drafted, choices):
+            rows = range(len(choices))
+            ids = [table.tokens[row, : table.total[row]].tolist() for row in rows]
+            tokens = drafted.part.tokens[:, 1:].clone()
+            judged = judge(drafted, choices)
+            self.steps.append((ids, tokens, drafted, choices.clone(), judged))
+            return judged
+
+        inner.judge = recording
+
+
 @contextmanager
 def driven_engine(
     path: Path,
@@ -124,11 +146,19 @@ def driven_engine(
     tree: Sequence[int] = (2, 2, 1),
     policy: GammaPolicy | None = None,
     drafter: str = "mtp",
+    draft_path: object = "",
     **rollout: Any,
 ) -> Iterator[DrivenEngine]:
     """An engine to drive. policy: chooses gamma in place of what the engine would have used."""
     settings = {"max_running": 8, "max_context": 128, "device": "cpu"} | rollout
-    spec = SpecConfig(mode=mode, gamma=gamma, tree=list(tree), adaptive=policy is not None, drafter=drafter)
+    spec = SpecConfig(
+        mode=mode,
+        gamma=gamma,
+        tree=list(tree),
+        adaptive=policy is not None,
+        drafter=drafter,
+        draft_path=str(draft_path),
+    )
     engine = EmbeddedEngine(RolloutConfig(**settings), spec, path)
     engine.pause()
     if policy is not None:

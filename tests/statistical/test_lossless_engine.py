@@ -1,8 +1,8 @@
 """The engine's samples against the exact joint law of the first tokens, and planted samplers against it.
 
 G-test of the first 6 tokens over a vocabulary of 3 (729 sequences): a score for each depth and one for all
-together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (1.3e-3
-for the 13 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
+together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (2.1e-3
+for the 21 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
 fixed, so a right engine passes always or never. Power: a wrong law at a divergence of 0.033 nats per sequence
 from the right one is caught with probability above 0.999 (tested). Every planted bug must be beyond the limit
 of 4.2. The models were chosen for power: two of the bugs in block verification score 6.7 and 17.9 here, and
@@ -32,6 +32,7 @@ from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.spec.gamma import AdaptiveGamma
 from rlpipe.spec.sampling import sample_cdf
 from tests.helpers.driven_engine import RandomGamma, driven_engine
+from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request, transformers_logits
 from tests.helpers.goodness_of_fit import Law, normal_quantile
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -50,11 +51,15 @@ REPEATS = 40
 
 @dataclass(slots=True)
 class Case:
-    """Two checkpoints of one shape and the laws of their first tokens after PROMPT."""
+    """Two checkpoints of one shape, the laws of their first tokens after PROMPT, and EAGLE-3 drafts.
+
+    drafts: directories by what they know: all tokens, or two of the three.
+    """
 
     path: object
     other: dict[str, torch.Tensor]
     law: Law
+    drafts: dict[str, object]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,9 @@ def case(tmp_path_factory) -> Case:
     shape = {"vocab": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "scale": 0.3, "head_scale": 0.3}
     paths = [write_random_checkpoint(root / str(seed), seed=seed, **shape) for seed in (6, 2)]
     law = Law.of([transformers_logits(path) for path in paths], PROMPT, VOCAB, DEPTH)
-    return Case(paths[0], read_weights(paths[1]), law)
+    vocabularies = {"whole": None, "reduced": [0, 2]}
+    drafts = {name: write_random_draft(root / name, paths[0], ids=ids) for name, ids in vocabularies.items()}
+    return Case(paths[0], read_weights(paths[1]), law, drafts)
 
 
 def _conversations(samples: int, temperature: float) -> list[list]:
@@ -123,6 +130,41 @@ def test_looked_up_drafts_keep_the_law(case, mode, adaptive):
     """Half of the rows repeat a token soon, so drafts are accepted and rejected at every depth."""
     policy = RandomGamma(GAMMA) if adaptive else None
     assert _score(case, mode, policy=policy, drafter="suffix") < LIMIT
+
+
+EAGLE3 = [("rejection", "reduced", True), ("block", "reduced", False)]
+EAGLE3 += [("target_only", "whole", True), ("tree", "whole", False)]
+
+
+@pytest.mark.parametrize(("mode", "vocabulary", "adaptive"), EAGLE3)
+def test_eagle3_drafts_keep_the_law(case, mode, vocabulary, adaptive):
+    """A token that a reduced vocabulary lacks is never drafted, and comes from the residual."""
+    policy = RandomGamma(GAMMA) if adaptive else None
+    eagle3 = {"drafter": "eagle3", "draft_path": case.drafts[vocabulary]}
+    assert _score(case, mode, policy=policy, **eagle3) < LIMIT
+
+
+def test_an_eagle3_draft_that_stays_across_weight_swaps_keeps_the_law_of_each_model(case):
+    eagle3 = {"drafter": "eagle3", "draft_path": case.drafts["whole"]}
+    tokens, models = _sample(case, "rejection", swap_every=2, **eagle3)
+    assert max(case.law.scores(tokens, models)) < LIMIT
+
+
+def _residual_among_draft_tokens(patch: pytest.MonkeyPatch) -> None:
+    """After a rejection, too, only tokens of the reduced vocabulary are drawn."""
+    verify = drafting.verify_chain
+
+    def wrong(drafts, q, p, coins, residual):
+        known = torch.cat((q > 0, torch.ones_like(q[:, :1], dtype=torch.bool)), 1)
+        return verify(drafts, q, p * known / (p * known).sum(-1, keepdim=True), coins, residual)
+
+    patch.setattr(drafting, "verify_chain", wrong)
+
+
+def test_tokens_outside_a_reduced_vocabulary_that_never_come_are_missed(case, monkeypatch):
+    _residual_among_draft_tokens(monkeypatch)
+    eagle3 = {"drafter": "eagle3", "draft_path": case.drafts["reduced"]}
+    assert _score(case, "rejection", samples=SAMPLES // 2, **eagle3) > LIMIT
 
 
 def test_looked_up_drafts_follow_their_own_model_across_a_weight_swap(case):

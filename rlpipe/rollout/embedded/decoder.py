@@ -3,11 +3,11 @@
 Owns the order of passes; what is drafted and how it is judged is `drafting`'s, requests and threads are
 the engine's business. In one step
 
-    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the MTP layer
+    draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer
     verify   the target over [pending, drafts] of each of them, and over the prompts of joining rows,
              in one pass
     judge    emitted = accepted drafts + one token of the target. A joining row samples its first token
-    catch up MTP layer over the emitted tokens (and prompts) with the target's true hidden states:
+    catch up draft layer over the emitted tokens (and prompts) with the target's true hidden states:
              rewrites the draft's keys of the prefix, and its output at a row's last token is the next
              depth 1
 
@@ -70,24 +70,19 @@ class Decoder:
         """
         table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
-        drafts_on = bool(gamma) and model.mtp  # a lookup has nothing to catch up with
+        drafts_on = bool(gamma) and model.drafts  # a lookup has nothing to catch up with
         if drafts_on:
             self._close_gaps(decoding)
         drafted = self._drafting.draft(decoding, gamma) if decoding else None
         fills = self._fills(decoding, starts, table.total[decoding : decoding + len(starts)])
         parts = [drafted.part, *fills] if drafted else fills
         spans = [part.span for part in parts]
-        hidden = model.forward(torch.cat([part.tokens.flatten() for part in parts]), spans)
+        hidden, inputs = model.forward_to_draft(torch.cat([part.tokens.flatten() for part in parts]), spans)
 
         # Rows of the target that are needed: all of a decoding row, the last of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
-        ready, start = [hidden[:nodes]], nodes
-        for part in fills:
-            ready.append(hidden[start : start + part.span.tokens].index_select(0, part.flat_last))
-            start += part.span.tokens
-        if copies:
-            ready.append(torch.cat(ready[1:]).index_select(0, self._upload(np.asarray(copies) - decoding)))
-        ready = torch.cat(ready)
+        ready = torch.cat((hidden[:nodes], self._prompt_ends(hidden, nodes, decoding, fills, copies)))
+        copied = self._prompt_ends(inputs, nodes, decoding, fills, copies)[len(starts) :] if copies else None
         rows = np.arange(table.active)
         if drafted:
             rows = np.concatenate((rows[:decoding].repeat(drafted.part.span.width), rows[decoding:]))
@@ -104,7 +99,7 @@ class Decoder:
             if judged.nodes is not None:  # a tree: go on with the rows of the accepted path alone
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (judged.nodes + first).flatten(), slice(nodes, None)
-                hidden, log_p, probs = (torch.cat((x[path], x[rest])) for x in (hidden, log_p, probs))
+                inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
             if record and gamma:
                 drafts = _draft_probs(drafted, choices_after)
         if decoding < table.active:
@@ -112,18 +107,32 @@ class Decoder:
             tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
         if drafts_on:
-            self._catch_up(parts, fills, tokens, accepted, hidden)
+            self._catch_up(parts, fills, tokens, accepted, inputs)
         elif table.history is not None:
-            table.history.flatten(0, 1).index_copy_(0, self._places(parts), hidden)
+            table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
         if copies:
-            new = slice(len(starts), None)
-            self._copy(decoding + len(starts), copies, new_tokens[new], ready[nodes:][new], drafts_on)
+            self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], copied, drafts_on)
         self._note_draft_keys(decoding, starts, copies, gamma)
         emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
         emitted.verified = decoding if gamma else 0
         if drafts is not None:
             emitted.draft_tokens, emitted.draft_target_probs, emitted.draft_probs = drafts
         return emitted
+
+    def _prompt_ends(
+        self, states: torch.Tensor, nodes: int, decoding: int, fills: list[Part], copies: list[int]
+    ) -> torch.Tensor:
+        """States of the last prompt token of the filled rows, then of the copied ones.
+
+        states: [N, H] of a pass that begins with `nodes` tokens of decoding rows.
+        """
+        found, start = [states[:0]], nodes
+        for part in fills:
+            found.append(states[start : start + part.span.tokens].index_select(0, part.flat_last))
+            start += part.span.tokens
+        if copies:
+            found.append(torch.cat(found).index_select(0, self._upload(np.asarray(copies) - decoding)))
+        return torch.cat(found)
 
     def rebuild(self) -> None:
         """Recompute the keys of all active rows with the present weights."""
@@ -133,11 +142,11 @@ class Decoder:
         ends = table.total[: table.active] - 1
         fills = self._fills(0, [0] * table.active, ends)
         for part in fills:  # one by one: all rows at once may be far beyond the prefill budget
-            hidden = self._model.forward(part.tokens.flatten(), [part.span])
-            if self._model.mtp:
+            _, inputs = self._model.forward_to_draft(part.tokens.flatten(), [part.span])
+            if self._model.drafts:
                 rows = np.arange(part.first, part.first + part.span.batch)
                 following = self._upload(table.tokens[rows, ends[rows]])
-                self._catch_up([part], [part], [following], None, hidden)
+                self._catch_up([part], [part], [following], None, inputs)
         table.draft_keys[: table.active] = self._model.slots
 
     def _close_gaps(self, decoding: int) -> None:
@@ -180,9 +189,10 @@ class Decoder:
         accepted: torch.Tensor | None,
         hidden: torch.Tensor,
     ) -> None:
-        """Run the MTP layer over the tokens that the target just processed, each with its next token.
+        """Run the draft layer over the tokens that the target just processed, each with its next token.
 
         tokens: those emitted by the decoding rows, if any, then the first tokens of the filled rows.
+        hidden: what the draft reads of the processed tokens.
         """
         following = [tokens[0]] if accepted is not None else []
         selects = [accepted] if accepted is not None else []

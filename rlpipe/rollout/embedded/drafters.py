@@ -24,4 +24,4 @@ def drafting_streams(spec: SpecConfig) -> int:
     """Uniforms of a position; of a sampled block: those of a whole step that starts there."""
     if spec.mode is SpecMode.TREE:
         return tree_streams(Tree.from_branching(spec.tree))
-    return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK and spec.needs_mtp else 1)
+    return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK and spec.needs_model else 1)

@@ -1,4 +1,4 @@
-"""What is drafted for a step and how it is judged: a chain or a tree over the MTP layer.
+"""What is drafted for a step and how it is judged: a chain or a tree over the draft layer.
 
 Owns drafts, their places in the cache and the verdict; the passes around them are the decoder's. Both
 read the row table, where `hidden` holds each row's depth-1 draft state, ready from the step before.
@@ -143,7 +143,7 @@ class ChainDrafting(_RowDrafting):
         for depth in range(gamma):
             if depth:
                 hidden = model.draft(tokens[-1], hidden, [span.columns(depth - 1, depth)])
-            logits = model.logits(hidden)
+            logits = model.draft_logits(hidden)
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
                 tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
@@ -212,7 +212,7 @@ class TreeDrafting(_RowDrafting):
                 state = hidden.repeat_interleave(len(nodes) // hidden.shape[1], 1)
                 hidden = model.draft(tokens[-1].flatten(), state.flatten(0, 1), [span])
                 hidden = hidden.unflatten(0, (decoding, -1))
-            logits = model.logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
+            logits = model.draft_logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
             q = table.choices(logits, rows)
             probs.append(q)
             noise = uniforms[:, depth, self._draft_streams[: len(level)]]

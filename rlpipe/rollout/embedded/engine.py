@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_mtp
@@ -32,6 +33,7 @@ from rlpipe.rollout.embedded.architecture import check_weights, read_architectur
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting
+from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
@@ -47,8 +49,8 @@ class EmbeddedEngine:
 
     config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory.
 
-    Raises ValueError for a model the engine cannot run, a missing MTP layer while speculation is on,
-    or a context beyond the model's.
+    Raises ValueError for a model the engine cannot run, a missing MTP layer or EAGLE-3 draft while
+    speculation is on, or a context beyond the model's.
     """
 
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> None:
@@ -62,6 +64,7 @@ class EmbeddedEngine:
                 f"rollout.max_context={config.max_context} exceeds the model's max_position_embeddings="
                 f"{arch.max_position}: set rollout.max_context to at most {arch.max_position}."
             )
+        eagle3 = Eagle3Draft.read(resolve(spec.draft_path), hf_config) if spec.needs_eagle3 else None
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
@@ -79,6 +82,7 @@ class EmbeddedEngine:
             slots=config.max_context + spec.drafts + 2,
             device=torch.device(_pick_device(config.device)),
             dtype=getattr(torch, config.dtype),
+            eagle3=eagle3,
         )
         self._build()
         self._busy_seconds = 0.0
@@ -94,7 +98,7 @@ class EmbeddedEngine:
         """What stands between the inbox and the model."""
         config, spec, model = self._config, self._spec, self._model
         streams = drafting_streams(spec)
-        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive and spec.needs_mtp)
+        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive and spec.needs_model)
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
         policy: GammaPolicy = FixedGamma(spec.depth)
@@ -158,7 +162,9 @@ class EmbeddedEngine:
         self._call(lambda: self._set_paused(False))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace target and draft weights between two steps; returns when they are in use.
+        """Replace target and MTP weights between two steps; returns when they are in use.
+
+        An EAGLE-3 draft stays: what it drafts is verified against the new target all the same.
 
         Raises ValueError naming missing, unknown or misshapen weights; the old ones stay in use then.
         """

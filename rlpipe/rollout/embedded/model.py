@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from rlpipe.hf_layout import MTP_PREFIX
 from rlpipe.rollout.embedded.architecture import Architecture
 from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, use_products
+from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
 from rlpipe.rollout.embedded.linear import Linear
 
 
@@ -84,7 +85,7 @@ class Layer:
 
 
 class Model:
-    """Target and (optionally) MTP draft over one KV cache.
+    """Target and (optionally) one draft, the MTP layer or an EAGLE-3 draft, over one KV cache.
 
     The cache is [layers (+ 1 for the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
     The draft's live in the last layer.
@@ -100,10 +101,11 @@ class Model:
         slots: int,
         device: torch.device,
         dtype: torch.dtype,
+        eagle3: Eagle3Draft | None = None,
     ) -> None:
-        self.arch, self.mtp, self.device, self.dtype = arch, mtp, device, dtype
+        self.arch, self.mtp, self.eagle3, self.device, self.dtype = arch, mtp, eagle3, device, dtype
         self.rows, self.slots = rows, slots
-        layers, kv_heads, head_dim = arch.layers + mtp, arch.kv_heads, arch.head_dim
+        layers, kv_heads, head_dim = arch.layers + self.drafts, arch.kv_heads, arch.head_dim
         self.cache = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
@@ -120,16 +122,23 @@ class Model:
         half = arch.head_dim // 2
         self._interleave = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
         self.load(weights)
+        if eagle3 is not None:
+            eagle3.attach(self)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a layer drafts, which has keys to keep up."""
+        return self.mtp or self.eagle3 is not None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights; the cache stays. Names and shapes must have been checked."""
-        get = self._getter(weights)
+        """Replace all weights but an EAGLE-3 draft's; the cache stays. Check names and shapes before."""
+        get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
         self.final_norm = get("model.norm.weight")
-        self.layers = [self._layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
+        self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
         if self.mtp:
-            self.mtp_layer = self._layer(get, weights, MTP_PREFIX)
+            self.mtp_layer = self.layer(get, weights, MTP_PREFIX)
             self.mtp_input = Linear(get(f"{MTP_PREFIX}input_proj.weight"))
             self.mtp_token_norm = get(f"{MTP_PREFIX}token_layernorm.weight")
             self.mtp_hidden_norm = get(f"{MTP_PREFIX}hidden_layernorm.weight")
@@ -175,11 +184,36 @@ class Model:
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         """Backbone: tokens [N] int64, span after span -> final-norm hidden states [N, H]; writes keys."""
-        x = self.embedding.index_select(0, tokens)
+        return self._backbone(tokens, spans, ())[0]
+
+    def forward_to_draft(
+        self, tokens: torch.Tensor, spans: Sequence[Span]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and what `draft` reads of these tokens [N, H]: the same, or fused features."""
+        if self.eagle3 is None:
+            hidden = self.forward(tokens, spans)
+            return hidden, hidden
+        hidden, features = self._backbone(tokens, spans, self.eagle3.layers)
+        return hidden, self.eagle3.fuse(features)
+
+    def features(
+        self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the outputs of some layers side by side [N, len(layers) * H]."""
+        hidden, found = self._backbone(tokens, spans, layers)
+        return hidden, torch.cat(found, -1)
+
+    def _backbone(
+        self, tokens: torch.Tensor, spans: Sequence[Span], kept: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Final-norm hidden states, and outputs of the kept layers in their order."""
+        x, found = self.embedding.index_select(0, tokens), {}
         shared = _join(spans)
         for index, layer in enumerate(self.layers):
             x = self._run(layer, index, x, spans, shared)
-        return self._norm(x, self.final_norm)
+            if index in kept:
+                found[index] = x  # the next layer writes elsewhere
+        return self.norm(x, self.final_norm), [found[index] for index in kept]
 
     def draft(
         self,
@@ -188,19 +222,39 @@ class Model:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """MTP layer: the token after each position and the hidden state at it -> next hidden state.
+        """Draft layer: the token after each position and the state at it -> next state.
 
-        tokens: [N] int64. hidden: [N, H]. selects: per span [B] int64, the one token of each row to
-        carry on from (keys of all tokens are written all the same). Returns [N, H], or [sum B, H].
+        tokens: [N] int64. hidden: [N, H], from `forward_to_draft` or of the depth before. selects: per span
+        [B] int64, the one token of each row to carry on from (keys of all tokens are written all the same).
+        Returns [N, H], or [sum B, H].
         """
-        embedded = self._norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)
-        x = self.mtp_input(torch.cat((self._norm(hidden, self.mtp_hidden_norm), embedded), -1))
-        x = self._run(self.mtp_layer, self.arch.layers, x, spans, _join(spans), selects)
-        return self._norm(x, self.mtp_final_norm)
+        if self.eagle3 is not None:
+            return self.eagle3.step(self, tokens, hidden, spans, selects)
+        embedded = self.norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)
+        x = self.mtp_input(torch.cat((self.norm(hidden, self.mtp_hidden_norm), embedded), -1))
+        return self.norm(self.run_draft_layer(self.mtp_layer, x, spans, selects), self.mtp_final_norm)
+
+    def run_draft_layer(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        spans: Sequence[Span],
+        selects: Sequence[torch.Tensor] | None,
+        read: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A draft's layer over x [N, H], with the keys of the cache's last layer; see `draft`.
+
+        read: what attention reads in place of the normed x, of any width.
+        """
+        return self._run(layer, self.arch.layers, x, spans, _join(spans), selects, read)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V], for target and draft alike."""
+        """[N, H] -> [N, V], of the target."""
         return self.head(hidden)
+
+    def draft_logits(self, state: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, V], of states that `draft` returned."""
+        return self.head(state) if self.eagle3 is None else self.eagle3.logits(self, state)
 
     def _run(
         self,
@@ -210,10 +264,12 @@ class Model:
         spans: Sequence[Span],
         shared: tuple[torch.Tensor, torch.Tensor],
         selects: Sequence[torch.Tensor] | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         arch, (slots, rotation) = self.arch, shared
         heads, kv_heads, head_dim = arch.heads, arch.kv_heads, arch.head_dim
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * kv_heads, head_dim)
+        read = self.norm(x, layer.input_norm) if read is None else read
+        qkv = layer.qkv(read).view(-1, heads + 2 * kv_heads, head_dim)
         if layer.q_norm is not None:
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), layer.q_norm, arch.norm_eps)
             keys = qkv[:, heads : heads + kv_heads]
@@ -233,10 +289,10 @@ class Model:
             attended.append(run(query, span.keys[index], span.values[index], mask))
             start = stop
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
-        gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
+        gate, up = layer.gate_up(self.norm(x, layer.post_norm)).chunk(2, -1)
         return x.add_(layer.down(F.silu(gate).mul_(up)))
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm; F.rms_norm runs about nine kernels on a CPU, this five."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
@@ -252,13 +308,18 @@ class Model:
             pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
             x.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
-    def _getter(self, weights: Mapping[str, torch.Tensor]):
+    def getter(self, weights: Mapping[str, torch.Tensor]):
+        """name -> a copy of the weight, on the device, in the model's dtype."""
         return lambda name: (
             weights[name].detach().to(device=self.device, dtype=self.dtype, copy=True).contiguous()
         )
 
-    def _layer(self, get, weights: Mapping[str, torch.Tensor], prefix: str) -> Layer:
+    def layer(
+        self, get, weights: Mapping[str, torch.Tensor], prefix: str, *, qk_norm: bool | None = None
+    ) -> Layer:
+        """A layer's weights as `_run` wants them; get: from `getter`. qk_norm: None for the target's."""
         arch = self.arch
+        qk_norm = arch.qk_norm if qk_norm is None else qk_norm
 
         def interleaved(tensor: torch.Tensor) -> torch.Tensor:
             heads = tensor.view(-1, arch.head_dim, *tensor.shape[1:])
@@ -276,7 +337,7 @@ class Model:
             return Linear(stacked[0], stacked[1])
 
         qk_norms = [
-            interleaved(get(f"{prefix}self_attn.{n}.weight")) if arch.qk_norm else None
+            interleaved(get(f"{prefix}self_attn.{n}.weight")) if qk_norm else None
             for n in ("q_norm", "k_norm")
         ]
         return Layer(

@@ -13,7 +13,7 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
 from rlpipe.rollout.embedded.drafters import drafting_streams
 from rlpipe.spec.tree import Tree
-from tests.helpers.driven_engine import GammaScript, driven_engine
+from tests.helpers.driven_engine import GammaScript, Recorded, driven_engine
 from tests.helpers.engines import request, transformers_logits
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -55,25 +55,6 @@ def draft_law(checkpoint):
         return (state[0, -1] @ weights["lm_head.weight"].T).softmax(-1)
 
     return law
-
-
-class Recorded:
-    """What a drafting drafted and was given to judge, step by step."""
-
-    def __init__(self, driven) -> None:
-        self.steps = []
-        inner = driven.engine._decoder._drafting
-        table, judge = driven.engine._table, inner.judge
-
-        def recording(drafted, choices):
-            rows = range(len(choices))
-            ids = [table.tokens[row, : table.total[row]].tolist() for row in rows]
-            tokens = drafted.part.tokens[:, 1:].clone()
-            judged = judge(drafted, choices)
-            self.steps.append((ids, tokens, drafted, choices.clone(), judged))
-            return judged
-
-        inner.judge = recording
 
 
 def _recorded(checkpoint, mode: str, rounds: int = 6, **spec) -> list:

@@ -1,0 +1,218 @@
+"""EAGLE-3 drafts: their settings, their shape, and the `config.json` that SGLang and vLLM read.
+
+Owns what can be known of a draft without its weights, and every refusal of one that does not fit its target.
+The weights are `rlpipe.mtp.eagle3`'s. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# Options of other EAGLE-3 exports that change the equations.
+REFUSED = ("bias", "attention_bias", "mlp_bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output")
+REFUSED += ("norm_before_residual", "tie_word_embeddings")
+
+
+@dataclass(slots=True, kw_only=True)
+class Eagle3Config:
+    """What `adapt.drafter=eagle3` builds and trains.
+
+    layers: of the target, counted from 0, whose outputs are fused; empty: a low, a middle and a high one
+        (see `default_layers`). One entry is no fusion; the number of layers minus 1 is the top alone.
+    draft_vocab: tokens the draft knows, the most frequent of its training data; 0: all.
+    start: directory of a draft to train further, which settles layers and draft_vocab; empty: a new one.
+    """
+
+    layers: list[int] = field(default_factory=list)
+    draft_vocab: int = 0
+    start: str = ""
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab < 0:
+            raise ValueError(
+                f"eagle3.draft_vocab={self.draft_vocab} is negative: name a number of tokens, or 0 for all."
+            )
+        if self.start and (self.layers or self.draft_vocab):
+            raise ValueError(
+                f"eagle3.start={self.start!r} settles layers and vocabulary, and eagle3.layers="
+                f"{self.layers}, eagle3.draft_vocab={self.draft_vocab} would change them: leave those out."
+            )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Eagle3Shape:
+    """Dimensions of a draft: one Llama layer of its target's size.
+
+    layers: of the target whose outputs it reads. vocab: of the target; draft_vocab: of its own head.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    draft_vocab: int
+    norm_eps: float
+    rope_theta: float
+    max_position: int
+
+    @property
+    def reduced(self) -> bool:
+        """Whether its head knows a part of the vocabulary only."""
+        return self.draft_vocab < self.vocab
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of its checkpoint."""
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {
+            "fc.weight": (hidden, len(self.layers) * hidden),
+            "midlayer.self_attn.q_proj.weight": (q, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": (hidden, q),
+            "midlayer.mlp.gate_proj.weight": (self.intermediate, hidden),
+            "midlayer.mlp.up_proj.weight": (self.intermediate, hidden),
+            "midlayer.mlp.down_proj.weight": (hidden, self.intermediate),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (self.draft_vocab, hidden),
+        }
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            shapes[f"midlayer.{name}.weight"] = (hidden,)
+        if self.reduced:
+            shapes |= {"d2t": (self.draft_vocab,), "t2d": (self.vocab,)}
+        return shapes
+
+    def hf_config(self) -> dict[str, Any]:
+        """`config.json`. SGLang names a layer by its number, vLLM (top level) by that of the next one."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position,
+            "vocab_size": self.vocab,
+            "draft_vocab_size": self.draft_vocab,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.layers),
+            },
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.layers],
+            "dtype": "float32",
+        }
+
+    @classmethod
+    def for_target(
+        cls, target: Mapping[str, Any], layers: Sequence[int] = (), draft_vocab: int = 0
+    ) -> Eagle3Shape:
+        """The draft for a model, given the contents of its `config.json`; see `Eagle3Config`.
+
+        Raises ValueError for layers that the target does not have, or a vocabulary larger than its own.
+        """
+        depth, vocab = int(target["num_hidden_layers"]), int(target["vocab_size"])
+        layers = tuple(layers) or default_layers(depth)
+        _check_layers(layers, depth, "eagle3.layers")
+        if draft_vocab > vocab:
+            raise ValueError(
+                f"eagle3.draft_vocab={draft_vocab} exceeds the model's vocabulary of {vocab}: set it to 0."
+            )
+        rope = target.get("rope_parameters") or {}
+        heads = int(target["num_attention_heads"])
+        return cls(
+            layers=layers,
+            hidden=int(target["hidden_size"]),
+            intermediate=int(target["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(target.get("num_key_value_heads") or heads),
+            head_dim=int(target.get("head_dim") or int(target["hidden_size"]) // heads),
+            vocab=vocab,
+            draft_vocab=draft_vocab or vocab,
+            norm_eps=float(target.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
+            max_position=int(target["max_position_embeddings"]),
+        )
+
+
+def default_layers(depth: int) -> tuple[int, ...]:
+    """Layers whose outputs are fused unless others are named; depth: layers of the target.
+
+    From twelve layers on, those of EAGLE-3 and of both servers; of fewer, the first, the middle one and the
+    last but one, the highest that SGLang captures.
+
+    >>> default_layers(32), default_layers(8), default_layers(2)
+    ((1, 15, 28), (0, 3, 6), (0,))
+    """
+    if depth >= 12:
+        return (1, depth // 2 - 1, depth - 4)
+    return tuple(sorted({0, (depth - 1) // 2, max(0, depth - 2)}))
+
+
+def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3Shape:
+    """Shape of the draft in a directory; target: `config.json` of the model it drafts for.
+
+    Raises ValueError for a path that holds none, a draft for a model of another size, or one whose equations
+    are not computed here.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{setting}={str(path)!r} holds no EAGLE-3 draft: {file} does not exist. Name the directory "
+            "of one, as `+recipe=mtp_adapt adapt.drafter=eagle3` leaves it in RUN/draft."
+        )
+    config = json.loads(file.read_text())
+    named = f"{setting}={str(path)!r}"
+    if ARCHITECTURE not in config.get("architectures", []):
+        raise ValueError(
+            f"{named} has architectures={config.get('architectures')}, not {ARCHITECTURE}: it is no EAGLE-3 "
+            "draft. Name the directory of one."
+        )
+    other = {name: config[name] for name in REFUSED if config.get(name)}
+    if int(config.get("num_hidden_layers", 1)) != 1:
+        other["num_hidden_layers"] = config["num_hidden_layers"]
+    if other:
+        raise ValueError(f"{named} sets {other}, which is not computed here. Use a draft without it.")
+    eagle = config.get("eagle_config") or {}
+    layers = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:  # SGLang captures the inputs of 2, n / 2 and n - 3
+        depth = int(target["num_hidden_layers"])
+        layers = (1, depth // 2 - 1, depth - 4)
+    _check_layers(layers, int(target["num_hidden_layers"]), f"{named}: eagle_aux_hidden_state_layer_ids")
+    found = Eagle3Shape.for_target(config | {"num_hidden_layers": target["num_hidden_layers"]}, layers)
+    wanted = Eagle3Shape.for_target(target, layers)
+    names = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "norm_eps", "rope_theta")
+    unlike = [
+        f"{name}={getattr(found, name)}, the target {getattr(wanted, name)}"
+        for name in names
+        if getattr(found, name) != getattr(wanted, name)
+    ]
+    if unlike:
+        raise ValueError(
+            f"{named} drafts for another model: it has {'; '.join(unlike)}. Use a draft trained for this one."
+        )
+    draft_vocab = int(config.get("draft_vocab_size") or found.vocab)
+    if not 1 <= draft_vocab <= found.vocab:
+        raise ValueError(f"{named} has draft_vocab_size={draft_vocab} of a vocabulary of {found.vocab}.")
+    return replace(found, draft_vocab=draft_vocab)
+
+
+def _check_layers(layers: Sequence[int], depth: int, setting: str) -> None:
+    if not layers or min(layers) < 0 or max(layers) >= depth or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"{setting}={list(layers)} must name layers of the target, each once, between 0 and {depth - 1}."
+        )

@@ -1,0 +1,234 @@
+"""The EAGLE-3 draft in torch: the module that is trained, its unrolling over steps, and its checkpoint.
+
+Owns the equations and the files; owns no loss, no target and no generation (the engine computes the same in
+`rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t, side by
+side), e_s the target's embedding of token s, and step k (1-based) of the drafts from anchor t:
+
+    g_1[t] = fc(f_t),  g_k[t] = h_{k-1}[t]                  what a step reads: the target, then itself
+    h_k[t] = layer(g_k[t], e_{t+k}),  RoPE position t + k - 1
+    logits = lm_head(norm(h_k[t]))                          predict token t + k + 1
+
+    layer(g, e):  y = g + attention([token norm(e), hidden norm(g)]);  h = y + mlp(norm(y))
+
+Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states, and attend as they will
+when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of their own anchor, t, alone. Nothing
+compares h with features of the target. One step is a draft trained without the test.
+
+Deviation: a token outside a reduced vocabulary has probability exp(-60) in training instead of 0, so that any
+loss is finite over the whole vocabulary; the engine drafts it never.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlpipe.config.eagle3 import Eagle3Shape, read_shape
+
+OUTSIDE = -60.0  # log-probability of a token that the draft does not know
+
+
+class Eagle3(nn.Module):
+    """A draft; state dict names are those of its checkpoint.
+
+    shape: dimensions. ids: [draft_vocab] int64, ascending target ids of its vocabulary; None for all.
+    """
+
+    def __init__(self, shape: Eagle3Shape, ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.layers) * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        if shape.reduced:
+            ids = torch.arange(shape.draft_vocab) if ids is None else ids
+            known = torch.zeros(shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
+            self.register_buffer("d2t", ids - torch.arange(shape.draft_vocab))
+            self.register_buffer("t2d", known)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """[draft_vocab] target ids of its vocabulary, None for all."""
+        return draft_ids(self.d2t) if self.shape.reduced else None
+
+    def initialize(self, target: Mapping[str, Tensor], seed: int) -> None:
+        """Start from noise, with norm and head of the target; target: its weights by HF name."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    noise = torch.randn(module.weight.shape, generator=generator)
+                    module.weight.copy_(noise * module.in_features**-0.5)
+            self.norm.weight.copy_(target["model.norm.weight"])
+            head = target["lm_head.weight"]
+            self.lm_head.weight.copy_(head if self.ids is None else head[self.ids.to(head.device)])
+
+    def unroll(self, features: Tensor, embeddings: Tensor) -> list[Tensor]:
+        """States h_1 .. h_K [B, T, H] of all anchors, on tokens that are given.
+
+        features: [B, T, layers * H] of anchors 0 .. T - 1, rows padded on the right. embeddings: [K, B, T, H]
+        of the tokens t + 1 .. t + K. Anchors for which a token was made up must be masked out.
+        """
+        state, past, states = self.fc(features), [], []
+        for step, embedded in enumerate(embeddings):
+            state = self.midlayer(state, embedded, step, past)
+            states.append(state)
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., H] -> [..., V] over the whole vocabulary."""
+        own = self.lm_head(self.norm(states))
+        if not self.shape.reduced:
+            return own
+        outside = own.float().logsumexp(-1, keepdim=True).to(own.dtype) + OUTSIDE
+        whole = outside.expand(*own.shape[:-1], self.shape.vocab)
+        return whole.index_copy(-1, self.ids, own)
+
+    def save(self, path: str | Path) -> None:
+        """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(self.shape.hf_config(), indent=1) + "\n")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    @classmethod
+    def load(cls, path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3:
+        """The inverse of `save`; see `read_draft`."""
+        shape, weights = read_draft(path, target, setting)
+        draft = cls(shape)
+        draft.load_state_dict(weights)
+        return draft
+
+
+class _Layer(nn.Module):
+    """One decoder layer whose attention reads token and state side by side."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        hidden, eps = shape.hidden, shape.norm_eps
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+            projection = nn.Linear(2 * hidden, heads * shape.head_dim, bias=False)
+            setattr(self.self_attn, f"{name}_proj", projection)
+        self.self_attn.o_proj = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
+        self.mlp.gate_proj = nn.Linear(hidden, shape.intermediate, bias=False)
+        self.mlp.up_proj = nn.Linear(hidden, shape.intermediate, bias=False)
+        self.mlp.down_proj = nn.Linear(shape.intermediate, hidden, bias=False)
+        self.input_layernorm = nn.RMSNorm(hidden, eps)  # of the token
+        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+
+    def forward(
+        self, state: Tensor, embedded: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """state, embedded: [B, T, H]. step: from 0. past: keys and values so far, appended to."""
+        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), -1)
+        attention = self.self_attn
+        query, key, value = (
+            project(both).unflatten(-1, (-1, self._shape.head_dim)).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        query, key = (_rotate(x, step, self._shape.rope_theta) for x in (query, key))
+        group = self._shape.heads // self._shape.kv_heads
+        past.append(tuple(x.repeat_interleave(group, 1) for x in (key, value)))
+        attended = unrolled_attention(query, past).transpose(1, 2).flatten(2)
+        state = state + attention.o_proj(attended)
+        read = self.post_attention_layernorm(state)
+        return state + self.mlp.down_proj(F.silu(self.mlp.gate_proj(read)) * self.mlp.up_proj(read))
+
+
+def unrolled_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """What a step of an anchor sees while drafting.
+
+    query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
+    Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
+    scores of step 1, [B, heads, T, T], are written out.
+    """
+    (keys, values), own = past[0], past[1:]
+    query = query * query.shape[-1] ** -0.5
+    length = query.shape[2]
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(query @ keys.transpose(2, 3)).masked_fill(later, float("-inf"))]
+    scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
+    weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
+    attended = weights[..., :length] @ values
+    for column, (_, value) in enumerate(own, length):
+        attended = attended + weights[..., column : column + 1] * value
+    return attended
+
+
+def _rotate(x: Tensor, offset: int, theta: float) -> Tensor:
+    """RoPE of [B, heads, T, d] at positions offset .. offset + T - 1, halves rotated as in Llama."""
+    dim = x.shape[-1]
+    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
+    positions = torch.arange(offset, offset + x.shape[2], dtype=torch.float64, device=x.device)
+    angles = (positions[:, None] * frequencies).repeat(1, 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def draft_ids(d2t: Tensor) -> Tensor:
+    """Target ids of a reduced vocabulary, from the differences that a checkpoint stores.
+
+    >>> draft_ids(torch.tensor([3, 3, 7])).tolist()
+    [3, 4, 9]
+    """
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def frequent_ids(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens, ascending; of equally frequent ones the first. counts: [V].
+
+    >>> frequent_ids(torch.tensor([0, 5, 2, 5, 2]), 3).tolist()
+    [1, 2, 3]
+    """
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def read_draft(
+    path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path"
+) -> tuple[Eagle3Shape, dict[str, Tensor]]:
+    """Shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
+
+    An embedding of the draft's own is left out, as SGLang does: the target's is used.
+    Raises ValueError, besides `read_shape`'s, for missing, unknown or misshapen tensors and an impossible
+    vocabulary.
+    """
+    from safetensors.torch import load_file
+
+    shape = read_shape(path, target, setting)
+    weights: dict[str, Tensor] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        weights |= load_file(file)
+    weights.pop("embed_tokens.weight", None)
+    expected = shape.weight_shapes()
+    if not shape.reduced:  # a mapping of everything onto itself
+        for name in ("d2t", "t2d"):
+            weights.pop(name, None)
+    wrong = sorted(expected.keys() ^ weights.keys())
+    wrong += [name for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]
+    if wrong:
+        raise ValueError(
+            f"{setting}={str(path)!r}: these tensors are missing, unknown or of another shape than its "
+            f"config.json says: {', '.join(wrong[:6])}. Export the draft again."
+        )
+    if shape.reduced:
+        ids = draft_ids(weights["d2t"].long())
+        if ids.min() < 0 or ids.max() >= shape.vocab or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"{setting}={str(path)!r}: d2t maps the draft's {len(ids)} tokens outside the target's "
+                f"{shape.vocab}, or two of them to one. Export the draft again."
+            )
+    return shape, weights

@@ -1,0 +1,74 @@
+"""The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
+
+Owns the draft's weights and its step; the equations are stated in `rlpipe.mtp.eagle3`, which trains it. The
+draft comes from a directory of its own and stays as it is when the target's weights are replaced; only the
+embedding is the target's. So after an update of the policy it drafts for an older one: losslessly, and at an
+acceptance that falls until it is trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.mtp.eagle3 import draft_ids, read_draft
+from rlpipe.rollout.embedded.linear import Linear
+
+if TYPE_CHECKING:
+    from rlpipe.rollout.embedded.model import Model, Span
+
+
+class Eagle3Draft:
+    """Weights of a draft, ready to multiply once `attach` has been called.
+
+    layers: of the target whose outputs are its features.
+    """
+
+    def __init__(self, shape: Eagle3Shape, weights: Mapping[str, torch.Tensor]) -> None:
+        self._shape, self._weights = shape, weights
+        self.layers = shape.layers
+
+    @classmethod
+    def read(cls, path: str | Path, target: Mapping[str, Any]) -> Eagle3Draft:
+        """From a directory; target: `config.json` of the model. Raises ValueError, see `read_draft`."""
+        return cls(*read_draft(path, target))
+
+    def attach(self, model: Model) -> None:
+        """Bring the weights to the model's device and layout."""
+        get = model.getter(self._weights)
+        self._fc = Linear(get("fc.weight"))
+        self._layer = model.layer(get, self._weights, "midlayer.", qk_norm=False)
+        self._hidden_norm = get("midlayer.hidden_norm.weight")
+        self._norm = get("norm.weight")
+        self._head = Linear(get("lm_head.weight"))
+        ids = draft_ids(self._weights["d2t"].long()) if self._shape.reduced else None
+        self._ids = None if ids is None else ids.to(model.device)
+
+    def step(
+        self,
+        model: Model,
+        tokens: torch.Tensor,
+        state: torch.Tensor,
+        spans: Sequence[Span],
+        selects: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """As `Model.draft`; state: [N, H], fused features or own states of the step before."""
+        embedded = model.norm(model.embedding.index_select(0, tokens), self._layer.input_norm)
+        both = torch.cat((embedded, model.norm(state, self._hidden_norm)), -1)
+        return model.run_draft_layer(self._layer, state, spans, selects, read=both)
+
+    def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, H] of each layer in `layers` -> [N, H]: what the first step reads."""
+        return self._fc(torch.cat(features, -1))
+
+    def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, V] of the target's vocabulary; -inf for tokens that the draft does not know."""
+        own = self._head(model.norm(state, self._norm))
+        if self._ids is None:
+            return own
+        whole = own.new_full((len(own), self._shape.vocab), float("-inf"))
+        return whole.index_copy_(1, self._ids, own)
