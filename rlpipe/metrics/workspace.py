@@ -28,7 +28,7 @@ PHASES = tuple(name for name, _ in STEP_PHASES)
 def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -> dict[str, Any]:
     """What to create, as JSON.
 
-    entity: "" is filled in by `apply`. project: "" takes the one the runs were logged to. Returns
+    entity: "" is filled in when it is sent. project: "" takes the one the runs were logged to. Returns
     {"title", "entity", "project", "runs": [{"name", "id"}], "sections": [{"name", "runs", "panels"}]}; a
     panel is {"figure", "title", "x", "y"} with maybe "points", "area" or "expressions". A section's "runs"
     are the ids it shows, [] for all.

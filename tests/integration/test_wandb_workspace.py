@@ -99,6 +99,29 @@ def test_with_a_login_both_are_created(
     assert "created: https://host/Report" in capsys.readouterr().out
 
 
+def test_a_server_that_cannot_be_reached_leaves_a_spec_that_can_be_sent_later(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable() -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: True)
+    monkeypatch.setattr("rlpipe.wandb_workspace.default_entity", unreachable)
+    spec = tmp_path / "spec.json"
+    assert main([str(run), "--out", str(spec)]) == 1
+    assert f"no route to host). Try again: python -m rlpipe.wandb_workspace --spec {spec}" in (
+        capsys.readouterr().err
+    )
+    sent = []
+    monkeypatch.setattr(
+        "rlpipe.metrics.workspace.apply", lambda spec: sent.append(spec) or ["https://host/w"]
+    )
+    assert main(["--spec", str(spec), "--entity", "team"]) == 0
+    assert sent == [json.loads(spec.read_text()) | {"entity": "team"}]
+    assert "created: https://host/w" in capsys.readouterr().out
+    assert main([]) == main([str(run), "--spec", str(spec)]) == 2
+
+
 def test_runs_of_two_projects_need_a_choice(run: Path) -> None:
     one, other = load_run(run), load_run(run)
     other.settings = {"metrics": {"wandb_project": "elsewhere"}}
