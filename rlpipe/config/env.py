@@ -14,6 +14,7 @@ class EnvName(Choice):
 
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
+    TOOLS = "tools"  # questions answered with tools over several turns
     CUSTOM = "custom"  # a suite of your own, named by env.suite
 
 
@@ -22,6 +23,30 @@ class ActionMode(Choice):
 
     PLAIN = "plain"  # the whole text is the command
     FENCED = "fenced"  # the one ```bash block in the text is the command
+
+
+class ToolParser(Choice):
+    """How tool calls stand in a turn; see `rlpipe.envs.tools.parsers`."""
+
+    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    JSON = "json"  # the turn is one such object
+    PYTHONIC = "pythonic"  # the turn is [name(argument=value)]
+
+
+class ToolSchema(Choice):
+    """Where the model reads which tools there are."""
+
+    TEMPLATE = "template"  # the chat template renders `tools`, as the model was trained
+    SYSTEM = "system"  # a system prompt of ours, for templates that know no tools
+
+
+class ToolName(Choice):
+    """Tools of the environment `tools`."""
+
+    SEARCH = "search"
+    READ = "read"
+    CALCULATE = "calculate"
+    PYTHON = "python"  # runs in the sandbox
 
 
 class SandboxBackend(Choice):
@@ -90,6 +115,44 @@ class ReasoningConfig:
             )
 
 
+@dataclass(slots=True, kw_only=True)
+class ToolsConfig:
+    """The environment `tools`.
+
+    names: tools on offer. parser: how calls are written. schema: where their schemas are shown.
+    max_calls: calls of one turn that are made. train_size, held_out_size: instances, of each held-out set.
+    """
+
+    names: list[ToolName] = field(default_factory=lambda: list(ToolName))
+    parser: ToolParser = ToolParser.HERMES
+    schema: ToolSchema = ToolSchema.TEMPLATE
+    max_calls: int = 4
+    train_size: int = 4000
+    held_out_size: int = 200
+
+    def __post_init__(self) -> None:
+        self.names = [ToolName(name) for name in self.names]
+        self.parser, self.schema = ToolParser(self.parser), ToolSchema(self.schema)
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise ValueError(
+                f"env.tools.names={[str(n) for n in self.names]} must name at least one tool, each once, of "
+                f"{', '.join(ToolName)}."
+            )
+        for name in ("max_calls", "train_size", "held_out_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"env.tools.{name} must be at least 1, got {getattr(self, name)}.")
+        if max(self.train_size, self.held_out_size) > 1_000_000:
+            raise ValueError(
+                f"env.tools.train_size={self.train_size} and held_out_size={self.held_out_size} must be at "
+                "most 1000000, so that their seeds stay apart."
+            )
+
+    @property
+    def in_template(self) -> bool:
+        """Whether the chat template shows the tools."""
+        return self.schema is ToolSchema.TEMPLATE
+
+
 def _shipped_held_out() -> list[str]:
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
 
@@ -123,6 +186,7 @@ class EnvConfig:
     threads: int = 2
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     suite: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -26,6 +26,11 @@ def check_environment(config: EnvConfig) -> None:
 
         load_suite_maker(config.suite)
         return
+    if config.name is EnvName.TOOLS:
+        from rlpipe.envs.tools.suite import check_tools
+
+        check_tools(config)
+        return
     from rlpipe.envs.sandbox import check_sandbox
 
     check_sandbox(config.sandbox)
@@ -44,6 +49,10 @@ def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
         from rlpipe.envs.custom import make_custom_suite
 
         return make_custom_suite(config, seed)
+    if config.name is EnvName.TOOLS:
+        from rlpipe.envs.tools.suite import ToolSuite
+
+        return ToolSuite(config, seed)
     from rlpipe.envs.swe.suite import SweSuite
 
     return SweSuite(config)

@@ -54,7 +54,10 @@ class Episode(Protocol):
 
 
 class Suite(Protocol):
-    """A set of instances by split. Splits: 'train' and any number of held-out sets."""
+    """A set of instances by split. Splits: 'train' and any number of held-out sets.
+
+    A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows.
+    """
 
     max_turns: int
 
@@ -73,3 +76,8 @@ class Suite(Protocol):
     def sandbox_counts(self) -> tuple[int, int]:
         """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
         ...
+
+
+def suite_tools(suite: Suite) -> list[dict[str, Any]] | None:
+    """Schemas that the suite wants shown by the chat template; None when it has none."""
+    return getattr(suite, "tools", None) or None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MARKER = "assistant-turn-marker"
 _BEFORE = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
 Message = dict[str, str]
+Tools = Sequence[dict[str, Any]]
 
 
 class ChatFormat:
@@ -60,9 +61,18 @@ class ChatFormat:
         stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
         return cls(AutoTokenizer.from_pretrained(path), stops)
 
-    def initial(self, messages: Sequence[Message]) -> list[int]:
-        """The whole prompt of a first turn, generation prompt included."""
-        return self._encode(self._render(messages, generate=True))
+    def initial(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+        """The whole prompt of a first turn, generation prompt included. tools: see `check_tools`."""
+        return self._encode(self._render(messages, generate=True, tools=tools))
+
+    def check_tools(self, tools: Tools) -> None:
+        """Raises ValueError when the template leaves a tool out. tools: OpenAI schemas."""
+        shown = self._render([{"role": "user", "content": "question"}], generate=True, tools=tools)
+        if missing := [t["function"]["name"] for t in tools if t["function"]["name"] not in shown]:
+            raise ValueError(
+                f"the chat template of {self._tokenizer.name_or_path!r} does not show the tools {missing}: "
+                "set env.tools.schema=system, or use a model whose template takes `tools`."
+            )
 
     def continuation(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> list[int]:
         """What follows a sampled turn, up to and including the next generation prompt.
@@ -101,9 +111,11 @@ class ChatFormat:
             raise ValueError("the chat template does not render assistant turns: it cannot be used here.")
         return text.split(_MARKER, 1)[1]
 
-    def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
+    def _render(self, messages: Sequence[Message], *, generate: bool, tools: Tools | None = None) -> str:
         harmless = [{**message, "content": self._defuse(message["content"])} for message in messages]
-        return self._tokenizer.apply_chat_template(harmless, tokenize=False, add_generation_prompt=generate)
+        return self._tokenizer.apply_chat_template(
+            harmless, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=generate
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite
+from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, suite_tools
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
@@ -121,6 +121,9 @@ class Collector:
         spans: SpanLog | None = None,
     ) -> None:
         self._engine, self._suite, self._chat = engine, suite, chat
+        self._tools = suite_tools(suite)
+        if self._tools:
+            chat.check_tools(self._tools)
         self._rollout, self._env, self._top_logprobs = rollout, env, top_logprobs
         self._record_drafts = record_drafts
         self._spans = spans or SpanLog("rollout 0")
@@ -262,7 +265,7 @@ class Collector:
         trajectory, chat = attempt.trajectory, self._chat
         opening = await self._blocking(attempt, episode.messages)
         attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
-        context = chat.initial(opening)
+        context = chat.initial(opening, self._tools)
         trajectory.prompt_length = len(context)
         room = self._rollout.max_context
         if len(context) >= room:

@@ -1,0 +1,132 @@
+"""One attempt at a question with tools: calls in, results out, until a turn that calls nothing.
+
+Owns the protocol. A turn with calls is answered by their results, a line each; a call that is malformed, or
+that a tool refuses, by `error: ...`. The first turn without a call is the answer: reward 1.0 iff it is
+right, else 0.0. Works with any tools (see `schema.Tool`), so a suite of one's own can use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rlpipe.config.env import EnvConfig, ToolSchema
+from rlpipe.envs.base import StepResult
+from rlpipe.envs.sandbox import Sandbox
+from rlpipe.envs.swe.episode import shorten
+from rlpipe.envs.tools.parsers import INSTRUCTIONS, MalformedCall, parse_turn
+from rlpipe.envs.tools.schema import Tool, ToolError, call_tool
+
+SYSTEM_PROMPT = """\
+Answer the question with the help of these tools, one JSON schema each:
+
+{schemas}
+
+To call a tool, {how}. You then get its result. When you know the answer, write it alone.
+"""
+
+
+def final_answer(text: str) -> str:
+    """The last line of an answer, without reasoning, label and full stop.
+
+    >>> final_answer("<think>3 times 4</think>\\nAnswer: 12.")
+    '12'
+    """
+    lines = text.rpartition("</think>")[2].strip().splitlines()
+    last = lines[-1].strip() if lines else ""
+    label, colon, rest = last.partition(":")
+    if colon and label.strip().lower() in ("answer", "the answer is", "final answer"):
+        last = rest
+    return last.strip().rstrip(".").lower()
+
+
+def same_answer(answer: str, wanted: str) -> bool:
+    """Equal as numbers, or else as texts.
+
+    >>> same_answer("12.0", "12"), same_answer("1e9999999", "12"), same_answer("twelve", "12")
+    (True, False, False)
+    """
+    try:
+        return Decimal(answer) == Decimal(wanted)
+    except InvalidOperation:
+        return answer == wanted.lower()
+
+
+def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """The chat messages an attempt starts from; with `schema=system` the tools stand in them."""
+    system = config.system_prompt
+    if config.tools.schema is ToolSchema.SYSTEM:
+        described = "\n".join(json.dumps(schema) for schema in schemas)
+        prompt = SYSTEM_PROMPT.format(schemas=described, how=INSTRUCTIONS[config.tools.parser])
+        system = f"{system}\n\n{prompt}" if system else prompt
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": question}]
+
+
+class ToolEpisode:
+    """See `rlpipe.envs.base.Episode`.
+
+    score: the reward of a final answer. facts: go into the trajectory's info.
+    """
+
+    def __init__(
+        self,
+        *,
+        question: str,
+        tools: Sequence[Tool],
+        score: Callable[[str], float],
+        config: EnvConfig,
+        sandbox: Sandbox | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self._question, self._tools, self._score = question, tools, score
+        self._config, self._sandbox, self._facts = config, sandbox, facts or {}
+        self._calls = self._refused = self._malformed = 0
+
+    def messages(self) -> list[dict[str, str]]:
+        """System prompt, if any, and the question."""
+        return opening(self._question, self._config, [tool.schema() for tool in self._tools])
+
+    def step(self, action: str) -> StepResult:
+        """Answer the calls of a turn, or judge its answer.
+
+        Raises InfrastructureError when the sandbox failed.
+        """
+        settings = self._config.tools
+        try:
+            turn = parse_turn(action, settings.parser)
+        except MalformedCall as error:
+            self._malformed += 1
+            return StepResult(observation=self._shown([f"error: {error}"]))
+        if not turn.calls:
+            answer = final_answer(turn.content)
+            return self._end(self._score(answer), submitted=True, answer=answer[:200])
+        results = []
+        for call in turn.calls[: settings.max_calls]:
+            self._calls += 1
+            try:
+                results.append(call_tool(self._tools, call))
+            except ToolError as error:
+                self._refused += 1
+                results.append(f"error: {error}")
+        if len(turn.calls) > settings.max_calls:
+            results.append(f"error: at most {settings.max_calls} calls a turn, the others were not made")
+        return StepResult(observation=self._shown(results))
+
+    def finish(self) -> StepResult:
+        """Out of turns or context: no answer, no reward."""
+        return self._end(0.0, submitted=False)
+
+    def close(self) -> None:
+        """Free the sandbox."""
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def _shown(self, results: Sequence[str]) -> str:
+        return shorten("\n".join(results), self._config.max_observation_chars)
+
+    def _end(self, reward: float, **info: Any) -> StepResult:
+        counts = {"tool_calls": self._calls, "tool_errors": self._refused, "format_errors": self._malformed}
+        return StepResult(done=True, reward=reward, info=info | counts | self._facts)

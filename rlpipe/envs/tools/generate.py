@@ -1,0 +1,181 @@
+"""Makes tool-use instances: a question about numbers that stand in a small library of documents.
+
+An instance is a function of its id, "family:index". Its library holds documents of one attribute each
+("weight of coin, fish"), with others that share the attribute or the thing, so that a search by half of the
+question finds the wrong one. A family is the shape of the question; answers follow from the values.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlpipe.envs.tools.calculator import show
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ATTRIBUTES = _words("age cost count depth height level rank rate score size speed weight width")
+THINGS = _words(
+    "ball band bank bill book card cart coin desk door farm fish game lamp note page plan ring road seat "
+    "ship shop song team tree trip wall"
+)
+NAMES = _words(
+    "base basic city common core data helper items list logic marks model parts scores store text title "
+    "tools utils values"
+)
+Fact = tuple[str, str]  # (attribute, thing)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Family:
+    """A shape of question. facts: how many values it needs; terms: see `Instance.terms`."""
+
+    facts: int
+    question: str
+    terms: tuple[str, ...]
+
+
+TRAIN_FAMILIES = {
+    "value": Family(facts=1, question="What is {0}?", terms=("{0}",)),
+    "times": Family(facts=1, question="What is {n} times {0}?", terms=("{n}", "*", "{0}")),
+    "sum": Family(facts=2, question="What is {0} plus {1}?", terms=("{0}", "+", "{1}")),
+    "difference": Family(facts=2, question="What is {0} minus {1}?", terms=("{0}", "-", "{1}")),
+}
+HELD_OUT_FAMILIES = {
+    "product": Family(facts=2, question="What is {0} times {1}?", terms=("{0}", "*", "{1}")),
+    "times_plus": Family(
+        facts=2, question="What is {n} times {0} plus {1}?", terms=("{n}", "*", "{0}", "+", "{1}")
+    ),
+}
+FAMILIES = TRAIN_FAMILIES | HELD_OUT_FAMILIES
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Document:
+    """Values of one attribute. values: by thing."""
+
+    attribute: str
+    values: dict[str, int]
+
+    @property
+    def header(self) -> str:
+        """What a search shows of it.
+
+        >>> Document(attribute="age", values={"fish": 3, "tree": 40}).header
+        'age of fish, tree'
+        """
+        return f"{self.attribute} of {', '.join(self.values)}"
+
+    @property
+    def text(self) -> str:
+        """What reading it shows."""
+        return "\n".join([self.attribute, *(f"- {thing}: {value}" for thing, value in self.values.items())])
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Instance:
+    """One question. documents: by name. facts: what it asks for, in order.
+
+    terms: the expression, numbers and operators by turns; its value is the answer.
+    """
+
+    instance_id: str
+    family: str
+    question: str
+    documents: dict[str, Document]
+    facts: tuple[Fact, ...]
+    terms: tuple[str, ...]
+    answer: str
+
+    def home(self, fact: Fact) -> str:
+        """Name of the document that holds a fact."""
+        attribute, thing = fact
+        return next(n for n, d in self.documents.items() if d.attribute == attribute and thing in d.values)
+
+    @property
+    def expression(self) -> str:
+        """The terms as one text."""
+        return " ".join(self.terms)
+
+
+def make_instance(instance_id: str) -> Instance:
+    """The instance of an id. Raises ValueError for a family that does not exist.
+
+    >>> one = make_instance("times:0")
+    >>> one.question, one.expression, one.answer
+    ('What is 4 times the count of tree?', '4 * 49', '196')
+    """
+    name, _, index = instance_id.partition(":")
+    if name not in FAMILIES or not index.isdecimal():
+        raise ValueError(f"no tool-use instance {instance_id!r}: an id is FAMILY:INDEX, of {list(FAMILIES)}.")
+    family, rng = FAMILIES[name], random.Random(f"tools/{instance_id}")
+    facts = _facts(rng, family.facts)
+    documents = _library(rng, facts)
+    held = {(d.attribute, thing): value for d in documents.values() for thing, value in d.values.items()}
+    values = [held[fact] for fact in facts]
+    n = rng.randint(2, 9)
+    terms = tuple(term.format(*values, n=n) for term in family.terms)
+    return Instance(
+        instance_id=instance_id,
+        family=name,
+        question=family.question.format(*(f"the {a} of {t}" for a, t in facts), n=n),
+        documents=documents,
+        facts=facts,
+        terms=terms,
+        answer=show(_evaluate(terms)),
+    )
+
+
+def _facts(rng: random.Random, count: int) -> tuple[Fact, ...]:
+    """Different facts, which may share an attribute or a thing."""
+    facts: list[Fact] = []
+    while len(facts) < count:
+        attribute, thing = rng.choice(ATTRIBUTES), rng.choice(THINGS)
+        if facts and rng.random() < 0.5:
+            attribute, thing = rng.choice([(facts[0][0], thing), (attribute, facts[0][1])])
+        if (attribute, thing) not in facts:
+            facts.append((attribute, thing))
+    return tuple(facts)
+
+
+def _library(rng: random.Random, facts: tuple[Fact, ...]) -> dict[str, Document]:
+    """Homes of the facts, and for each a document of its attribute without it and one of its thing."""
+    wanted: dict[str, list[str]] = {}
+    for attribute, thing in facts:
+        wanted.setdefault(attribute, []).append(thing)
+    documents = [_document(rng, attribute, things, set()) for attribute, things in wanted.items()]
+    for attribute, things in wanted.items():
+        taken = {thing for d in documents if d.attribute == attribute for thing in d.values}
+        documents.append(_document(rng, attribute, [], taken))
+        other = rng.choice([a for a in ATTRIBUTES if a not in wanted])
+        asked = {thing for _, thing in facts}
+        documents.append(_document(rng, other, [things[0]], asked - {things[0]}))
+    rng.shuffle(documents)
+    return dict(zip(rng.sample(NAMES, len(documents)), documents, strict=True))
+
+
+def _document(rng: random.Random, attribute: str, things: list[str], without: set[str]) -> Document:
+    others = [t for t in THINGS if t not in things and t not in without]
+    chosen = things + rng.sample(others, rng.randint(2, 3))
+    rng.shuffle(chosen)
+    return Document(attribute=attribute, values={thing: rng.randint(2, 99) for thing in chosen})
+
+
+_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "*": lambda a, b: a * b,
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+}
+
+
+def _evaluate(terms: tuple[str, ...]) -> Fraction:
+    """From left to right: no family has an operator before one that binds closer."""
+    value = Fraction(terms[0])
+    for sign, term in zip(terms[1::2], terms[2::2], strict=True):
+        value = _OPERATORS[sign](value, Fraction(term))
+    return value

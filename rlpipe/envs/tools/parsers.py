@@ -1,0 +1,139 @@
+"""Reads tool calls out of a turn's text, strictly: what is nearly a call is an error, never an answer.
+
+    hermes     <tool_call>{"name": "read", "arguments": {"document": "store"}}</tool_call>, one tag a call
+               (Hermes, Qwen2.5, Qwen3)
+    json       the whole turn is one such object; "parameters" may stand for "arguments" (Llama 3.1)
+    pythonic   the whole turn is [read(document="store")], literals only (Llama 3.2 and 4)
+
+Owns the formats. Knows no tool: names and arguments are checked by `schema.call_tool`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.config.env import ToolParser
+from rlpipe.envs.tools.schema import ToolCall
+
+LONGEST_TURN = 20_000  # characters; longer ones are not parsed
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TAGS = ("<tool_call>", "</tool_call>")
+
+
+class MalformedCall(ValueError):
+    """The turn tries to call a tool and does not keep the format; the message goes back to the model."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParsedTurn:
+    """calls: in order, () for an answer. content: the text beside the calls."""
+
+    calls: tuple[ToolCall, ...]
+    content: str
+
+
+def parse_turn(text: str, parser: ToolParser) -> ParsedTurn:
+    """Calls and content of a turn.
+
+    Raises MalformedCall.
+
+    >>> parse_turn('<tool_call>{"name": "read", "arguments": {}}</tool_call>', ToolParser.HERMES).calls
+    (ToolCall(name='read', arguments={}),)
+    >>> parse_turn("42", ToolParser.HERMES)
+    ParsedTurn(calls=(), content='42')
+    """
+    if len(text) > LONGEST_TURN:
+        raise MalformedCall(f"the turn has {len(text)} characters, at most {LONGEST_TURN} are read")
+    return _PARSERS[parser](text)
+
+
+def _hermes(text: str) -> ParsedTurn:
+    calls = tuple(_object(_load(body), ("arguments",)) for body in _HERMES.findall(text))
+    content = _HERMES.sub("", text).strip()
+    if any(tag in content for tag in _TAGS):
+        raise MalformedCall("every <tool_call> needs its </tool_call>")
+    return ParsedTurn(calls=calls, content=content)
+
+
+def _json(text: str) -> ParsedTurn:
+    text = text.strip()
+    if not text.startswith("{"):
+        return ParsedTurn(calls=(), content=text)
+    return ParsedTurn(calls=(_object(_load(text), ("arguments", "parameters")),), content="")
+
+
+def _pythonic(text: str) -> ParsedTurn:
+    text = text.strip()
+    if not text.startswith("["):
+        return ParsedTurn(calls=(), content=text)
+    try:
+        found = ast.parse(text, mode="eval").body
+        if not isinstance(found, ast.List) or not found.elts:
+            raise MalformedCall("expected [tool(argument=value, ...)]")
+        return ParsedTurn(calls=tuple(_python_call(node) for node in found.elts), content="")
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        if isinstance(error, MalformedCall):
+            raise
+        raise MalformedCall(f"not a list of calls: {error!s:.100}") from error
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise MalformedCall("expected tool(argument=value, ...) with named arguments")
+    names = [keyword.arg for keyword in node.keywords]
+    if None in names or len(set(names)) < len(names):
+        raise MalformedCall("every argument must be named once")
+    return ToolCall(
+        name=node.func.id, arguments={k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+    )
+
+
+def _load(body: str) -> Any:
+    """JSON without the liberties that Python's reader takes: no repeated key, no NaN."""
+    try:
+        return json.loads(body, object_pairs_hook=_once, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise MalformedCall(f"not JSON: {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise MalformedCall("not JSON: nested too deeply") from error
+    except ValueError as error:
+        raise MalformedCall(f"not JSON: {error!s:.100}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(found: Any, keys: tuple[str, ...]) -> ToolCall:
+    given = [key for key in keys if isinstance(found, dict) and key in found]
+    if len(given) != 1 or found.keys() != {"name", given[0]}:
+        raise MalformedCall('expected {"name": ..., "arguments": {...}} and nothing else')
+    name, arguments = found["name"], found[given[0]]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise MalformedCall('"name" must be text and "arguments" an object')
+    return ToolCall(name=name, arguments=arguments)
+
+
+_PARSERS: dict[ToolParser, Callable[[str], ParsedTurn]] = {
+    ToolParser.HERMES: _hermes,
+    ToolParser.JSON: _json,
+    ToolParser.PYTHONIC: _pythonic,
+}
+
+INSTRUCTIONS = {
+    ToolParser.HERMES: 'write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>',
+    ToolParser.JSON: 'write one JSON object and nothing else: {"name": NAME, "arguments": {...}}',
+    ToolParser.PYTHONIC: "write a list of calls and nothing else: [NAME(ARGUMENT=VALUE)]",
+}

@@ -1,0 +1,88 @@
+"""What a tool is: a name, a JSON schema of its arguments in OpenAI's form, and a function.
+
+Owns the check of a call before its function sees it. A call that is wrong, or whose tool refuses, is a
+`ToolError`, which the model reads as text; it is never the end of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+
+class ToolError(ValueError):
+    """The model's call cannot be answered; the message goes back to the model."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ToolCall:
+    """What the model asks for. arguments: by name, not checked yet."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Tool:
+    """One tool.
+
+    parameters: JSON schema of an object. function: keyword arguments to text; raises ToolError.
+
+    >>> echo = text_tool("echo", "Repeat.", {"text": "what to repeat"}, lambda text: text)
+    >>> echo.schema()["function"]["parameters"]["required"]
+    ['text']
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    function: Callable[..., str]
+
+    def schema(self) -> dict[str, Any]:
+        """The tool as OpenAI's chat API and chat templates take it."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
+
+
+def text_tool(name: str, description: str, arguments: dict[str, str], function: Callable[..., str]) -> Tool:
+    """A tool all of whose arguments are required texts. arguments: description by name."""
+    return Tool(
+        name=name,
+        description=description,
+        parameters={
+            "type": "object",
+            "properties": {key: {"type": "string", "description": text} for key, text in arguments.items()},
+            "required": list(arguments),
+            "additionalProperties": False,
+        },
+        function=function,
+    )
+
+
+def call_tool(tools: Sequence[Tool], call: ToolCall) -> str:
+    """The answer to a call.
+
+    Raises ToolError for a name that does not exist, arguments that do not fit the schema, or a refusal.
+
+    >>> echo = text_tool("echo", "Repeat.", {"text": "what to repeat"}, lambda text: text)
+    >>> call_tool([echo], ToolCall(name="echo", arguments={"text": "hi"}))
+    'hi'
+    >>> call_tool([echo], ToolCall(name="echo", arguments={"text": 3}))
+    Traceback (most recent call last):
+    rlpipe.envs.tools.schema.ToolError: echo: 3 is not of type 'string'
+    """
+    tool = next((tool for tool in tools if tool.name == call.name), None)
+    if tool is None:
+        raise ToolError(f"no tool {call.name!r:.60}; there are {', '.join(t.name for t in tools)}")
+    for error in Draft202012Validator(tool.parameters).iter_errors(call.arguments):
+        raise ToolError(f"{tool.name}: {error.message:.200}")
+    return tool.function(**call.arguments)

@@ -1,0 +1,101 @@
+"""All tool-use instances of a run. Splits: `train`, `held_instances` and `held_families`.
+
+Held-out indices start at 0 whatever the run's seed; training ones at (1 + seed) million; those of the warm
+start of the shipped model lie above `WARM_START`. A family of `held_families` is never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rlpipe.config.env import EnvConfig, SandboxBackend, ToolName
+from rlpipe.envs.sandbox import Sandbox, check_sandbox, make_tree_runner
+from rlpipe.envs.tools.episode import ToolEpisode, same_answer
+from rlpipe.envs.tools.generate import HELD_OUT_FAMILIES, TRAIN_FAMILIES, make_instance
+from rlpipe.envs.tools.library import files, make_tools
+
+TRAIN, HELD_INSTANCES, HELD_FAMILIES = "train", "held_instances", "held_families"
+STRIDE = 1_000_000
+WARM_START = 1_000_000_000
+
+
+def check_tools(config: EnvConfig) -> None:
+    """Raises ValueError when a tool needs a sandbox that does not work, or one of another kind."""
+    if ToolName.PYTHON not in config.tools.names:
+        return
+    if config.sandbox.backend is not SandboxBackend.BUBBLEWRAP:
+        raise ValueError(
+            f"env.tools.names has python, which runs under bubblewrap, not env.sandbox.backend="
+            f"{config.sandbox.backend}: set it to bubblewrap, or leave python out."
+        )
+    check_sandbox(config.sandbox)
+
+
+class ToolSuite:
+    """See `rlpipe.envs.base.Suite`. tools: OpenAI schemas for the chat template, None with schema=system."""
+
+    def __init__(self, config: EnvConfig, seed: int) -> None:
+        settings = config.tools
+        self._config = config
+        self.max_turns = config.max_turns
+        self._runner = make_tree_runner(config.sandbox) if ToolName.PYTHON in settings.names else None
+        described = [tool.schema() for tool in make_tools(settings.names, {}, None)]
+        self.tools: list[dict[str, Any]] | None = described if settings.in_template else None
+        first = (1 + seed) * STRIDE
+        self._ids = {
+            TRAIN: ids(TRAIN_FAMILIES, range(first, first + settings.train_size)),
+            HELD_INSTANCES: ids(TRAIN_FAMILIES, range(settings.held_out_size)),
+            HELD_FAMILIES: ids(HELD_OUT_FAMILIES, range(settings.held_out_size)),
+        }
+
+    def splits(self) -> Sequence[str]:
+        """Held-out sets, the primary one first."""
+        return [HELD_INSTANCES, HELD_FAMILIES]
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Ids of a split in a fixed order, its families by turns."""
+        if split not in self._ids:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
+        return self._ids[split]
+
+    def episode(self, instance_id: str) -> ToolEpisode:
+        """A fresh attempt."""
+        instance = make_instance(instance_id)
+        sandbox = self._sandbox(files(instance))
+        return ToolEpisode(
+            question=instance.question,
+            tools=make_tools(self._config.tools.names, instance.documents, sandbox),
+            score=partial(_score, instance.answer),
+            config=self._config,
+            sandbox=sandbox,
+            facts={"family": instance.family},
+        )
+
+    def _sandbox(self, contents: dict[str, str]) -> Sandbox | None:
+        if self._runner is None:
+            return None
+        from rlpipe.envs.sandbox.local import TreeSandbox
+        from rlpipe.envs.sandbox.tree import tree_of
+
+        return TreeSandbox(self._runner, tree_of(contents))
+
+    def sandbox_counts(self) -> tuple[int, int]:
+        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        memo = self._runner.memo if self._runner else None
+        return (memo.hits, memo.lookups) if memo else (0, 0)
+
+
+def ids(families: Sequence[str] | dict[str, Any], indices: range) -> list[str]:
+    """The first len(indices) ids, the families taking turns.
+
+    >>> ids(["sum", "value"], range(3))
+    ['sum:0', 'value:0', 'sum:1']
+    """
+    names = list(families)
+    return [f"{names[i % len(names)]}:{indices.start + i // len(names)}" for i in range(len(indices))]
+
+
+def _score(wanted: str, answer: str) -> float:
+    return float(same_answer(answer, wanted))
