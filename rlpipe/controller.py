@@ -8,9 +8,12 @@
 | _roll  | the gate to admit group n              | `backlog.advance` after a publish   |
 | _train | the next `prompts_per_step` groups     | a `_collect` task's `finished`      |
 | stop   | the step in progress                   | `request_stop` (Ctrl-C)             |
+| _save  | the checkpoint before, if it is still  | its writer, beside the next steps   |
+|        | being written: one at a time           |                                     |
 
-Synchronous training is the same code with max_staleness = 0. Owns the loop and nothing else: where
-components run is the cluster's business, what a step does is the trainer's.
+Synchronous training is the same code with max_staleness = 0. When the trainer is lost, the cluster builds
+another, and the loop begins again as a resumed run does: from the newest checkpoint and its ledger. Owns the
+loop and nothing else: where components run is the cluster's business, what a step does is the trainer's.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -39,6 +42,10 @@ from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.types import Group, Prompt, Trajectory
 
 T = TypeVar("T")
+
+
+class TrainerLost(RuntimeError):
+    """Some rank of the trainer died or hangs; none of its ranks is left."""
 
 
 class Cluster(Protocol):
@@ -66,12 +73,19 @@ class Cluster(Protocol):
         """Trainer weights, target and draft, to every engine; they serve `version` on return."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Trainer state and an HF checkpoint into a directory."""
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        """Copy trainer state; calling what is returned writes it, with an HF checkpoint, into the directory.
+
+        Steps may be taken meanwhile, and change nothing of what is written.
+        """
         ...
 
     async def load(self, directory: Path) -> None:
         """Trainer state from a checkpoint directory."""
+        ...
+
+    async def rebuild_trainer(self) -> None:
+        """After `TrainerLost`: a trainer that has learnt nothing in the place of the lost one."""
         ...
 
     async def rollout_metrics(self) -> dict[str, Value]:
@@ -100,18 +114,33 @@ class Controller:
     _backlog: Backlog = field(init=False)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _saving: dict[str, Value] = field(default_factory=dict, init=False)  # told with the next step
-    _saved: bool = field(default=False, init=False)
+    _saved: int | None = field(default=None, init=False)  # version of the newest checkpoint
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _lost: int = field(default=0, init=False)  # trainers
     _score: float | None = field(default=None, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
     _monitor: Monitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
         self._lane = Lane(self._spans, 0)
+        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
 
     async def run(self) -> None:
         """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step."""
+        while True:
+            lost: BaseExceptionGroup | None = None
+            try:
+                return await self._run()
+            except* TrainerLost as caught:
+                lost = caught
+            finally:
+                if self._writing is not None:
+                    await asyncio.wait({self._writing})
+            await self._recover(lost)
+
+    async def _run(self) -> None:
+        """From the newest checkpoint to the end."""
         finished = await self._resume()
         forget_steps(self.run_dir, self.version)
         self._monitor.forget_after(self.version)
@@ -123,6 +152,7 @@ class Controller:
             steps=self.config.run.steps,
             event=self.bus.event,
             finished=finished,
+            trains=self.config.run.half.trains,
         )
         await self._backlog.start()
         async with asyncio.TaskGroup() as tasks:
@@ -130,9 +160,11 @@ class Controller:
             await self._train()
             for task in beside:
                 task.cancel()
-        if not self._saved:
+        await self._written()
+        if self._saved != self.version:
             await self._save()
-        if not self._saved:
+            await self._written()
+        if self._saved != self.version:
             raise RuntimeError(
                 f"the checkpoint of step {self.version} could not be written (checkpoint_failed in "
                 "events.jsonl): correct the cause and run again, it continues from the one before."
@@ -140,6 +172,26 @@ class Controller:
         if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
             self.bus.event("prompts_dropped", count=dropped, reason="run ended")
         self.bus.emit(self.version, self._spans.drain())
+
+    async def _recover(self, lost: BaseExceptionGroup) -> None:
+        """Have another trainer built, or give up."""
+        allowed = self.config.cluster.max_trainer_restarts
+        while True:
+            self._lost += 1
+            if self._lost > allowed:
+                raise RuntimeError(
+                    f"the trainer was lost {self._lost} times (cluster.max_trainer_restarts={allowed}); the "
+                    f"last: {first_cause(lost)}. Run again, it continues from the newest checkpoint."
+                ) from first_cause(lost)
+            try:
+                await self.cluster.rebuild_trainer()
+                break
+            except TrainerLost as again:
+                lost = BaseExceptionGroup("again", [again])
+        self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
+        await asyncio.to_thread(self.bus.take_back)
+        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        self._tasks, self._saving, self._writing = {}, {}, None
 
     def request_stop(self) -> None:
         """Finish the step in progress, checkpoint, return from `run`."""
@@ -179,7 +231,7 @@ class Controller:
                 metrics |= await self.cluster.train_step(groups)
             self.version += 1
             self._backlog.trained(self.version)
-            self._saved, self._score = False, None
+            self._score = None
             with self._lane.span("sync", version=self.version):
                 metrics |= await self.cluster.publish_weights(self.version)
             for index in await self._backlog.advance(self.version):
@@ -237,27 +289,61 @@ class Controller:
         self.bus.emit(self.version, metrics)
 
     async def _save(self) -> None:
-        """Write the checkpoint of this version. What fails is said, and the run goes on without it."""
+        """Have a checkpoint of this version written while training goes on, one at a time."""
         started = time.monotonic()
-        state: dict[str, Any] = {"recipe": self.config.recipe, "seed": self.config.run.seed}
+        await self._written()
+        state: dict[str, Any] = {
+            "recipe": self.config.recipe,
+            "seed": self.config.run.seed,
+            "half": self.config.run.half,
+        }
         if self._score is not None:
             state[SCORE] = self._score
-
-        async def write(directory: Path) -> None:
-            await self._backlog.save(directory)
-            await self.cluster.save(directory)
-
         try:
             with self._lane.span("checkpoint", version=self.version):
-                path = await self.checkpoints.save(self.version, state, write)
+                directory = self.checkpoints.begin(self.version)
+                parts = [_in_thread(self._backlog.save(directory)), await self.cluster.save(directory)]
+        except TrainerLost:
+            raise
         except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
-            stands = max(self.checkpoints.steps(), default=None)
-            self.bus.event("checkpoint_failed", step=self.version, stands=stands, error=_in_words(error))
+            self._not_saved(self.version, error)
             return
-        self._saved = True
+        self._writing = asyncio.create_task(self._write(self.version, state, parts))
+        self._writing.add_done_callback(_seen)
+        if not self.config.run.save_async:
+            await self._written()
+        self._saving["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
+
+    async def _write(
+        self, version: int, state: dict[str, Any], parts: Sequence[Callable[[], Awaitable[None]]]
+    ) -> None:
+        """What was copied, to the disk. What fails is said, and the run goes on without it."""
+        started = time.monotonic()
+        try:
+            with Lane(self._spans, 1).span("write checkpoint", version=version):
+                for write in parts:
+                    await write()
+                path = await asyncio.to_thread(self.checkpoints.finish, version, state)
+        except Exception as error:
+            self._not_saved(version, error)
+            if isinstance(error, TrainerLost):
+                raise
+            return
         seconds = time.monotonic() - started
-        self._saving = {"timing_s/save_checkpoint": Mean(seconds, 1)}
-        self.bus.event("checkpoint", step=self.version, path=path.name, seconds=round(seconds, 3))
+        self._saved = version
+        self._saving["timing_s/write_checkpoint"] = Mean(seconds, 1)
+        self.bus.event("checkpoint", step=version, path=path.name, seconds=round(seconds, 3))
+
+    async def _written(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    def _not_saved(self, version: int, error: Exception) -> None:
+        self.checkpoints.abandon(version)
+        stands = max(self.checkpoints.steps(), default=None)
+        self.bus.event("checkpoint_failed", step=version, stands=stands, error=_in_words(error))
 
     async def _resume(self) -> Path | None:
         """Continue from the newest checkpoint that can be loaded, if the run directory has one.
@@ -269,10 +355,13 @@ class Controller:
         while found is not None:
             path, state = found
             step = int(state["step"])
+            self._require_same_half(step, state)
             try:
                 await self.cluster.load(path)
                 self.ledger.restore(path / LEDGER)
                 break
+            except TrainerLost:
+                raise
             except Exception as error:  # of the trainer's formats, which know many
                 failed.append((step, error))
                 found = self.checkpoints.before(step)
@@ -286,13 +375,24 @@ class Controller:
             self.checkpoints.set_aside(number, _in_words(error))
         for broken in self.checkpoints.broken:
             self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
+        self.checkpoints.broken.clear()
         if found is None:
             self.ledger.forget()
+            self.version, self._saved, self._score = 0, None, None
+            if self._lost:  # the engines still serve what the lost trainer had learnt
+                await self.cluster.publish_weights(0)
             return None
-        self.version, self._saved, self._score = step, True, state.get(SCORE)
+        self.version, self._saved, self._score = step, step, state.get(SCORE)
         await self.cluster.publish_weights(self.version)
         self.bus.event("resumed", step=self.version, path=path.name)
         return path / GROUPS
+
+    def _require_same_half(self, step: int, state: dict[str, Any]) -> None:
+        begun, now = state.get("half", "both"), self.config.run.half
+        if begun != now:
+            raise ValueError(
+                f"step {step} is of a run with run.half={begun}, and run.half={now}: choose another run.dir."
+            )
 
     def _record_trajectories(self, group: Group) -> None:
         """One group a step, readable, for the trajectory viewer; a full disk loses it and no more."""
@@ -314,6 +414,24 @@ class Controller:
             if error.errno not in NO_ROOM:
                 raise
             self.bus.disk_full("trajectories.jsonl", error)
+
+
+def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """Blocking work as something to await."""
+    return lambda: asyncio.to_thread(work)
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Its failure was told; `_written` raises it, if the run comes to that."""
+    if not task.cancelled():
+        task.exception()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first leaf of an exception group: what actually went wrong."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _in_words(error: Exception) -> str:

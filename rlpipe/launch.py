@@ -17,15 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
+from rlpipe.config.half import of_half
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import ClusterMode, Config, Task
-from rlpipe.controller import Controller
+from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
 
@@ -48,19 +51,24 @@ def launch(config: Config, resolved: str) -> int:
 
 
 def _launch_rl(config: Config, run_dir: Path) -> int:
-    check_environment(config.env)
-    check_engine(config)
-    suite = make_suite(config.env, seed=config.run.seed)
-    held_out = {
-        split: list(suite.instance_ids(split))[: config.val.instances or None] for split in suite.splits()
-    }
-    prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+    config, half = of_half(config), config.run.half
+    prompts, held_out = None, {}
+    if half.rolls:
+        check_environment(config.env)
+        check_engine(config)
+        suite = make_suite(config.env, seed=config.run.seed)
+        if half.trains:
+            sizes = config.val.instances or None
+            held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
+        prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
-    forget_steps(run_dir, 0 if newest is None else int(newest[1]["step"]))
+    done = 0 if newest is None else int(newest[1]["step"])
+    dump = _dump(config, done)
+    forget_steps(run_dir, done)
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
     ledger = Ledger(run_dir / "ledger.sqlite", bus.event)
-    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=config.cluster.mode)
+    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=config.cluster.mode, half=half)
     if injected := config.injection.active():
         bus.event("injection", **injected)
     cluster = None
@@ -68,11 +76,13 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
     try:
         bus.event("phase", message="starting engines and trainer")
         cluster = _make_cluster(config, bus)
+        if dump is not None:
+            cluster = with_dump(cluster, dump, config, bus.event)
         controller = Controller(
             config=config,
             run_dir=run_dir,
             cluster=cluster,
-            prompts=prompts,
+            prompts=prompts or DumpedPrompts(dump),
             held_out=held_out,
             bus=bus,
             ledger=ledger,
@@ -83,7 +93,7 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
     except KeyboardInterrupt:
         finished = "interrupted"
     except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
-        raise RuntimeError(f"the run failed: {_first(group)!r}") from _first(group)
+        raise RuntimeError(f"the run failed: {first_cause(group)!r}") from first_cause(group)
     finally:
         bus.event("end", outcome=finished)
         _stop_cluster(config, cluster)
@@ -92,6 +102,14 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
     return {"done": 0, "stopped": 0}.get(finished, 130)
+
+
+def _dump(config: Config, done: int) -> Dump | None:
+    """The dump this run reads or, behind step `done`, writes; None without one. Raises ValueError."""
+    if not config.run.dump:
+        return None
+    directory = resolve(config.run.dump)
+    return Dump.create(directory, config, done) if config.run.half.rolls else Dump.open(directory, config)
 
 
 def _launch_adaptation(config: Config, run_dir: Path) -> int:
@@ -189,7 +207,8 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     logging.getLogger("ray").setLevel(logging.ERROR)
 
     package_root = str(Path(__file__).resolve().parent.parent)
-    actors = config.rollout.workers + config.trainer.world_size
+    half = config.run.half
+    actors = config.rollout.workers * half.rolls + config.trainer.world_size * half.trains
     local = {} if config.cluster.address else {"num_cpus": max(actors, os.cpu_count() or 1)}
     try:
         ray.init(
@@ -234,11 +253,3 @@ def _write_report(run_dir: Path) -> Path:
     report = run_dir / "report.html"
     write_report([run_dir], report)
     return report
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """The first leaf of an exception group: what actually went wrong."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

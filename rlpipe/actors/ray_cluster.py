@@ -3,28 +3,33 @@
 Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
 gets the newest weights before it serves, and what the dead one was playing is played again, so no
 prompt is lost. A worker that does not answer within `cluster.hang_s` is killed, which makes it a dead one.
-Weights pass from trainer to workers as an object-store reference. A dead trainer ends the run (its
-checkpoint resumes it).
+Weights pass from trainer to workers as an object-store reference. When a trainer rank dies or hangs, all
+ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others, which have learnt nothing. A
+half (`run.half`) has no workers, or no ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
+from rlpipe.controller import TrainerLost
 from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.types import Group, Prompt, Trajectory
+
+_WRITING = "writing"  # concurrency group of a rank: its checkpoint is written beside its steps
+_GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
 
 
 class RayCluster:
@@ -33,22 +38,19 @@ class RayCluster:
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
         self._config = config
         self._on_event = on_event
+        half = config.run.half
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         own = config.rollout.sglang.tp if config.rollout.engine is EngineKind.SGLANG else 1
         self._options = {"num_cpus": 1, "num_gpus": gpus * own, "max_concurrency": 1000}
-        self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers)]
+        self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers * half.rolls)]
         self._load = [0] * len(self._rollouts)
         self._restarts = 0
         self._respawning = asyncio.Lock()
         self._newest_weights: Any = None
-        ranks = config.trainer.world_size
-        trainer = ray.remote(TrainerWorker).options(num_cpus=1, num_gpus=gpus)
-        self._trainers = [trainer.remote(config, rank, ranks) for rank in range(ranks)]
-        first = self._trainers[0]
-        several = bool(config.cluster.address)
-        host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
-        master = ray.get(first.address.remote(host))
-        ray.get([t.start.remote(master) for t in self._trainers])
+        self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": {_WRITING: 1}}
+        self._trainers: list[Any] = []
+        if half.trains:
+            self._start_trainers()
         ray.get([w.metrics.remote() for w in self._rollouts])
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
@@ -65,29 +67,45 @@ class RayCluster:
         return [trajectory for part in played for trajectory in part]
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
+        if not self._config.run.half.trains:
+            return {}
         return (await self._on_trainers("step", ray.put(groups)))[0]
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         return (await self._on_trainers("probe", ray.put(trajectories)))[0]
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
+        if not (self._rollouts and self._config.run.half.trains):
+            return {}
         started = time.monotonic()
         exports = [t.export.remote(version) for t in self._trainers]
-        await asyncio.gather(*exports[1:])
+        await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
         self._newest_weights = exports[0]
-        update = ("update_weights", self._newest_weights)
-        metrics = reduce(await asyncio.gather(*(self._told(n, *update) for n in range(len(self._rollouts)))))
+        metrics = reduce(await asyncio.gather(*self._on_workers("update_weights", self._newest_weights)))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
-    async def save(self, directory: Path) -> None:
-        await self._on_trainers("save", directory)
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        await self._on_trainers("begin_save", directory)
+
+        async def write() -> None:
+            await self._on_trainers("write_save", group=_WRITING)
+            await self._on_trainers("end_save")
+
+        return write
 
     async def load(self, directory: Path) -> None:
         await self._on_trainers("load", directory)
 
+    async def rebuild_trainer(self) -> None:
+        self._newest_weights = None  # of what was lost
+        try:
+            await asyncio.to_thread(self._start_trainers)
+        except RayActorError as error:
+            raise self._lost(self._trainers, "trainer_died", error=_first_line(error)) from error
+
     async def rollout_metrics(self) -> dict[str, Value]:
-        return reduce(await asyncio.gather(*(self._told(n, "metrics") for n in range(len(self._rollouts)))))
+        return reduce(await asyncio.gather(*self._on_workers("metrics")))
 
     async def close(self) -> None:
         for actor in self._rollouts + self._trainers:
@@ -131,15 +149,54 @@ class RayCluster:
             except RayActorError as error:
                 await self._replace(n, worker, error)
 
-    async def _on_trainers(self, method: str, *args: Any) -> list[Any]:
-        """Call every trainer rank; its death is said here, once, and ends the run."""
+    def _start_trainers(self) -> None:
+        """New ranks, joined with one another."""
+        ranks = self._config.trainer.world_size
+        trainer = ray.remote(**self._trainer_options)(TrainerWorker)
+        self._trainers = [trainer.remote(self._config, rank, ranks) for rank in range(ranks)]
+        first = self._trainers[0]
+        several = bool(self._config.cluster.address)
+        host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
+        master = ray.get(first.address.remote(host))
+        ray.get([t.start.remote(master) for t in self._trainers])
+
+    async def _on_trainers(self, method: str, *args: Any, group: str | None = None) -> list[Any]:
+        """Call every trainer rank, in a concurrency group of its actor. Raises TrainerLost."""
+        if not self._trainers and self._config.run.half.trains:
+            raise TrainerLost(f"{method}: the trainer was lost before")
+        ranks = self._trainers
+        methods = [getattr(rank, method) for rank in ranks]
+        if group is not None:
+            methods = [m.options(concurrency_group=group) for m in methods]
+        seconds = self._config.cluster.hang_s or None
+        answers = [asyncio.ensure_future(_wait(m.remote(*args))) for m in methods]
         try:
-            return await asyncio.gather(*(getattr(t, method).remote(*args) for t in self._trainers))
+            return await asyncio.wait_for(asyncio.gather(*answers), seconds)
+        except TimeoutError:
+            raise self._lost(ranks, "trainer_hung", seconds=seconds, method=method) from None
         except RayActorError as error:
-            self._on_event("trainer_died", error=str(error).splitlines()[0])
+            raise self._lost(ranks, "trainer_died", error=_first_line(error)) from error
+        except RayTaskError:  # of its own, or because another rank died: that is known a little later
+            await asyncio.wait(answers, timeout=_GRACE_S)
+            failed = [a.exception() for a in answers if a.done() and not a.cancelled()]
+            if dead := next((e for e in failed if isinstance(e, RayActorError)), None):
+                raise self._lost(ranks, "trainer_died", error=_first_line(dead)) from dead
             raise
 
-    async def _told(self, n: int, method: str, *args: Any) -> dict[str, Value]:
+    def _lost(self, ranks: list[Any], kind: str, **fields: Any) -> TrainerLost:
+        """End what is left of these ranks; told once, whoever notices it first."""
+        if self._trainers is ranks:
+            self._on_event(kind, **fields)
+            self._trainers = []
+            for rank in ranks:
+                ray.kill(rank)
+        return TrainerLost(f"{kind}: {fields}")
+
+    def _on_workers(self, method: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
+        """Calls of every worker."""
+        return [self._told(n, method, *args) for n in range(len(self._rollouts))]
+
+    async def _told(self, n: int, method: str, *args: Any) -> Any:
         """Call worker n, and tell of the faults it knows of."""
         try:
             return await self._call(n, method, *args)
@@ -153,7 +210,7 @@ class RayCluster:
             if self._rollouts[n] is not dead:
                 return
             self._restarts += 1
-            reason = str(error).splitlines()[0]
+            reason = _first_line(error)
             self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
             if self._restarts > self._config.cluster.max_restarts:
                 raise RuntimeError(
@@ -164,6 +221,10 @@ class RayCluster:
             if self._newest_weights is not None:
                 await worker.update_weights.remote(self._newest_weights)
             self._rollouts[n] = worker
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
 
 
 async def _wait(answer: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights
 
+if TYPE_CHECKING:
+    from rlpipe.trainer.checkpoint import Saving, SavingHf
+
 
 class TrainerWorker:
     """Rank `rank` of `world_size`; `start` joins the process group."""
@@ -32,6 +35,7 @@ class TrainerWorker:
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
+        self._saving: list[Saving | SavingHf] = []
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str:
@@ -117,10 +121,22 @@ class TrainerWorker:
                 return None
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
-    def save(self, directory: Path) -> None:
-        """Trainer state under `trainer/`, an HF checkpoint under `hf/`."""
-        self._trainer.save(directory / "trainer")
-        self._trainer.save_hf(directory / "hf")
+    def begin_save(self, directory: Path) -> None:
+        """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`."""
+        with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
+            self._saving = self._trainer.begin_save(directory / "trainer", directory / "hf")
+
+    def write_save(self) -> None:
+        """Write this rank's part of the copy; on another thread than everything else, which goes on."""
+        with self._spans.lane() as lane, lane.span("write"):
+            for part in self._saving:
+                part.write()
+
+    def end_save(self) -> None:
+        """Complete what every rank has written."""
+        saving, self._saving = self._saving, []
+        for part in saving:
+            part.finish()
 
     def load(self, directory: Path) -> None:
         """Trainer state of a checkpoint directory."""

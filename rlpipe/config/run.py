@@ -16,6 +16,7 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.decoupled import DecoupledConfig, check_actor
 from rlpipe.config.eagle3 import read_shape
 from rlpipe.config.env import EnvConfig
+from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
@@ -58,6 +59,10 @@ class RunSettings:
     dir: run directory. steps: optimizer steps of the trainer loop. seed: of data order and sampling.
     save_every: steps between checkpoints (0: only the last). keep_last: how many of the newest stay on disk.
     keep_best: how many of those with the highest val/reward stay besides (of steps that were validated).
+    save_async: checkpoints are written while training goes on, from a copy of the trainer's state in host
+        memory.
+    half: see Half. dump: folder of the batches, read with half=train and written otherwise (empty: RUN/dump
+        with half=rollout, none with half=both).
     """
 
     dir: str = "runs/default"
@@ -67,8 +72,15 @@ class RunSettings:
     save_every: int = 20
     keep_last: int = 2
     keep_best: int = 0
+    save_async: bool = True
+    half: Half = Half.BOTH
+    dump: str = ""
 
     def __post_init__(self) -> None:
+        if self.half is Half.ROLLOUT and not self.dump:
+            self.dump = f"{self.dir}/dump"
+        if self.half is Half.TRAIN and not self.dump:
+            raise ValueError("run.half=train trains on a dump, and run.dump is empty: set run.dump=FOLDER.")
         if self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}.")
         if self.save_every < 0 or self.keep_last < 1 or self.keep_best < 0:
@@ -111,19 +123,23 @@ class ClusterConfig:
     """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
 
     max_restarts: how often a dead rollout worker is replaced before the run gives up.
+    max_trainer_restarts: how often a dead trainer is built again and continues from the newest checkpoint.
     hang_s: seconds after which a rollout worker that does not answer (a group, an evaluation, a weight
-        update) is killed and replaced; it must exceed the slowest group. 0: never.
+        update), or a trainer rank (a step, a checkpoint), is killed and replaced; it must exceed the slowest
+        group and step. 0: never.
     """
 
     mode: ClusterMode = ClusterMode.RAY
     address: str = ""
     max_restarts: int = 3
+    max_trainer_restarts: int = 2
     hang_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.max_restarts < 0 or self.hang_s < 0:
+        if min(self.max_restarts, self.max_trainer_restarts, self.hang_s) < 0:
             raise ValueError(
-                f"cluster.max_restarts={self.max_restarts} and cluster.hang_s={self.hang_s} must be >= 0."
+                f"cluster.max_restarts={self.max_restarts}, cluster.max_trainer_restarts="
+                f"{self.max_trainer_restarts} and cluster.hang_s={self.hang_s} must be >= 0."
             )
 
 
@@ -168,6 +184,7 @@ def check(config: Config) -> None:
     Raises ValueError with what, the value and the remedy.
     """
     check_run_dir(config.run)
+    check_half(config)
     if config.task is not Task.RL and config.injection.active():
         raise ValueError(
             f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
@@ -251,6 +268,21 @@ def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, A
     actor = read_config(path, "decoupled.path")
     check_actor(path, actor, resolve(config.model.path), hf_config, config)
     return actor
+
+
+def check_half(config: Config) -> None:
+    """Halves are of RL, and fixed weights never become stale. Raises ValueError."""
+    half = config.run.half
+    if config.task is not Task.RL and (half is not Half.BOTH or config.run.dump):
+        raise ValueError(
+            f"run.half={half} and run.dump={config.run.dump!r} are of task=rl, not of task={config.task}: "
+            "remove them."
+        )
+    if half is Half.ROLLOUT and config.pipeline.stale is Stale.DROP:
+        raise ValueError(
+            "run.half=rollout decodes with the weights of version 0 throughout, and pipeline.stale=drop "
+            "would give them up as too old: set pipeline.stale=wait."
+        )
 
 
 def check_staleness(config: Config) -> None:

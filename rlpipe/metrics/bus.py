@@ -15,6 +15,7 @@ disk is different: it may get room again, so sinks go on trying, with one warnin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import queue
@@ -123,7 +124,7 @@ class MetricsBus:
             values = self._open.pop(step, {})
         record: Record = {STEP: step, "time": round(time.time(), 3)}
         broken = []
-        for name, value in _observed(values):
+        for name, value in observed(values):
             finite = isinstance(value, dict) or isfinite(value)
             record[name] = value if finite else None
             if not finite:
@@ -142,6 +143,17 @@ class MetricsBus:
         event = {"time": round(time.time(), 3), "kind": kind, "level": str(level), **fields}
         for worker in self._workers:
             worker.put("event", event)
+
+    def take_back(self, timeout: float = 15.0) -> None:
+        """Forget what was emitted for steps that are open, and wait until every sink has what was committed.
+
+        For a run that goes back to a checkpoint; waits `timeout` seconds at most for all sinks.
+        """
+        with self._lock:
+            self._open.clear()
+        deadline = time.monotonic() + timeout
+        for worker in self._workers:
+            worker.wait(deadline - time.monotonic())
 
     def close(self, timeout: float = 15.0) -> None:
         """Commit what is open, let the sinks finish for at most `timeout` seconds in all; idempotent."""
@@ -176,7 +188,7 @@ class MetricsBus:
         self.close()
 
 
-def _observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[str, list[float]]]]:
+def observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[str, list[float]]]]:
     """Names and values of a record, sorted; what was not observed is left out."""
     for name, metric in sorted(values.items()):
         value = metric.value()
@@ -197,7 +209,7 @@ class _Worker:
         self.sink = sink
         self._bus = bus
         self._takes = {"record", "event"} | ({"spans"} if hasattr(sink, "spans") else set())
-        self._queue: queue.Queue[tuple[str, Record | list[Span]]] = queue.Queue(queue_size)
+        self._queue: queue.Queue[tuple[str, Record | list[Span] | threading.Event]] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._disabled = threading.Event()
         self._was_slow = False
@@ -218,6 +230,15 @@ class _Worker:
                 self._was_slow = True
                 self._bus.event("sink_slow", sink=self.sink.name, queued=self._queue.maxsize)
 
+    def wait(self, timeout: float) -> None:
+        """Return once the sink was given all that is queued now, or cannot be within `timeout` seconds."""
+        given = threading.Event()
+        if self._disabled.is_set() or not self._thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            self._queue.put(("wait", given), timeout=max(0.0, timeout))
+            given.wait(max(0.0, timeout))
+
     def finish(self) -> None:
         """Take nothing more; the thread ends once its queue is empty."""
         self._closing.set()
@@ -236,6 +257,9 @@ class _Worker:
         errors = 0
         while (item := self._next()) is not None:
             what, payload = item
+            if what == "wait":
+                payload.set()
+                continue
             try:
                 getattr(self.sink, what)(payload)
                 errors = 0
@@ -255,7 +279,7 @@ class _Worker:
             else:
                 self._disable(error)
 
-    def _next(self) -> tuple[str, Record | list[Span]] | None:
+    def _next(self) -> tuple[str, Record | list[Span] | threading.Event] | None:
         """The next item; None once closing and empty."""
         while True:
             try:

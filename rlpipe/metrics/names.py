@@ -633,7 +633,13 @@ SECTIONS: tuple[Section, ...] = (
         ("timing_s/update_decoupled", "average", "s", "The same of the decoupled actor."),
         ("timing_s/update_weights", "average", "s", "Publishing the new version to every engine."),
         ("timing_s/load_weights", "average", "s", "Of that, an engine taking the weights over."),
-        ("timing_s/save_checkpoint", "average", "s", "Writing the checkpoint before this step, if one was."),
+        (
+            "timing_s/save_checkpoint",
+            "average",
+            "s",
+            "What training stood still for a checkpoint: copying, and waiting for the one before.",
+        ),
+        ("timing_s/write_checkpoint", "average", "s", "Writing a checkpoint, beside the steps."),
         ("timing_s/validate", "average", "s", "Validation on the held-out sets, when it was done."),
         ("timing_s/probe", "average", "s", "Reading the probe set, when it was read."),
         (
@@ -787,7 +793,22 @@ EVENTS: dict[str, tuple[Level, str]] = {
     ),
     "trainer_died": (
         Level.FAULT,
-        "A trainer rank died: the run ends, and continues from its checkpoint when started again: error.",
+        "A trainer rank died: another trainer continues from the newest checkpoint: error.",
+    ),
+    "trainer_hung": (
+        Level.FAULT,
+        "A trainer rank did not answer in cluster.hang_s seconds; all were killed: method, seconds.",
+    ),
+    "trainer_restarted": (
+        Level.WARNING,
+        "Another trainer was built in the place of a lost one; `resumed` follows when there is a checkpoint: "
+        "restarts, and the step at which the first was lost.",
+    ),
+    "replay_equal": (Level.INFO, "The trainer told of every step what was recorded, to the last bit: steps."),
+    "replay_differs": (
+        Level.WARNING,
+        "At this step the trainer first told something else than was recorded: step, equal steps before it, "
+        "differing metrics, names of the first, one example, settings of the trainer that changed.",
     ),
     "alarm": (
         Level.WARNING,

@@ -15,9 +15,9 @@ out, in the buffer, taken, ended; and the ledger says which.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig, Stale
@@ -31,14 +31,15 @@ from rlpipe.pipeline.staleness import StalenessGate, equal_rewards, fresh_part
 from rlpipe.types import Group, Prompt
 
 LEDGER, GROUPS = "ledger.sqlite", "groups.jsonl.gz"
-STALE, EQUAL = "stale", "equal rewards"
+STALE, EQUAL, DUMPED = "stale", "equal rewards", "dumped"
 
 
 class Backlog:
     """Of one run, whose ledger says what is in flight: on a start, `Ledger.restore` or `forget` comes first.
 
     version: of the trainer at the start. steps: of the run in all. event: as `MetricsBus.event`.
-    finished: a file that `save` wrote together with this ledger. Call `start` before anything else.
+    finished: a file that `save` wrote together with this ledger. trains: whether what is taken is trained on;
+    if not, it was dumped for later, and ends as that. Call `start` before anything else.
     Raises ValueError when the training set is not the one the ledger tells of.
     """
 
@@ -52,7 +53,9 @@ class Backlog:
         steps: int,
         event: Callable[..., None],
         finished: Path | None = None,
+        trains: bool = True,
     ) -> None:
+        self._trains = trains
         self._settings, self._prompts, self._ledger, self._event = settings, prompts, ledger, event
         self._meter = SelectionMeter(event)
         self._playing: dict[int, int] = {}  # index -> version when it was handed out
@@ -122,9 +125,12 @@ class Backlog:
         return [group for _, group in self._taken]
 
     def trained(self, version: int) -> None:
-        """What was taken is part of the weights of `version`, by one optimizer step."""
+        """What was taken is part of the weights of `version`, by one optimizer step; or it was dumped."""
         groups = [group for _, group in self._taken]
-        self._ledger.trained(groups, version)
+        if self._trains:
+            self._ledger.trained(groups, version)
+        else:
+            self._ledger.all_dropped(groups, DUMPED)
         for group in groups:
             self._meter.trained(group)
         self._taken, self._filtered = [], 0
@@ -148,12 +154,15 @@ class Backlog:
         unfinished = len(self._playing) + len(self._buffer) + len(self._again)
         return self._meter.metrics(unfinished=unfinished, oldest=age)
 
-    async def save(self, directory: Path) -> None:
-        """The ledger and the finished groups of this moment, as files of a checkpoint."""
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Write the ledger of this moment into a directory; calling what is returned adds finished groups.
+
+        That may be done later and on another thread: nothing that changes since gets into them.
+        """
         assert not self._taken, "a batch is being trained: its groups are neither finished nor trained"
         groups = self._buffer.items()
         self._ledger.save(directory / LEDGER)
-        await asyncio.to_thread(write_groups, directory / GROUPS, groups)
+        return partial(write_groups, directory / GROUPS, groups)
 
     def _check_instance(self, index: int, instance_id: str) -> None:
         if self._prompts[index].instance_id != instance_id:

@@ -7,7 +7,7 @@ Owns naming, atomicity, verification and pruning; others write the content. The 
 
 A crash at any point leaves the checkpoints before it as they were, and leftovers that the next start sweeps
 away. One that does not hold what its state.json says is set aside as `step_N.corrupt`, and the one before it
-is used. Writing is synchronous: the trainer's tensors must not change meanwhile.
+is used. What is written must not change meanwhile: the controller has copies written while training goes on.
 """
 
 from __future__ import annotations
@@ -57,27 +57,39 @@ class CheckpointStore:
         return self._directory / f"step_{step}"
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Let `write` fill a new directory, add `state.json`, then give it its name and prune.
-
-        Raises OSError (ENOSPC) when the disk has less room than the newest checkpoint takes, and whatever
-        `write` raises; nothing is left of the attempt then, and the checkpoints before it stand.
-        """
-        final, partial = self.path(step), self._directory / f"step_{step}.tmp"
-        shutil.rmtree(partial, ignore_errors=True)
+        """`begin`, let `write` fill the directory, `finish`; or `abandon`, and raise what went wrong."""
         try:
-            self._require_room()
-            partial.mkdir(parents=True)
-            await write(partial)
-            _seal(partial, {"step": step, **state})
-            if final.exists():  # only what could not be loaded is written again
-                self.set_aside(step, "it was written again")
-            partial.rename(final)
+            await write(self.begin(step))
+            return self.finish(step, state)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            self.abandon(step)
             raise
+
+    def begin(self, step: int) -> Path:
+        """A new directory to be filled with the checkpoint of a step; one at a time.
+
+        Raises OSError (ENOSPC) when the disk has less room than the newest checkpoint takes.
+        """
+        self.abandon(step)
+        self._require_room()
+        partial = self._partial(step)
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish(self, step: int, state: dict[str, Any]) -> Path:
+        """Add `state.json` to the directory that was filled, give it its name, prune the others."""
+        final, partial = self.path(step), self._partial(step)
+        _seal(partial, {"step": step, **state})
+        if final.exists():  # only what could not be loaded is written again
+            self.set_aside(step, "it was written again")
+        partial.rename(final)
         _to_disk(self._directory)
         self._prune()
         return final
+
+    def abandon(self, step: int) -> None:
+        """Leave nothing of a checkpoint that was begun; those before it stand."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that holds what it should, and its state; None without any.
@@ -117,6 +129,9 @@ class CheckpointStore:
         self.path(step).rename(aside)
         self.broken.append(Broken(step=step, reason=reason))
 
+    def _partial(self, step: int) -> Path:
+        return self._directory / f"step_{step}.tmp"
+
     def _require_room(self) -> None:
         """A rank that finds no room while others wait for it is worse than none beginning."""
         if not (steps := self.steps()):
@@ -149,7 +164,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
     for file in _files(directory):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        held[str(file.relative_to(directory))] = [file.stat().st_size, _sum(file)]
+        held[str(file.relative_to(directory))] = [file.stat().st_size, edge_sum(file)]
         _to_disk(file.parent)
     with (directory / STATE).open("w") as file:
         json.dump(state | {"files": held}, file, indent=1)
@@ -168,7 +183,7 @@ def _fault(directory: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if _sum(file) != checksum:
+            if edge_sum(file) != checksum:
                 return f"{name} has other bytes than were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{STATE} cannot be read ({type(error).__name__}: {error})"
@@ -179,7 +194,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file())
 
 
-def _sum(file: Path) -> int:
+def edge_sum(file: Path) -> int:
     """CRC-32 of the first and the last 4 MiB: a cut, empty or foreign file, at the cost of no long read."""
     with file.open("rb") as opened:
         start = zlib.crc32(opened.read(_EDGE))

@@ -145,13 +145,11 @@ class Ledger:
 
     def dropped(self, group_id: str, reason: str) -> None:
         """A prompt ends untrained, whatever it is doing."""
-        before = ("admitted", "generating", "complete")
+        self._change(lambda db: _drop_prompt(db, group_id, reason))
 
-        def change(db: sqlite3.Connection) -> None:
-            _move(db, group_id, before, "dropped", reason=reason)
-            _drop_trajectories(db, "group_id = ?", (group_id,), reason)
-
-        self._change(change)
+    def all_dropped(self, groups: Sequence[Group], reason: str) -> None:
+        """The prompts of these groups end untrained, all of them or none."""
+        self._change(lambda db: [_drop_prompt(db, group.prompt.group_id, reason) for group in groups])
 
     def trajectories_dropped(self, trajectories: Sequence[Trajectory], reason: str) -> None:
         """Complete trajectories end untrained; their siblings go on."""
@@ -311,6 +309,11 @@ def _move(
         (after, step, reason, group_id, *before),
     ).rowcount
     assert moved == 1, f"prompt {group_id} is not {' or '.join(map(repr, before))}, cannot become {after!r}"
+
+
+def _drop_prompt(db: sqlite3.Connection, group_id: str, reason: str) -> None:
+    _move(db, group_id, ("admitted", "generating", "complete"), "dropped", reason=reason)
+    _drop_trajectories(db, "group_id = ?", (group_id,), reason)
 
 
 def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any], reason: str) -> int:

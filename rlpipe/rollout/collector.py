@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, suite_tools
@@ -130,6 +131,7 @@ class Collector:
         self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
         self._playing: set[asyncio.Future[None]] = set()
+        self._sessions = count()  # a prompt may be played again before the engine has ended its first play
         self._closing = False
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
@@ -210,7 +212,7 @@ class Collector:
                     group_id=blank.group_id,
                     instance_id=blank.instance_id,
                 ),
-                session_id=f"{blank.trajectory_id}#{retry}",
+                session_id=f"{blank.trajectory_id}#{next(self._sessions)}.{retry}",
                 seed=seed,
                 temperature=temperature,
                 lane=lane,

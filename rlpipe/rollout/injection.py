@@ -82,6 +82,9 @@ class InjectedEngine:
         if not self._config.stale_steps:
             self._serve(weights, version)
             return
+        if version < self._serving or (self._held and version <= self._held[-1][0]):
+            self._held.clear()  # the trainer went back to a checkpoint: what it learnt since is not served
+            self._serve(weights, version)
         self._held.append((version, {name: weight.clone() for name, weight in weights.items()}))
         oldest_allowed = version - self._config.stale_steps
         if self._serving >= oldest_allowed:

@@ -2,6 +2,11 @@
 
 Owns what is in a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
 directory after every rank has written. A checkpoint may be loaded with other tp and dp sizes.
+
+    begin_save (copies; collective) -> write (any thread, while training goes on) -> finish (collective)
+
+It is Megatron's asynchronous save, whose writer is a thread of the rank: its own starts processes, which is
+neither safe below Ray nor free of leftovers after a crash.
 """
 
 from __future__ import annotations
@@ -30,11 +35,62 @@ if TYPE_CHECKING:
     from rlpipe.trainer.megatron import MegatronTrainer
 
 
+class Saving:
+    """A checkpoint in the making, of a state that was copied. Every rank calls `write`, then all `finish`."""
+
+    def __init__(self, request: AsyncRequest, unfinished: Path, directory: Path) -> None:
+        self._unfinished, self._directory = unfinished, directory
+        self._function, self._finalize = request.async_fn, request.finalize_fns
+        if self._function is not None:  # else there is nothing to write on this rank
+            self._rank, planned, self._results = request.async_fn_args
+            self._buckets = _copied(planned, request.preload_fn())
+
+    def write(self) -> None:
+        """This rank's files. Touches no model and no process group. Raises OSError."""
+        if self._function is not None:
+            self._function(self._rank, self._buckets, self._results)
+            self._buckets = []
+
+    def finish(self) -> None:
+        """Once every rank has written: the index of all files, and the name; collective."""
+        for finalize in self._finalize:
+            finalize()
+        if dist.get_rank() == 0:
+            self._unfinished.rename(self._directory)
+        dist.barrier()
+
+
+class SavingHf:
+    """A Hugging Face checkpoint of weights that were copied, each in its type of `like`; see `Saving`.
+
+    weights: None on a rank that does not write.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor] | None, directory: Path, like: Path) -> None:
+        self._weights, self._directory, self._like = weights, directory, like
+
+    def write(self) -> None:
+        """All of it. Raises OSError."""
+        save_hf(self._weights, self._directory, self._like)
+        self._weights = None
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
 def save(trainer: MegatronTrainer, directory: Path) -> None:
     """Write model, optimizer, schedule, version, calibration and random states; collective.
 
     Raises ValueError when the directory exists and OSError when it cannot be written.
     """
+    saving = begin_save(trainer, directory)
+    saving.write()
+    dist.barrier()
+    saving.finish()
+
+
+def begin_save(trainer: MegatronTrainer, directory: Path) -> Saving:
+    """Copy what `save` writes; collective. Raises as `save` does."""
     if directory.exists():
         raise ValueError(f"{directory} exists: a checkpoint is never overwritten. Save to a new directory.")
     unfinished = directory.with_name(directory.name + ".unfinished")
@@ -51,18 +107,15 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
         "kappa": trainer.kappa,
         "random": _random_states(),
     }
-    # One thread writes in this process. Megatron's default starts a manager and forks writers, which is
-    # neither safe below Ray nor free of leftovers after a crash.
     filesystem_async._results_queue = queue.Queue()
     strategy = _WriteInProcess("torch_dist", 1, thread_count=1)
     try:
-        dist_checkpointing.save(state, str(unfinished), sharded_strategy=strategy)
+        request = dist_checkpointing.save(
+            state, str(unfinished), sharded_strategy=strategy, async_sharded_save=True
+        )
+        return Saving(request, unfinished, directory)
     finally:
         trainer.optimizer.write_steps(updates)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        unfinished.rename(directory)
-    dist.barrier()
 
 
 def load(trainer: MegatronTrainer, directory: Path) -> None:
@@ -90,6 +143,18 @@ def save_hf(weights: Mapping[str, torch.Tensor] | None, directory: Path, like: P
         return
     types = {name: tensor.dtype for name, tensor in read_weights(like).items()}
     write_checkpoint(directory, {name: tensor.to(types[name]) for name, tensor in weights.items()}, like)
+
+
+def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
+    """`staged` was brought to the host by `preload_fn`; what was there before is the trainer's: cloned."""
+    copies = []
+    for (path, name, (data, tensors)), (*_, (_, owned)) in zip(staged, planned, strict=True):
+        own = [
+            (item, tensor.clone() if tensor is original else tensor)
+            for (item, tensor), (_, original) in zip(tensors, owned, strict=True)
+        ]
+        copies.append((path, name, (data, own)))
+    return copies
 
 
 def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:

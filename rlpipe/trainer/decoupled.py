@@ -35,6 +35,7 @@ from rlpipe.trainer.megatron import MegatronTrainer, Predictions
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
 
 TOLD = {  # metric of the actor's trainer -> the name it is reported under; mtp/* keeps its own
@@ -145,6 +146,11 @@ class DecoupledTrainer:
         """The policy in `directory`, the actor in a directory beside it (`of_the_actor`)."""
         self.policy.save(directory)
         self.actor.save(of_the_actor(directory))
+
+    def begin_save(self, directory: str | Path, hf: str | Path) -> list[Saving | SavingHf]:
+        """As `MegatronTrainer.begin_save`, of both."""
+        actor = self.actor.begin_save(of_the_actor(directory), of_the_actor(hf))
+        return [*self.policy.begin_save(directory, hf), *actor]
 
     def load(self, directory: str | Path) -> None:
         """Continue from `save`."""

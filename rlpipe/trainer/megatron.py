@@ -37,6 +37,7 @@ from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
 
 if TYPE_CHECKING:
     from rlpipe.mtp.loss import MtpStats
+    from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
     from rlpipe.trainer.layers import BranchLayout
 
@@ -320,6 +321,13 @@ class MegatronTrainer:
         from rlpipe.trainer.checkpoint import save
 
         save(self, Path(directory))
+
+    def begin_save(self, directory: str | Path, hf: str | Path) -> list[Saving | SavingHf]:
+        """Copy what `save` and `save_hf` would write into these directories, to be written later."""
+        from rlpipe.trainer.checkpoint import SavingHf, begin_save
+
+        weights = SavingHf(self.export_weights(), Path(hf), like=self._path)
+        return [begin_save(self, Path(directory)), weights]
 
     def load(self, directory: str | Path) -> None:
         """Continue from `save`, with any tp and dp."""

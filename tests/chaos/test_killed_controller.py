@@ -80,6 +80,35 @@ def test_a_run_killed_again_and_again_trains_each_prompt_once(tmp_path, seed):
     check_the_end(tmp_path, pipeline)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_trainer_lost_again_and_again_is_rebuilt_and_trains_each_prompt_once(tmp_path, seed):
+    """In one process: what was learnt, recorded and played behind the newest checkpoint is forgotten."""
+    luck = random.Random(seed)
+    pipeline = POLICIES[seed % len(POLICIES)]
+    faults = Faults(worker=0.1, environment=0.1, lost=0.05)
+    cluster = DyingCluster(luck=luck, faults=faults, lose_at=luck.randint(1, 20))
+    save_every = luck.choice([1, 2])
+    finish(
+        controller(tmp_path, cluster, steps=STEPS, save_every=save_every, trainer_restarts=1000, **pipeline)
+    )
+    assert cluster.losses, "the trainer was never lost"
+    check_the_end(tmp_path, pipeline)
+
+
+def test_a_synchronous_run_whose_trainer_was_lost_ends_with_the_same_bits(tmp_path, undisturbed):
+    final, _ = undisturbed
+    cluster = DyingCluster(luck=random.Random(3), faults=Faults(lost=0.05), lose_at=9)
+    finish(controller(tmp_path, cluster, steps=4, max_staleness=0, trainer_restarts=1000))
+    assert cluster.losses and state_of(tmp_path, 4) == final
+
+
+def test_a_trainer_that_is_lost_too_often_ends_the_run_and_says_so(tmp_path):
+    cluster = DyingCluster(luck=random.Random(0), faults=Faults(lost=1.0))
+    with pytest.raises(RuntimeError, match=r"lost 3 times \(cluster\.max_trainer_restarts=2\)"):
+        finish(controller(tmp_path, cluster, max_staleness=0, trainer_restarts=2))
+    assert cluster.losses == 2
+
+
 def checkpointing(directory, act, number):
     """A synchronous run that does something at a file operation in its checkpoints."""
 
@@ -122,7 +151,7 @@ def test_a_ledger_that_is_not_rewound_with_its_checkpoint_would_be_noticed(tmp_p
 
     def doomed():
         cluster = DyingCluster(luck=random.Random(1))
-        cluster.die_at = 3
+        cluster.die_at = 5  # the checkpoint of step 4 may not be there yet, that of step 2 is
         finish(controller(tmp_path, cluster, steps=STEPS, save_every=2, max_staleness=2))
 
     assert in_a_process(doomed) == -9

@@ -57,8 +57,29 @@ def test_a_hung_rollout_worker_is_killed_and_replaced(tmp_path):
     check_the_end(tmp_path)
 
 
-def test_a_killed_trainer_ends_the_run_and_the_next_one_continues_it(tmp_path):
-    process, marker = start(*LONG, cwd=tmp_path, lines=4)
+def test_a_killed_trainer_is_built_again_and_continues_from_its_checkpoint(tmp_path):
+    process, marker = start(*LONG, cwd=tmp_path, lines=5)
+    victim(marker, "TrainerWorker").kill()
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert len(events(tmp_path, "trainer_died")) == len(events(tmp_path, "trainer_restarted")) == 1
+    (resumed,) = events(tmp_path, "resumed")
+    assert resumed["step"] >= 2 and events(tmp_path, "end")[0]["outcome"] == "done"
+    assert not events(tmp_path, "rollout_worker_died"), "the engines go on"
+    check_the_end(tmp_path)
+
+
+def test_a_hung_trainer_is_killed_and_built_again(tmp_path):
+    process, marker = start(*LONG, "cluster.hang_s=20", cwd=tmp_path, lines=4)
+    victim(marker, "TrainerWorker").send_signal(signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert len(events(tmp_path, "trainer_hung")) == len(events(tmp_path, "trainer_restarted")) == 1
+    check_the_end(tmp_path)
+
+
+def test_where_no_restart_is_allowed_a_killed_trainer_ends_the_run_and_the_next_one_continues_it(tmp_path):
+    process, marker = start(*LONG, "cluster.max_trainer_restarts=0", cwd=tmp_path, lines=5)
     victim(marker, "TrainerWorker").kill()
     output, _ = process.communicate(timeout=180)
     assert process.returncode not in (0, None), output

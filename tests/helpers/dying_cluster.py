@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlpipe.config.pipeline import PipelineConfig
-from rlpipe.config.run import Config, RunSettings, ValConfig
-from rlpipe.controller import Controller
+from rlpipe.config.run import ClusterConfig, Config, RunSettings, ValConfig
+from rlpipe.controller import Controller, TrainerLost
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile
 from rlpipe.pipeline.checkpoints import CheckpointStore
@@ -37,16 +37,21 @@ fork = multiprocessing.get_context("fork")
 @dataclass(slots=True, kw_only=True)
 class Faults:
     """Chances. worker: a rollout worker dies while it plays a group (and it is played again elsewhere).
-    environment: an attempt is masked. trainer: the trainer dies in a step, which ends the process."""
+    environment: an attempt is masked. trainer: the trainer fails in a step, which ends the process.
+    lost: the trainer dies before a step, in it, while weights are read or a checkpoint is written."""
 
     worker: float = 0.0
     environment: float = 0.0
     trainer: float = 0.0
+    lost: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class DyingCluster:
-    """Trains a number; `luck` draws the faults and the time things take. die_at: version never published."""
+    """Trains a number; `luck` draws the faults and the time things take. die_at: version never published.
+
+    lose_at: at the chance of this number (from 1) the trainer is lost for sure.
+    """
 
     luck: random.Random
     faults: Faults = field(default_factory=Faults)
@@ -56,6 +61,23 @@ class DyingCluster:
     staleness: list[int] = field(default_factory=list)
     trainer_version: int = 0
     die_at: int | None = None
+    lose_at: int | None = None
+    dead: bool = False
+    losses: int = 0
+    chances: int = 0
+
+    def _may_be_lost(self) -> None:
+        """A trainer that died stays dead until it is built again."""
+        self.chances += 1
+        if self.chances == self.lose_at or self.luck.random() < self.faults.lost:
+            self.dead = True
+        if self.dead:
+            raise TrainerLost("it died")
+
+    async def rebuild_trainer(self) -> None:
+        await asyncio.sleep(0)
+        self.dead, self.losses = False, self.losses + 1
+        self.weight, self.learnt, self.trainer_version = 1.0, [], 0
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         while True:
@@ -89,6 +111,7 @@ class DyingCluster:
     async def train_step(self, groups):
         if self.luck.random() < self.faults.trainer:
             raise RuntimeError("the trainer died")
+        self._may_be_lost()
         for group in groups:
             self.learnt.append(group.prompt.group_id)
             for t in group.trajectories:
@@ -97,9 +120,11 @@ class DyingCluster:
                     self.weight = (self.weight * 1.1 - sum(t.rollout_logprobs) * t.reward) % 7.3 + 0.1
         self.trainer_version += 1
         await asyncio.sleep(0)
+        self._may_be_lost()
         return {}
 
     async def publish_weights(self, version):
+        self._may_be_lost()
         if version == self.die_at:
             die()
         await asyncio.sleep(0)
@@ -107,11 +132,16 @@ class DyingCluster:
         return {}
 
     async def save(self, directory):
-        state = {"weight": self.weight, "learnt": self.learnt, "version": self.trainer_version}
+        state = {"weight": self.weight, "learnt": list(self.learnt), "version": self.trainer_version}
         (directory / "trainer").mkdir()
-        for part, value in state.items():
-            (directory / "trainer" / part).write_text(json.dumps(value))
-            await asyncio.sleep(0)
+
+        async def write():
+            for part, value in state.items():
+                self._may_be_lost()
+                (directory / "trainer" / part).write_text(json.dumps(value))
+                await asyncio.sleep(0)
+
+        return write
 
     async def load(self, directory):
         state = {name: json.loads((directory / "trainer" / name).read_text()) for name in PARTS}
@@ -120,6 +150,9 @@ class DyingCluster:
     async def rollout_metrics(self):
         return {}
 
+    async def close(self):
+        pass
+
     async def probe(self, trajectories):
         return []
 
@@ -127,13 +160,22 @@ class DyingCluster:
 PARTS = ("weight", "learnt", "version")
 
 
-def controller(directory: Path, cluster: DyingCluster, *, steps: int = 6, save_every: int = 1, **pipeline):
+def controller(
+    directory: Path,
+    cluster: DyingCluster,
+    *,
+    steps: int = 6,
+    save_every: int = 1,
+    trainer_restarts: int = 0,
+    **pipeline,
+):
     """The real controller in a directory; keyword arguments are settings of the pipeline."""
     (directory / "checkpoints").mkdir(exist_ok=True, parents=True)
     config = Config(
         run=RunSettings(dir=str(directory), steps=steps, save_every=save_every),
         pipeline=PipelineConfig(**{"prompts_per_step": 3, "group_size": 3} | pipeline),
         val=ValConfig(every=0),
+        cluster=ClusterConfig(max_trainer_restarts=trainer_restarts),
     )
     bus = MetricsBus([MetricsFile(directory / "metrics.jsonl")], events=directory / "events.jsonl")
     return Controller(
@@ -148,10 +190,18 @@ def controller(directory: Path, cluster: DyingCluster, *, steps: int = 6, save_e
     )
 
 
-def finish(run: Controller) -> None:
-    """Run to the end and close what it wrote."""
+async def _run_and_close(run: Controller) -> None:
     try:
-        asyncio.run(asyncio.wait_for(run.run(), 60))
+        await asyncio.wait_for(run.run(), 60)
+    finally:
+        await run.cluster.close()
+
+
+def finish(run: Controller, then: Callable[[Ledger], None] = lambda ledger: None) -> None:
+    """Run to the end and close what it wrote; `then` sees the ledger of a run that ended well."""
+    try:
+        asyncio.run(_run_and_close(run))
+        then(run.ledger)
     finally:
         run.ledger.close()
         run.bus.close()

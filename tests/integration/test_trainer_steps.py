@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -225,6 +226,35 @@ def test_a_checkpoint_appears_complete_or_not_at_all(path, tmp_path, monkeypatch
         trainer.load(tmp_path)
     trainer.load(tmp_path / "checkpoint")
     trainer.close()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "distributed optimizer"])
+def test_a_copied_state_is_written_as_it_was_while_training_goes_on(path, tmp_path, sharded):
+    """Byte for byte what a checkpoint at that moment holds, after steps that changed everything."""
+    trainer = make_trainer(path, replace(CONFIG, distributed_optimizer=sharded))
+    work = batches()
+    run(trainer, work[:2])
+    trainer.save(tmp_path / "at_once")
+    then = trainer.export_weights()
+    parts = trainer.begin_save(tmp_path / "later", tmp_path / "hf")
+    run(trainer, work[2:4])
+    writer = threading.Thread(target=lambda: [part.write() for part in parts])
+    writer.start()
+    run(trainer, work[4:])
+    writer.join()
+    assert not (tmp_path / "later").exists(), "it has its name before it is complete"
+    for part in parts:
+        part.finish()
+    now = trainer.export_weights()
+    trainer.close()
+    files = {f.name for f in (tmp_path / "at_once").iterdir()} - {".metadata"}  # which holds paths
+    assert {"__0_0.distcp", "common.pt"} <= files
+    for name in files:
+        assert (tmp_path / "later" / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes(), name
+    written = read_weights(tmp_path / "hf")
+    assert all(torch.equal(written[name], then[name].to(weight.dtype)) for name, weight in written.items())
+    moved = [name for name in written if not torch.equal(now[name], then[name])]
+    assert len(moved) > 5, "nothing was learnt meanwhile: anything would be equal"
 
 
 def test_unknown_algorithm_names_are_refused_at_launch(path):

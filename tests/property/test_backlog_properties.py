@@ -114,7 +114,7 @@ class Loop:
                 if self.luck.random() < 0.5:
                     for name in (LEDGER, GROUPS):
                         (self.folder / name).unlink(missing_ok=True)
-                    await backlog.save(self.folder)
+                    backlog.save(self.folder)()
                     self.saved = (self.version, list(self.trained), list(self.ages))
 
         async with asyncio.TaskGroup() as tasks:

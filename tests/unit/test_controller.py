@@ -69,7 +69,12 @@ class ScriptedCluster:
         return {}
 
     async def save(self, directory):
-        (directory / "weights").write_text(str(self.served))
+        served = str(self.served)
+
+        async def write():
+            (directory / "weights").write_text(served)
+
+        return write
 
     async def load(self, directory):
         self.first = int((directory / "weights").read_text())
@@ -169,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_pat
         (directory / "weights").write_text("half")
         if len(cluster.batches) < 4:
             raise OSError(28, "No space left on device")
-        await written(directory)
+        return await written(directory)
 
     cluster.save = full_at_first
     run = controller(tmp_path, cluster, save_every=1)
@@ -179,6 +184,84 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_pat
     failed = events(tmp_path, "checkpoint_failed")
     assert [event["step"] for event in failed] == [1, 2, 3] and "No space" in failed[0]["error"]
     assert {event["stands"] for event in failed} == {None}
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_time(tmp_path):
+    """Each write takes as long as two further steps, or until the run waits for it."""
+    cluster = ScriptedCluster()
+    copied = cluster.save
+    writing, overlapped, steps_meanwhile = [], [], []
+
+    async def slow(directory):
+        write = await copied(directory)
+
+        async def slowly():
+            overlapped.extend(writing)
+            writing.append(directory.name)
+            begun = len(cluster.batches)
+            for _ in range(400):
+                if len(cluster.batches) >= begun + 2:
+                    break
+                await asyncio.sleep(0.001)
+            steps_meanwhile.append(len(cluster.batches) - begun)
+            await write()
+            writing.remove(directory.name)
+
+        return slowly
+
+    cluster.save = slow
+    run = controller(tmp_path, cluster, save_every=3)
+    asyncio.run(run.run())
+    run.bus.close()
+    assert overlapped == [] and steps_meanwhile == [2, 0] and run.checkpoints.steps() == [3, 6]
+    assert (tmp_path / "checkpoints" / "step_3" / "weights").read_text() == "3", "not of this moment"
+    assert [event["step"] for event in events(tmp_path, "checkpoint")] == [3, 6]
+
+
+def test_checkpoints_can_be_written_before_the_next_step(tmp_path):
+    cluster = ScriptedCluster()
+    copied, steps_meanwhile = cluster.save, []
+
+    async def slow(directory):
+        write = await copied(directory)
+
+        async def slowly():
+            begun = len(cluster.batches)
+            await asyncio.sleep(0.05)
+            steps_meanwhile.append(len(cluster.batches) - begun)
+            await write()
+
+        return slowly
+
+    cluster.save = slow
+    run = controller(tmp_path, cluster, save_every=2)
+    run.config.run.save_async = False
+    asyncio.run(run.run())
+    assert steps_meanwhile == [0, 0, 0]
+
+
+def test_what_fails_behind_the_steps_leaves_the_checkpoint_before(tmp_path):
+    cluster = ScriptedCluster()
+    copied = cluster.save
+
+    async def full_at_step_4(directory):
+        write = await copied(directory)
+
+        async def fail():
+            (directory / "half").write_text("half")
+            await asyncio.sleep(0)
+            raise OSError(28, "No space left on device")
+
+        return fail if directory.name == "step_4.tmp" else write
+
+    cluster.save = full_at_step_4
+    run = controller(tmp_path, cluster, save_every=2)
+    asyncio.run(run.run())
+    run.bus.close()
+    (failed,) = events(tmp_path, "checkpoint_failed")
+    assert (failed["step"], failed["stands"]) == (4, 2) and "No space" in failed["error"]
+    assert len(cluster.batches) == 6 and run.checkpoints.steps() == [2, 6]
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_done(tmp_path):
