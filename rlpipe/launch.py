@@ -113,7 +113,7 @@ def _dump(config: Config, done: int) -> Dump | None:
 
 
 def _launch_adaptation(config: Config, run_dir: Path) -> int:
-    from rlpipe.adapt.run import Adaptation, forget_evaluations
+    from rlpipe.adapt.run import Adaptation, forget_evaluations, product_name
 
     for name in config.adapt.environments(config.env):
         check_environment(replace(config.env, name=name))
@@ -137,7 +137,8 @@ def _launch_adaptation(config: Config, run_dir: Path) -> int:
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
     if finished == "done":
-        print(f"model: {run_dir / 'model'}", flush=True)
+        product = product_name(config)
+        print(f"{product}: {run_dir / product}", flush=True)
     return {"done": 0, "stopped": 0}.get(finished, 130)
 
 

@@ -1,12 +1,12 @@
-"""The recipe `mtp_adapt`: the MTP layer of a frozen model learns to draft for it.
+"""The recipe `mtp_adapt`: the MTP layer of a frozen model, or an EAGLE-3 draft, learns to draft for it.
 
-    own rollouts or conversations --> DataOrder --> pack --> trainer.adapt_step --> MTP layer
+    own rollouts or conversations --> DataOrder --> pack --> trainer.adapt_step --> draft
                                                                   | every eval_every steps
     held-out prompts --> engine (each mode) --> counts <-- trainer.mtp_stats on the same tokens
 
 Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the
-last step, model/ (what engines load) and results.json. Batches are functions of the step, and evaluation
-leaves the trainer as it was: a resumed run goes on bit for bit.
+last step, model/ (what engines load; for EAGLE-3 draft/, the draft alone) and results.json. Batches are
+functions of the step, and evaluation leaves the trainer as it was: a resumed run goes on bit for bit.
 
 Differences from Bebop §6.1: the data are the policy's own samples unless given; prefixes of siblings are
 run once; the depths trained for are `mtp.depths`, three by default where the paper trains five.
@@ -32,6 +32,7 @@ from rlpipe.adapt.rollouts import own_rollouts
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
+from rlpipe.config.spec import Drafter
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
@@ -40,6 +41,9 @@ from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.types import Trajectory
 
 if TYPE_CHECKING:
+    import torch
+
+    from rlpipe.adapt.eagle3 import Eagle3Trainer
     from rlpipe.mtp.loss.stats import MtpStats
     from rlpipe.trainer.batch import PackedBatch
     from rlpipe.trainer.megatron import MegatronTrainer
@@ -55,7 +59,7 @@ class Adaptation:
     checkpoints: CheckpointStore
     step: int = 0
     _stop: bool = False
-    _trainer: MegatronTrainer = field(init=False)
+    _trainer: MegatronTrainer | Eagle3Trainer = field(init=False)
     _domains: list[Domain] = field(init=False)
 
     def run(self) -> bool:
@@ -66,7 +70,7 @@ class Adaptation:
         trajectories = self._load(suites)
         if self._stop:
             return False
-        self._trainer = _make_trainer(config)
+        self._trainer = _make_trainer(config, trajectories)
         try:
             order = DataOrder(trajectories, config.adapt.batch, config.run.seed, config.adapt.context_weight)
             self._resume()
@@ -149,10 +153,19 @@ class Adaptation:
         started = time.monotonic()
         if not file.is_file():
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
-            weights = self._trainer.export_weights()
-            evaluate(self.config, self._domains, self.step, weights, self._forced).write(file)
+            config, weights = self._drafting()
+            evaluate(config, self._domains, self.step, weights, self._forced).write(file)
         metrics = Evaluation.read(file).metrics()
         self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
+
+    def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
+        """How an engine drafts with the draft as it is: settings, and weights to give it."""
+        if self.config.adapt.drafter is not Drafter.EAGLE3:
+            return self.config, self._trainer.export_weights()
+        path = self.run_dir / "draft.evaluated"
+        self._trainer.save_hf(path)
+        spec = replace(self.config.spec, drafter=Drafter.EAGLE3, draft_path=str(path))
+        return replace(self.config, spec=spec), None
 
     def _forced(self, trajectories: Sequence[Trajectory]) -> MtpStats:
         return self._trainer.mtp_stats(self._pack(trajectories))
@@ -173,13 +186,20 @@ class Adaptation:
         self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
 
     def _finish(self) -> None:
-        """The model directory and the summary."""
-        staging = self.run_dir / "model.staging"
+        """What engines load, and the summary."""
+        product = self.run_dir / product_name(self.config)
+        staging = product.with_suffix(".staging")
         shutil.rmtree(staging, ignore_errors=True)
         self._trainer.save_hf(staging)
-        shutil.rmtree(self.run_dir / "model", ignore_errors=True)
-        staging.rename(self.run_dir / "model")
+        shutil.rmtree(product, ignore_errors=True)
+        staging.rename(product)
+        shutil.rmtree(self.run_dir / "draft.evaluated", ignore_errors=True)
         write_results(self.config, self.run_dir)
+
+
+def product_name(config: Config) -> str:
+    """Directory that a finished run leaves for engines: the whole model, or an EAGLE-3 draft alone."""
+    return "draft" if config.adapt.drafter is Drafter.EAGLE3 else "model"
 
 
 def evaluations(run_dir: Path) -> Path:
@@ -202,6 +222,7 @@ def write_results(config: Config, run_dir: Path) -> None:
     mtp = config.mtp
     whole = {
         "model": config.model.path,
+        "drafter": config.adapt.drafter.value,
         "objective": {
             **_objective(mtp),
             "depths": mtp.depths,
@@ -226,16 +247,20 @@ def _objective(mtp: MtpConfig) -> dict[str, str]:
     return {"loss": mtp.loss.value, "anchors": mtp.anchors.value}
 
 
-def _make_trainer(config: Config) -> MegatronTrainer:
-    """A trainer of the MTP layer alone, with a short warm-up and a constant learning rate."""
-    from rlpipe.trainer.megatron import MegatronTrainer
-    from rlpipe.trainer.runtime import free_address
-
+def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> MegatronTrainer | Eagle3Trainer:
+    """A trainer of the draft alone, with a short warm-up and a constant learning rate."""
     mtp = replace(
         config.mtp,
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
         lr_schedule=LrSchedule.CONSTANT,
     )
+    if config.adapt.drafter is Drafter.EAGLE3:
+        from rlpipe.adapt.eagle3 import Eagle3Trainer
+
+        return Eagle3Trainer(replace(config, mtp=mtp), trajectories)
+    from rlpipe.trainer.megatron import MegatronTrainer
+    from rlpipe.trainer.runtime import free_address
+
     return MegatronTrainer(
         config.trainer,
         config.algo,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.env import EnvConfig, EnvName
-from rlpipe.config.spec import SpecMode
+from rlpipe.config.spec import Drafter, SpecMode
 
 CHAINS = [SpecMode.REJECTION.value, SpecMode.TARGET_ONLY.value, SpecMode.BLOCK.value]
 
@@ -20,8 +20,9 @@ def _both() -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptConfig:
-    """The data of adaptation and its evaluation.
+    """What is adapted, its data and its evaluation.
 
+    drafter: mtp, the checkpoint's MTP layer, or eagle3, a draft beside it (settings: `eagle3`).
     data: JSONL of conversations to train on; empty: the model's own rollouts on the prompts of `env`.
     rollouts: file that keeps own rollouts, so that none is sampled twice; empty: rollouts.jsonl in the
         run directory. Runs on one backbone may share it.
@@ -38,6 +39,7 @@ class AdaptConfig:
     eval_prompts: of each held-out set (0: all), after the first eval_offset. eval_samples: of each prompt.
     """
 
+    drafter: Drafter = Drafter.MTP
     data: str = ""
     rollouts: str = ""
     prompts: int = 512
@@ -55,6 +57,9 @@ class AdaptConfig:
     eval_samples: int = 2
 
     def __post_init__(self) -> None:
+        self.drafter = Drafter(self.drafter)
+        if self.drafter is Drafter.SUFFIX:
+            raise ValueError("adapt.drafter=suffix: a lookup learns nothing. Use mtp or eagle3.")
         for name in ("prompts", "samples", "batch", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"adapt.{name} must be at least 1, got {getattr(self, name)}.")

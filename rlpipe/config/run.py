@@ -14,7 +14,7 @@ from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction, Proximal
 from rlpipe.config.choice import Choice
 from rlpipe.config.decoupled import DecoupledConfig, check_actor
-from rlpipe.config.eagle3 import read_shape
+from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape, read_shape
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
@@ -166,6 +166,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     warmstart: WarmstartConfig = field(default_factory=WarmstartConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
+    eagle3: Eagle3Config = field(default_factory=Eagle3Config)
 
     @property
     def rollout_model(self) -> str:
@@ -235,7 +236,10 @@ def check(config: Config) -> None:
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
     if config.task is Task.MTP_ADAPT:
-        require_mtp(hf_config, config.model.path, "mtp_adapt")
+        if config.adapt.drafter is Drafter.EAGLE3:
+            check_eagle3(config, hf_config)
+        else:
+            require_mtp(hf_config, config.model.path, "mtp_adapt")
         check_adapt(config)
         return
     ranks = config.trainer.world_size
@@ -332,6 +336,19 @@ def check_adapt(config: Config) -> None:
         raise ValueError(
             f"mtp_adapt trains in one process, but trainer.tp*trainer.dp={config.trainer.world_size}: set "
             "both to 1."
+        )
+
+
+def check_eagle3(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """What training an EAGLE-3 draft needs; hf_config: the target's. Raises ValueError."""
+    if config.eagle3.start:
+        read_shape(resolve(config.eagle3.start), hf_config, "eagle3.start")
+    else:
+        Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
+    if config.mtp.train is MtpTrain.PPOW:
+        raise ValueError(
+            "mtp.train=ppow trains the MTP layer, not adapt.drafter=eagle3: leave it out, or set "
+            "adapt.drafter=mtp."
         )
 
 

@@ -12,7 +12,6 @@ does not depend on how the batch was cut.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import reduce
 from operator import add
 from typing import TypeVar
@@ -27,6 +26,7 @@ from rlpipe.mtp.chunked import linear_draft_rows, linear_mtp_loss
 from rlpipe.mtp.head import draft_hidden_states
 from rlpipe.mtp.loss import MtpStats, depth_targets
 from rlpipe.mtp.loss.alignment import DepthTargets
+from rlpipe.mtp.loss.stats import no_stats
 from rlpipe.mtp.visit import accept_probabilities
 from rlpipe.trainer.batch import MicroBatch, as_rows
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
@@ -163,14 +163,3 @@ def total(parts: Iterable[Stats], nothing: Stats, group: dist.ProcessGroup) -> S
     """Sums over the micro-batches of all data parallel ranks, the same on each."""
     mine = reduce(add, parts, nothing)
     return mine.all_reduce(group) if group.size() > 1 else mine
-
-
-def no_stats(depths: int, device: torch.device) -> MtpStats:
-    """Statistics of nothing."""
-    scalars = ("verify_steps", "emitted", "loss", "weight")
-    return MtpStats(
-        **{
-            f.name: torch.zeros(() if f.name in scalars else depths, dtype=torch.float64, device=device)
-            for f in fields(MtpStats)
-        }
-    )

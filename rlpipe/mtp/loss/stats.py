@@ -101,3 +101,14 @@ class MtpStats:
         if self.emitted > 0:
             found["mtp/predicted_acceptance_length"] = Ratio(self.emitted, self.verify_steps)
         return found
+
+
+def no_stats(depths: int, device: torch.device) -> MtpStats:
+    """Statistics of nothing."""
+    scalars = ("verify_steps", "emitted", "loss", "weight")
+    return MtpStats(
+        **{
+            f.name: torch.zeros(() if f.name in scalars else depths, dtype=torch.float64, device=device)
+            for f in fields(MtpStats)
+        }
+    )

@@ -1,0 +1,269 @@
+"""The trainer of an EAGLE-3 draft: plain torch beside a frozen target, one process, one device.
+
+Owns the draft, its optimizer, and the way from a packed batch to its loss. The target is the engine's own
+model, so the features trained on are the ones drafted from; it runs without gradients, a few rows at a time.
+Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.mtp.loss`.
+
+    micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
+                                                     | head of the target                | head of the draft
+                                                     +-----------> mtp_loss <------------+
+
+The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
+a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
+`mtp_loss`), and the starting point of norm and head (the target's).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from math import isfinite
+from operator import add
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.config.trainer import Precision
+from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.metrics.values import Last, Mean, Sum, Value
+from rlpipe.mtp.eagle3 import Eagle3, frequent_ids
+from rlpipe.mtp.loss import MtpStats, depth_targets, mtp_loss
+from rlpipe.mtp.loss.alignment import DepthTargets
+from rlpipe.mtp.loss.stats import no_stats
+from rlpipe.rollout.embedded.architecture import read_architecture
+from rlpipe.rollout.embedded.model import Model
+from rlpipe.trainer.batch import MicroBatch, PackedBatch, as_rows
+from rlpipe.trainer.draft_batch import draft_batch
+from rlpipe.types import Trajectory
+
+TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not read again
+LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one turn at least
+
+
+class Eagle3Trainer:
+    """What `adapt.run` asks of a trainer, for an EAGLE-3 draft.
+
+    config: with `mtp` (objective, steps of the training-time test, learning rate), `eagle3` and `trainer`.
+    trajectories: of the run, whose sampled tokens choose a reduced vocabulary. updates: optimizer steps done.
+    Raises ValueError for a target the engine cannot run, or settings that do not fit it.
+    """
+
+    shares_prefixes = False
+
+    def __init__(self, config: Config, trajectories: Sequence[Trajectory]) -> None:
+        self._config, self._mtp = config, config.mtp
+        path = resolve(config.model.path)
+        hf_config, weights = read_config(path), read_weights(path)
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        device = config.rollout.device
+        self._device = torch.device(auto if device == "auto" else device)
+        arch = read_architecture(hf_config)
+        self._target = Model(
+            arch,
+            {name: weights[name] for name in arch.weight_shapes(mtp=False)},
+            mtp=False,
+            rows=TARGET_ROWS,
+            slots=config.rollout.max_context,
+            device=self._device,
+            dtype=getattr(torch, config.rollout.dtype),
+        )
+        if config.eagle3.start:
+            self._draft = Eagle3.load(resolve(config.eagle3.start), hf_config, "eagle3.start")
+        else:
+            shape = Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
+            counts = _token_counts(trajectories, shape.vocab)
+            self._draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
+            self._draft.initialize(weights, config.run.seed)
+        self._draft.to(self._device)
+        trainer = config.trainer
+        self._optimizer = torch.optim.AdamW(
+            self._draft.parameters(),
+            lr=config.mtp.lr,
+            betas=(trainer.beta1, trainer.beta2),
+            eps=trainer.eps,
+            weight_decay=trainer.weight_decay,
+        )
+        self.updates = 0
+        if trainer.threads:
+            torch.set_num_threads(trainer.threads)
+
+    def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
+        """One optimizer step over a batch; mtp/* metrics. A gradient that is not finite is left out."""
+        started = time.perf_counter()
+        self._optimizer.zero_grad()
+        parts = []
+        for micro in _micros(batch):
+            loss, stats = self._loss(micro, batch.temperature)
+            if loss.requires_grad:
+                loss.backward()
+            parts.append(stats)
+        stats = self._total(parts)
+        metrics = stats.metrics() | self._apply(stats.weight.item())
+        return metrics | {"timing_s/update_actor": Mean(time.perf_counter() - started, 1)}
+
+    @torch.no_grad()
+    def mtp_stats(self, batch: PackedBatch) -> MtpStats:
+        """Teacher-forced statistics of the draft; changes nothing."""
+        return self._total([self._loss(micro, batch.temperature)[1] for micro in _micros(batch)])
+
+    def save(self, directory: str | Path) -> None:
+        """Everything a resumed run needs; the directory appears when it is complete."""
+        directory = Path(directory)
+        part = directory.with_name(f"{directory.name}.part")
+        part.mkdir(parents=True, exist_ok=True)
+        state = {
+            "draft": self._draft.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "updates": self.updates,
+        }
+        torch.save(state, part / "eagle3.pt")
+        part.replace(directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Continue from `save`."""
+        state = torch.load(Path(directory) / "eagle3.pt", map_location=self._device, weights_only=True)
+        self._draft.load_state_dict(state["draft"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.updates = int(state["updates"])
+
+    def save_hf(self, directory: str | Path) -> None:
+        """The draft as SGLang and vLLM read it."""
+        self._draft.save(directory)
+
+    def close(self) -> None:
+        """Nothing is held that must be given back."""
+
+    def _apply(self, weight: float) -> dict[str, Value]:
+        """Step on the summed gradient over `weight`."""
+        group, mtp = self._optimizer.param_groups[0], self._mtp
+        group["lr"] = mtp.lr * min(1.0, (self.updates + 1) / max(1, mtp.warmup_steps))
+        parameters = list(self._draft.parameters())
+        norm = float("nan")
+        if weight:
+            for parameter in parameters:
+                parameter.grad /= weight
+            norm = torch.nn.utils.clip_grad_norm_(parameters, mtp.clip_grad or float("inf")).item()
+        done = isfinite(norm)
+        metrics: dict[str, Value] = {"mtp/skipped_steps": Sum(not done), "mtp/lr": Last(group["lr"])}
+        if done:
+            self._optimizer.step()
+            self.updates += 1
+            metrics["mtp/grad_norm"] = Mean(norm, 1)
+        return metrics
+
+    def _loss(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
+        """Numerator of the loss of a micro-batch, and statistics."""
+        depths = self._mtp.depths
+        batch = draft_batch(micro, depths)
+        if batch is None:
+            return torch.zeros((), device=self._device), no_stats(depths, self._device)
+        rows, cells = as_rows(batch.branches, micro.tokens[batch.places])
+        lengths = np.array([branch.length for branch in batch.branches])
+        hidden, features = self._read_target(rows, lengths)
+        ahead = np.stack([as_rows(batch.branches, ids)[0] for ids in batch.following])
+        with self._autocast():
+            states = self._draft.unroll(features, self._target.embedding[self._move(ahead)].float())
+        states = torch.stack([state.flatten(0, 1) for state in states], 1)
+        anchors = self._move(cells[batch.anchors])  # [R, L] into the rows' flat view
+        targets = depth_targets(self._move(batch.tokens), self._move(batch.sampled), depths)
+        count, length = anchors.shape
+        size = states.element_size() * depths * length * self._draft.shape.vocab
+        step = max(1, LOGIT_BYTES[self._device.type] // size)
+        found = []
+        for first in range(0, count, step):
+            part = slice(first, min(count, first + step))
+            found.append(self._turns(part, states, hidden, anchors, targets, temperature))
+        return sum(loss for loss, _ in found), reduce(add, (stats for _, stats in found))
+
+    def _turns(
+        self,
+        part: slice,
+        states: torch.Tensor,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        targets: DepthTargets,
+        temperature: float,
+    ) -> tuple[torch.Tensor, MtpStats]:
+        """Loss and statistics of some turns; their logits live no longer than this call."""
+        length, depths = anchors.shape[1], self._mtp.depths
+        cells, flat = anchors[part].flatten(), slice(part.start * length, part.stop * length)
+        kept: list[MtpStats] = []
+
+        def run(states: torch.Tensor) -> torch.Tensor:
+            with self._autocast():
+                draft = self._draft.logits(states)
+            backbone = self._target.logits(hidden[cells])
+            # depth k at a cell is compared with the target k cells on; beyond the turn it is masked
+            padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
+            shared = padded.unfold(0, len(cells), 1)[:depths].permute(2, 0, 1)
+            loss, stats = mtp_loss(
+                self._mtp.loss,
+                draft.float(),
+                shared.float(),
+                targets.mask[flat],
+                tokens=targets.tokens[flat],
+                anchors=self._mtp.anchors,
+                turn_starts=targets.turn_starts[part],
+                temperature=temperature,
+                normalizer=1.0,
+            )
+            kept.append(stats)
+            return loss
+
+        chosen = states[cells]
+        loss = (
+            checkpoint(run, chosen, use_reentrant=False, preserve_rng_state=False)
+            if chosen.requires_grad
+            else run(chosen)
+        )
+        return loss, kept[0]
+
+    @torch.no_grad()
+    def _read_target(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target over rows [B, T]: hidden states [B * T, H], features [B, T, F] in float32."""
+        tokens = self._move(rows)
+        hidden, features = [], []
+        for first in range(0, len(rows), TARGET_ROWS):
+            some = tokens[first : first + TARGET_ROWS]
+            longest = int(lengths[first : first + TARGET_ROWS].max())
+            positions = torch.arange(longest, device=self._device).expand(len(some), longest)
+            span = self._target.span(0, positions, longest)
+            found = self._target.features(some[:, :longest].flatten(), [span], self._draft.shape.layers)
+            for whole, part in zip((hidden, features), found, strict=True):
+                part = part.unflatten(0, (len(some), longest))
+                whole.append(torch.nn.functional.pad(part, (0, 0, 0, tokens.shape[1] - longest)))
+        return torch.cat(hidden).flatten(0, 1), torch.cat(features).float()
+
+    def _total(self, parts: Sequence[MtpStats]) -> MtpStats:
+        return reduce(add, parts, no_stats(self._mtp.depths, self._device))
+
+    def _autocast(self):
+        if self._config.trainer.precision is Precision.BF16:
+            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _move(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _micros(batch: PackedBatch) -> Iterator[MicroBatch]:
+    """All micro-batches; a step of adaptation is one minibatch on one rank."""
+    for minibatch in batch.minibatches:
+        for shard in minibatch.shards:
+            yield from shard
+
+
+def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> torch.Tensor:
+    """How often each token was sampled, [vocab]."""
+    counts = np.zeros(vocab, np.int64)
+    for trajectory in trajectories:
+        ids = np.asarray(trajectory.token_ids)[np.asarray(trajectory.loss_mask) > 0]
+        counts += np.bincount(ids, minlength=vocab)
+    return torch.from_numpy(counts)
