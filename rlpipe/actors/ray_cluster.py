@@ -3,21 +3,23 @@
 Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
 gets the newest weights before it serves, and what the dead one was playing is played again, so no
 prompt is lost. A worker that does not answer within `cluster.hang_s` is killed, which makes it a dead one.
-Weights pass from trainer to workers as an object-store reference. When a trainer rank dies or hangs, all
-ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others, which have learnt nothing. A
-half (`run.half`) has no workers, or no ranks.
+Weights pass from trainer to workers as an object-store reference, or are broadcast by the trainer's first
+rank to all SGLang servers at once (rollout.sglang.weight_transfer=collective). When a trainer rank dies or
+hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others, which have learnt
+nothing. A half (`run.half`) has no workers, or no ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
@@ -26,9 +28,15 @@ from rlpipe.config.run import Config
 from rlpipe.controller import TrainerLost
 from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
+from rlpipe.rollout.sglang.collective import Offer, Rendezvous
 from rlpipe.types import Group, Prompt, Trajectory
+from rlpipe.weights.sync import unpack_weights
+
+if TYPE_CHECKING:
+    import torch
 
 _WRITING = "writing"  # concurrency group of a rank: its checkpoint is written beside its steps
+_GIVING = "giving"  # another: it hands out weights that it has published
 _GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
 
 
@@ -46,8 +54,10 @@ class RayCluster:
         self._load = [0] * len(self._rollouts)
         self._restarts = 0
         self._respawning = asyncio.Lock()
-        self._newest_weights: Any = None
-        self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": {_WRITING: 1}}
+        self._newest: tuple[str, Any] | None = None  # how a worker is given the newest weights
+        self._group: Rendezvous | None = None  # of trainer and servers, where the trainer broadcasts
+        beside = {_WRITING: 1, _GIVING: 1}
+        self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": beside}
         self._trainers: list[Any] = []
         if half.trains:
             self._start_trainers()
@@ -78,12 +88,43 @@ class RayCluster:
         if not (self._rollouts and self._config.run.half.trains):
             return {}
         started = time.monotonic()
-        exports = [t.export.remote(version) for t in self._trainers]
-        await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
-        self._newest_weights = exports[0]
-        metrics = reduce(await asyncio.gather(*self._on_workers("update_weights", self._newest_weights)))
+        if self._config.broadcasts_weights:
+            metrics = await self._broadcast(version)
+        else:
+            exports = [t.export.remote(version) for t in self._trainers]
+            await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
+            self._newest = "update_weights", exports[0]
+            metrics = reduce(await asyncio.gather(*self._on_workers(*self._newest)))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
+
+    async def _broadcast(self, version: int) -> dict[str, Value]:
+        """From the trainer to all servers at once: neither here nor through the object store."""
+        trainer = self._trainers[0]
+        members = await asyncio.gather(*self._on_workers("membership"))
+        if self._group is None or any(member.group != self._group.name for member in members):
+            opening = trainer.open_group.remote(self._trainer_host, len(members))
+            await self._on_trainers("__ray_ready__")  # behind it
+            self._group, self._pieces = await opening
+        sending = [t.broadcast.remote(version) for t in self._trainers]
+        offer = Offer(
+            version=version,
+            group=self._group,
+            members=[member.server for member in members],
+            ranks=self._config.rollout.sglang.tp,
+            pieces=self._pieces,
+            sent=partial(_wait, sending[0]),
+            weights=partial(_given, trainer, version, sending[0]),
+        )
+        self._newest = "receive_weights", offer
+        taking = asyncio.gather(*self._on_workers(*self._newest), return_exceptions=True)
+        try:
+            await self._on_trainers("__ray_ready__")
+        finally:  # without a trainer they fail as well, and tell less of it
+            taken = await taking
+        if failed := next((one for one in taken if isinstance(one, BaseException)), None):
+            raise failed
+        return reduce(taken)
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         await self._on_trainers("begin_save", directory)
@@ -98,7 +139,7 @@ class RayCluster:
         await self._on_trainers("load", directory)
 
     async def rebuild_trainer(self) -> None:
-        self._newest_weights = None  # of what was lost
+        self._newest = self._group = None  # of what was lost
         try:
             await asyncio.to_thread(self._start_trainers)
         except RayActorError as error:
@@ -157,6 +198,7 @@ class RayCluster:
         first = self._trainers[0]
         several = bool(self._config.cluster.address)
         host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
+        self._trainer_host = host
         master = ray.get(first.address.remote(host))
         ray.get([t.start.remote(master) for t in self._trainers])
 
@@ -218,8 +260,9 @@ class RayCluster:
                     f"{self._config.cluster.max_restarts}); the last: {reason}"
                 ) from error
             worker = self._spawn_rollout(n)
-            if self._newest_weights is not None:
-                await worker.update_weights.remote(self._newest_weights)
+            if self._newest is not None:
+                method, what = self._newest
+                await getattr(worker, method).remote(what)
             self._rollouts[n] = worker
 
 
@@ -230,6 +273,20 @@ def _first_line(error: BaseException) -> str:
 async def _wait(answer: Any) -> Any:
     """An object reference as a coroutine."""
     return await answer
+
+
+async def _given(trainer: Any, version: int, sent: Any) -> Mapping[str, torch.Tensor]:
+    """Inside a rollout worker whose server could not take part: published weights, from the trainer's memory.
+
+    sent: the reference of their broadcast, whose end is waited for.
+    """
+    try:
+        await sent
+        payload = await trainer.newest.options(concurrency_group=_GIVING).remote(version)
+    except RayError as error:
+        said = _first_line(error)
+        raise RuntimeError(f"the trainer does not give out version {version}: {said}") from error
+    return unpack_weights(payload)
 
 
 def _node_ip(_: Any) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.actors.engines import make_engine
 from rlpipe.config.paths import resolve
@@ -21,13 +21,16 @@ from rlpipe.envs import make_suite
 from rlpipe.envs.slow import SlowSuite
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.spans import SpanLog
-from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value
+from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
 from rlpipe.types import Group, Prompt, Trajectory
 from rlpipe.weights.sync import WeightPayload, unpack_weights
+
+if TYPE_CHECKING:
+    from rlpipe.rollout.sglang.collective import Member, Offer
 
 
 class RolloutWorker:
@@ -99,6 +102,21 @@ class RolloutWorker:
             "timing_s/load_weights": Mean(time.monotonic() - started, 1),
         }
 
+    async def membership(self) -> Member:
+        """The server of this worker and its group; waits until one serves."""
+        return await asyncio.to_thread(self._engine.membership)
+
+    async def receive_weights(self, offer: Offer) -> dict[str, Value]:
+        """As `update_weights`, of what the trainer broadcasts to the servers of all workers."""
+        started = time.monotonic()
+        with self._spans.lane() as lane, lane.span("sync", version=offer.version):
+            await asyncio.to_thread(self._engine.receive_weights, offer)
+            sent = await offer.sent()
+        return {
+            "weights/bytes": Last(sent.num_bytes),
+            "timing_s/load_weights": Mean(time.monotonic() - started, 1),
+        }
+
     async def metrics(self) -> dict[str, Value]:
         """Engine counters since the last call."""
         now, stats, last = time.monotonic(), self._engine.stats(), self._last
@@ -119,7 +137,7 @@ class RolloutWorker:
             values["spec/speedup_observed"] = Ratio(plain, stats.decode_seconds - last.decode_seconds)
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
-        values |= {name: Last(figure) for name, figure in stats.sync.items()}
+        values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
         place = f"rollout/server/{self._number}"
         values |= {f"{place}/{name}": Last(figure) for name, figure in stats.server.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())

@@ -26,6 +26,8 @@ from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
+    from rlpipe.actors.weight_sender import WeightSender
+    from rlpipe.rollout.sglang.collective import Piece, Rendezvous, Sent
     from rlpipe.trainer.checkpoint import Saving, SavingHf
 
 
@@ -36,6 +38,7 @@ class TrainerWorker:
         self._config = config
         self._rank, self._world_size = rank, world_size
         self._saving: list[Saving | SavingHf] = []
+        self._sender: WeightSender | None = None
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str:
@@ -47,6 +50,10 @@ class TrainerWorker:
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
+        if self._config.broadcasts_weights:
+            from rlpipe.actors.weight_sender import WeightSender
+
+            self._sender = WeightSender(self._config.rollout, self._trainer)
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
         """Advantages, packing, one optimizer step."""
@@ -121,6 +128,20 @@ class TrainerWorker:
                 return None
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
+    def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Piece]]:
+        """A group with so many servers, and what every update consists of; on rank 0."""
+        return self._sender.open(host, servers)
+
+    def broadcast(self, version: int) -> Sent | None:
+        """Full weights to all servers at once; None off rank 0 (which still takes part in the gathering)."""
+        with self._spans.lane() as lane, lane.span("sync", version=version):
+            sent = self._sender.send(version)
+        return sent if self._rank == 0 else None
+
+    def newest(self, version: int) -> WeightPayload:
+        """What `broadcast` sent last; on rank 0, and on another thread than everything else."""
+        return self._sender.newest(version)
+
     def begin_save(self, directory: Path) -> None:
         """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`."""
         with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
@@ -144,4 +165,6 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the process group."""
+        if self._sender is not None:
+            self._sender.close()
         self._trainer.close()

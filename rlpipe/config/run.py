@@ -24,6 +24,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import EngineKind, RolloutConfig
+from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecConfig, SpecMode
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.config.warmstart import WarmstartConfig
@@ -172,6 +173,21 @@ class Config:
     def rollout_model(self) -> str:
         """Path of the model that generates: the decoupled actor, or the policy itself."""
         return self.decoupled.path or self.model.path
+
+    @property
+    def broadcasts_weights(self) -> bool:
+        """Whether the trainer broadcasts weights to all SGLang servers itself.
+
+        Not in one process, and not where a rollout worker serves other weights than the trainer's own.
+        """
+        rollout = self.rollout
+        return (
+            rollout.engine is EngineKind.SGLANG
+            and rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE
+            and self.cluster.mode is ClusterMode.RAY
+            and self.run.half is Half.BOTH
+            and not (self.injection.active() or self.decoupled.active)
+        )
 
     def validates(self, step: int) -> bool:
         """Whether the policy is validated at a step: before the first, every so many, and after the last."""

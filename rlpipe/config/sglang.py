@@ -11,7 +11,7 @@ class WeightTransfer(Choice):
     """How new weights reach a server."""
 
     TENSOR = "tensor"  # in the body of requests, in pieces; any host, small models
-    COLLECTIVE = "collective"  # by broadcast (gloo) to all ranks of the server
+    COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
     DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
 
 
@@ -37,7 +37,8 @@ class SglangConfig:
     health_interval, health_timeout: seconds between two questions to the server, and until one must be
         answered; a server that answers neither of two hangs, and is killed and replaced.
     max_restarts: dead or hung servers that are replaced between two weight updates; one more ends the run.
-    weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request.
+    weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request, and, with
+        collective, of those that the trainer's ranks gather at once.
     abort_on_update: requests that run when weights change end with what they have and are continued as new
         ones. Off: they go on inside the server, by rollout.kv_on_update.
     on_canary_failure, canary_retries: see `CanaryReaction`.

@@ -791,6 +791,16 @@ EVENTS: dict[str, tuple[Level, str]] = {
         Level.INFO,
         "Another server took the place of one: version it serves, restarts since the start, seconds, worker.",
     ),
+    "broadcast_failed": (
+        Level.WARNING,
+        "A server did not get its weights by the trainer's broadcast, and is given them alone: version, "
+        "error, worker.",
+    ),
+    "weights_lost": (
+        Level.FAULT,
+        "A server had to be replaced and its trainer, which had the weights, was lost as well: the next one "
+        "serves version 0 until weights are published: version, error, worker.",
+    ),
     "trainer_died": (
         Level.FAULT,
         "A trainer rank died: another trainer continues from the newest checkpoint: error.",

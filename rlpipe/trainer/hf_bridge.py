@@ -3,12 +3,14 @@
 Owns the name table and the layout of each tensor; reads and writes no files (`hf_layout` does).
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
 and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
-merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split.
+merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by
+buckets: one gathering each, so that memory is bounded however large the model is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from rlpipe.trainer.model import PolicyModel
 
 Tensors = list[torch.Tensor]
+Bucket = list[tuple[str, torch.Tensor]]
+BUCKET_MB = 256  # gathered at once where nothing else is said
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,25 +67,62 @@ def load_hf_weights(
             parameter.copy_(shard)
 
 
+def weight_buckets(
+    model: PolicyModel,
+    hf_config: Mapping[str, Any],
+    *,
+    megabytes: int = BUCKET_MB,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Bucket]:
+    """Full tensors under HF names, where the model lies, gathered over tensor parallel ranks by buckets.
+
+    megabytes: most of one bucket; what one Megatron parameter makes stays together, and may be more alone.
+    dtype: of what is gathered (None: as trained). A tied head has no name of its own here.
+
+    Collective: every rank of the group must come to the end. Only the first yields; it holds about four
+    buckets at a time (the one its caller still has, the parts of the next, and what is made of them), the
+    others their part of one. Tensors may be the parameters themselves: copy what is kept.
+    """
+    group = model.pg_collection.tp
+    for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
+        shards = [parameter.detach().to(dtype or parameter.dtype) for parameter, _ in parts]
+        full = _gather(shards, [entry.shard_dim for _, entry in parts], group)
+        del shards
+        if full is not None:
+            yield _as_hf(full, [entry for _, entry in parts], model.vocab_real)
+
+
+def bucket_plan(
+    model: PolicyModel,
+    hf_config: Mapping[str, Any],
+    *,
+    megabytes: int = BUCKET_MB,
+    dtype: torch.dtype | None = None,
+) -> list[Bucket]:
+    """What `weight_buckets` will yield: names, types and shapes, as tensors on the meta device."""
+    size, plan = model.pg_collection.tp.size(), []
+    for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
+        full = [
+            torch.empty(_full_shape(parameter, entry, size), dtype=dtype or parameter.dtype, device="meta")
+            for parameter, entry in parts
+        ]
+        plan.append(_as_hf(full, [entry for _, entry in parts], model.vocab_real))
+    return plan
+
+
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """All weights under HF names, full, on the CPU; collective over tensor parallel ranks.
 
     None on ranks other than the first of the tensor parallel group.
     """
-    group = model.pg_collection.tp
-    tied = model.share_embeddings_and_output_weights
-    weights: dict[str, torch.Tensor] = {}
-    for _, parameter, entry in _pairs(model, name_table(hf_config, group.size(), tied)):
-        full = _gather(parameter.detach(), entry.shard_dim, group)
-        if full is None:
-            continue
-        if entry.vocab:
-            full = full[: model.vocab_real]
-        for name, tensor in zip(entry.hf, entry.split(full), strict=True):
-            weights[name] = tensor.to("cpu", copy=True).contiguous()
-    if group.rank() != 0:
+    weights = {
+        name: tensor.to("cpu", copy=True).contiguous()
+        for bucket in weight_buckets(model, hf_config)
+        for name, tensor in bucket
+    }
+    if model.pg_collection.tp.rank() != 0:
         return None
-    if tied:
+    if model.share_embeddings_and_output_weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
 
@@ -180,10 +221,60 @@ def _cut(full: torch.Tensor, entry: Entry, rank: int, size: int) -> torch.Tensor
     return full if entry.shard_dim is None else full.chunk(size, dim=entry.shard_dim)[rank]
 
 
-def _gather(shard: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """The full tensor on the group's first rank, None elsewhere."""
-    if dim is None or group.size() == 1:
-        return shard if group.rank() == 0 else None
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return torch.cat(shards, dim=dim) if group.rank() == 0 else None
+def _cut_into_buckets(
+    model: PolicyModel, hf_config: Mapping[str, Any], megabytes: int, dtype: torch.dtype | None
+) -> Iterator[list[tuple[torch.nn.Parameter, Entry]]]:
+    """Consecutive parameters of one type, whose full tensors have at most `megabytes`; a larger one alone."""
+    size = model.pg_collection.tp.size()
+    table = name_table(hf_config, size, model.share_embeddings_and_output_weights)
+    bucket: list[tuple[torch.nn.Parameter, Entry]] = []
+    held = 0
+    for _, parameter, entry in _pairs(model, table):
+        num_bytes = math.prod(_full_shape(parameter, entry, size)) * (dtype or parameter.dtype).itemsize
+        full = held + num_bytes > megabytes * 2**20
+        if bucket and (full or parameter.dtype is not bucket[0][0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((parameter, entry))
+        held += num_bytes
+    yield bucket
+
+
+def _full_shape(parameter: torch.Tensor, entry: Entry, size: int) -> list[int]:
+    """Of the tensor that `size` ranks hold together, a padded vocabulary included."""
+    shape = list(parameter.shape)
+    if entry.shard_dim is not None:
+        shape[entry.shard_dim] *= size
+    return shape
+
+
+def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
+    return [
+        pair
+        for tensor, entry in zip(full, entries, strict=True)
+        for pair in zip(entry.hf, entry.split(tensor[:vocab] if entry.vocab else tensor), strict=True)
+    ]
+
+
+def _gather(shards: Tensors, dims: Sequence[int | None], group: dist.ProcessGroup) -> Tensors | None:
+    """Full tensors on the group's first rank, None elsewhere; one collective. dims: None is not sharded."""
+    cut = [shard for shard, dim in zip(shards, dims, strict=True) if dim is not None]
+    parts = [cut]
+    if group.size() > 1 and cut:
+        flat = torch.cat([shard.reshape(-1) for shard in cut])
+        first = group.rank() == 0
+        received = [torch.empty_like(flat) for _ in range(group.size())] if first else None
+        dist.gather(flat, received, group=group, group_dst=0)
+        lengths = [shard.numel() for shard in cut]
+        parts = [part.split(lengths) for part in received or []]
+    if group.rank() != 0:
+        return None
+    whole = iter(zip(*parts, strict=True))
+    return [
+        shard if dim is None else _join([p.view(shard.shape) for p in next(whole)], dim)
+        for shard, dim in zip(shards, dims, strict=True)
+    ]
+
+
+def _join(parts: Tensors, dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -13,7 +13,7 @@ With adapt_only the draft alone learns (`adapt_step`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rlpipe.mtp.loss import MtpStats
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
+    from rlpipe.trainer.hf_bridge import Bucket
     from rlpipe.trainer.layers import BranchLayout
 
 
@@ -183,6 +184,16 @@ class MegatronTrainer:
         self._dp_group = parallel_state.get_data_parallel_group()
 
     @property
+    def hf_config(self) -> Mapping[str, Any]:
+        """`config.json` of the model."""
+        return self._hf_config
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's weights are."""
+        return self._runtime.device
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether batches may share prefixes: TransformerEngine's attention reads padded rows only."""
         return not self._runtime.te
@@ -309,12 +320,28 @@ class MegatronTrainer:
             for row, length in enumerate(batch.lengths)
         ]
 
+    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
+        """Target and MTP weights under HF names, by buckets gathered one after the other; see `hf_bridge`.
+
+        Every rank must iterate to the end; there is something to see on rank 0 only.
+        """
+        from rlpipe.trainer.hf_bridge import weight_buckets
+
+        if self._dp_rank:
+            return ()  # another replica has the same
+        return weight_buckets(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
+
+    def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
+        """What `weight_buckets` will show, as tensors on the meta device."""
+        from rlpipe.trainer.hf_bridge import bucket_plan
+
+        return bucket_plan(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
+
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """Target and MTP weights under HF names, full, on the CPU; None on ranks other than 0."""
         from rlpipe.trainer.hf_bridge import export_hf_weights
 
-        weights = export_hf_weights(self.model, self._hf_config)
-        return weights if self._runtime.rank == 0 else None
+        return None if self._dp_rank else export_hf_weights(self.model, self._hf_config)
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.hf_layout import read_weights, write_checkpoint
+from rlpipe.hf_layout import read_config, read_weights, write_checkpoint
 from rlpipe.rollout.sglang.environment import find_environment
+from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT, SMALL, marked_processes, prompt_states, start
 from tests.helpers.engines import recomputed, request, transformers_logits
 from tests.helpers.sglang import configured, lossy, needs_sglang, perturbed
@@ -89,8 +90,10 @@ def test_turns_of_a_server_that_is_lost_are_played_by_the_next(disturbed, versio
     check_served(disturbed, results, 1, versions[1])
 
 
-def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(disturbed, versions):
-    pieces = []
+@pytest.mark.parametrize("way", ["tensor", "trainer"])
+def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(disturbed, versions, way):
+    """trainer: the weights are on their way from there, by broadcast."""
+    pieces, new = [], versions[2][0]
 
     def killing(path, body):
         pieces.append(path)
@@ -100,7 +103,14 @@ def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(
 
     def update(engine):
         lossy(engine, killing)  # of this server's client; the next one has its own
-        engine.update_weights(versions[2][0], 2)
+        if way == "tensor":
+            engine.update_weights(new, 2)
+            return
+        trainer = Trainer.of(engine._config, read_config(TINY))
+        offer = trainer.offer(new, 2, [engine.membership().server])
+        engine.receive_weights(offer)
+        assert "broke off" in asyncio.run(offer.sent()).failure
+        trainer.close()
 
     results = turns_through(disturbed, update)
     assert len(pieces) == 3
@@ -120,6 +130,7 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
         "val.every=0",
         "rollout.device=cpu",
         f"rollout.sglang.python={python}",
+        "rollout.sglang.weight_transfer=collective",  # the trainer has the weights of the next server
         "rollout.sglang.health_interval=0.5",
         "rollout.sglang.health_timeout=5",
         cwd=tmp_path,

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rlpipe.config.spec import SpecMode
-from rlpipe.hf_layout import read_weights, write_checkpoint
+from rlpipe.hf_layout import read_config, read_weights, write_checkpoint
 from rlpipe.types import FinishReason
+from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits
 from tests.helpers.sglang import configured, lossy, perturbed, repaired, running_server, target_only
@@ -35,6 +36,34 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
     print(f"{transfer}: {sum(w.nbytes for w in new.values())} bytes, {figures}")
     assert figures["weights/canary_failures"] == 0 and figures["weights/sync_seconds"] > 0
     assert sglang.stats().policy_version == 5 and not sglang.events
+
+
+@pytest.fixture
+def trainer(sglang):
+    """Broadcasts to the shared server as a trainer does to all."""
+    with configured(sglang, weight_transfer="collective", bucket_mb=1):
+        trainer = Trainer.of(sglang._config, read_config(TINY))
+        yield trainer
+        trainer.close()
+
+
+def test_weights_that_a_trainer_broadcasts_are_bit_equal_on_the_server(sglang, trainer, weights):
+    """Two updates in one group, then one whose draft is dropped: the trainer's checksums tell."""
+    members, versions = [sglang.membership().server], {v: perturbed(weights, 0.02, seed=v) for v in (5, 6, 7)}
+    for version in (5, 6):
+        offer = trainer.offer(versions[version], version, members, again=version == 6)
+        sglang.receive_weights(offer)
+        assert sglang.check_weights(versions[version]).passed and not sglang.events
+        assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [version] * 6
+        assert sglang.membership().group == offer.group.name
+        print(f"broadcast: {asyncio.run(offer.sent()).num_bytes} bytes, {sglang.stats().sync}")
+    offer = trainer.offer(versions[7], 7, members, again=True)
+    lossy(sglang, target_only, times=len(offer.pieces))
+    sglang.receive_weights(offer)
+    assert [kind for kind, _ in sglang.events] == ["canary_failed"]
+    assert "11 of the draft" in sglang.events[0][1]["what"]
+    assert sglang.check_weights(versions[7]).passed  # sent again, to this server alone
+    assert sglang.membership().group != offer.group.name and sglang.stats().policy_version == 7
 
 
 def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sglang, weights, tmp_path):

@@ -8,7 +8,7 @@ Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.En
     client.py     HTTP: errors, retries
     answers.py    a request as SGLang reads it, an answer as our `GenerateResult`
     weights.py    tensors as SGLang reads them, in pieces
-    collective.py  tensors by broadcast, to all ranks of a server at once
+    collective.py  tensors by broadcast, to all ranks of a server or of all servers at once
     turns.py      requests in flight, their stop tokens and counters
     sync.py       weights into a server, and the check that they arrived
     canary.py     fingerprints of target and draft, ours against the server's

@@ -37,7 +37,8 @@ from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.canary import CanaryReport
 from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient
-from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment
+from rlpipe.rollout.sglang.collective import Checksums, Member, Offer
+from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment, is_on_gpu
 from rlpipe.rollout.sglang.replica import Goal, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.sync import WeightSync
@@ -59,7 +60,7 @@ def check_launch(config: RolloutConfig, spec: SpecConfig, model_path: str | Path
     Returns the interpreter to use. Raises ValueError: a mode SGLang does not have, a model without MTP layer,
     a draft of another vocabulary, a wrong interpreter or version, a taken port.
     """
-    on_gpu = torch.cuda.is_available() if config.device == "auto" else config.device.startswith("cuda")
+    on_gpu = is_on_gpu(config)
     arguments.check_supported(config, spec, model_path, on_gpu)
     pick_port(config.sglang.host, config.sglang.port)
     return find_environment(config.sglang, on_gpu)
@@ -70,7 +71,7 @@ class SglangEngine:
 
     model_path: checkpoint directory, served as `version`. log_dir: where the server's output goes.
     on_event: told of faults (kind, fields): `canary_failed`, `speculation_disabled`, `server_died`,
-        `server_hung`, `server_restarted`.
+        `server_hung`, `server_restarted`, `broadcast_failed`.
 
     Raises ValueError for what can be known to be wrong (interpreter, versions, port, model, mode), and
     RuntimeError when the server does not come up, or not as it was told.
@@ -196,7 +197,32 @@ class SglangEngine:
         """
         self._require_open()
         self._sync.require_fitting(weights, draft=self._replica.drafts)
-        self._call(self._update(weights, version))
+
+        async def held() -> Mapping[str, torch.Tensor]:
+            return weights
+
+        self._call(self._update(Goal(weights=held, version=version)))
+
+    def receive_weights(self, offer: Offer) -> None:
+        """`update_weights` from what the trainer broadcasts to all servers at once.
+
+        A server that is not in the group, or whose group breaks off (event `broadcast_failed`), is given the
+        same weights alone. Raises as `update_weights`.
+        """
+        self._require_open()
+        weights = {name: tensor for piece in offer.pieces for name, tensor in piece}
+        self._sync.require_fitting(weights, draft=self._replica.drafts)
+        self._call(self._update(Goal(weights=offer.weights, version=offer.version, offer=offer)))
+
+    def membership(self) -> Member:
+        """The server, and the group it is in; waits until one serves. Raises RuntimeError if none will."""
+        self._require_open()
+
+        async def serving() -> Member:
+            client = await self._replica.serving()
+            return Member(server=self._replica.server_id, group=self._sync.group_of(client))
+
+        return self._call(serving())
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> CanaryReport:
         """Compare what the server holds, target and draft, with `weights`."""
@@ -312,15 +338,14 @@ class SglangEngine:
 
     # ---- on our loop: weights ----
 
-    async def _update(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Bring the server to `weights`, or have it replaced by one that was started on them."""
-        replica, unanswered = self._replica, 0
-        before, goal = replica.goal, Goal(weights=weights, version=version)
+    async def _update(self, goal: Goal) -> None:
+        """Bring the server to `goal`, or have it replaced by one that was started on it."""
+        replica, unanswered, before = self._replica, 0, self._replica.goal
         started = time.monotonic()
+        replica.goal = goal
         try:
             while True:
                 client = await replica.serving()
-                replica.goal = goal
                 try:
                     if replica.loaded is not goal:
                         await self._transfer(client, goal)
@@ -340,14 +365,14 @@ class SglangEngine:
 
     async def _transfer(self, client: SglangClient, goal: Goal) -> None:
         """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
-        weights, version, replica = goal.weights, goal.version, self._replica
+        version, replica = goal.version, self._replica
         started, mode = time.monotonic(), self._pause_mode
         await client.post("/pause_generation", {"mode": mode})
         for attempt in range(self._sglang.canary_retries + 1):
             with replica.loading():
-                await self._sync.send(client, weights, version, flush=mode != "in_place")
+                held = await self._bring(client, goal, flush=mode != "in_place")
                 sent = time.monotonic()
-                report = await self._sync.check(client, weights, draft=replica.drafts)
+                report = await self._sync.check(client, held, draft=replica.drafts)
             if report.passed:
                 break
             self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
@@ -362,6 +387,22 @@ class SglangEngine:
             await self._react(client, report, version)
             return
         replica.arrived(goal)
+
+    async def _bring(
+        self, client: SglangClient, goal: Goal, *, flush: bool
+    ) -> Mapping[str, torch.Tensor] | Checksums:
+        """Get `goal` into the server, by the broadcast it is part of or alone; what it must hold then."""
+        member, offer, goal.offer = self._replica.server_id, goal.offer, None
+        if offer is not None and member in offer.members:
+            try:
+                return (await self._sync.receive(client, offer, member, flush=flush)).checksums
+            except ServerUnreachable:
+                raise
+            except ServerError as error:
+                self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
+        weights = await goal.weights()
+        await self._sync.send(client, weights, goal.version, flush=flush)
+        return weights
 
     @property
     def _pause_mode(self) -> str:

@@ -11,7 +11,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
 
 SGLANG_VERSION = "0.5.23"
@@ -36,6 +39,11 @@ class SglangEnvironment:
 
     python: Path
     on_gpu: bool
+
+
+def is_on_gpu(config: RolloutConfig) -> bool:
+    """Whether servers run on GPUs; device auto: if this process sees one."""
+    return torch.cuda.is_available() if config.device == "auto" else config.device.startswith("cuda")
 
 
 def find_environment(config: SglangConfig, on_gpu: bool) -> SglangEnvironment:

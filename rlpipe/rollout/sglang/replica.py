@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.hf_layout import read_weights
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.rollout.sglang.collective import Offer
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.sync import WeightSync
@@ -40,17 +42,23 @@ _PROBE = "/server_info"  # answered by the scheduler, paused or not
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Goal:
-    """What the server must hold: `weights` (None: the model's checkpoint) as `version`."""
+    """What the server must hold: `weights` (None: the model's checkpoint) as `version`.
 
-    weights: Mapping[str, torch.Tensor] | None
+    Asking for weights raises RuntimeError when nobody is left to give them: then a server starts on the
+    model's checkpoint, as the version that is. offer: a broadcast that brings them; it passes once.
+    """
+
+    weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]] | None
     version: int
+    offer: Offer | None = None
 
 
 class Replica:
-    """Used from one event loop. on_event: told of `server_died`, `server_hung`, `server_restarted`.
+    """Used from one event loop. on_event: told of `server_died`, `server_hung`, `server_restarted`,
+        `weights_lost`.
 
     spec: how the server decodes; set it before `restart` to change it. paused: a new server starts paused.
-    restarts: since the beginning.
+    restarts: since the beginning. server_id: of the server that is there now, new with each.
     """
 
     def __init__(
@@ -66,7 +74,8 @@ class Replica:
         on_event: Callable[..., None],
     ) -> None:
         self.spec, self.paused, self.restarts = spec, False, 0
-        self.goal = self.loaded = Goal(weights=None, version=version)
+        self.server_id = ""
+        self.goal = self.loaded = self._first = Goal(weights=None, version=version)
         self._config, self._model_path, self._environment = config, model_path, environment
         self._sync, self._log_dir, self._on_event = sync, log_dir, on_event
         self._server: ServerProcess | None = None
@@ -247,12 +256,17 @@ class Replica:
     async def _start(self) -> None:
         """Start a server on `goal` and check that it is what was asked for."""
         goal = self.goal
-        if goal.weights is None:
+        try:
+            weights = None if goal.weights is None else await goal.weights()
+        except RuntimeError as error:  # a trainer that was lost; its successor publishes before it trains
+            self._on_event("weights_lost", version=goal.version, error=str(error)[:300])
+            goal, weights = self._first, None
+        if weights is None:
             await self._start_on(self._model_path, self._config, goal)
             return
         # the draft of the goal, not the one that was started with
         config = replace(self._config, sglang=replace(self._config.sglang, draft_path=""))
-        with self._sync.checkpoint(goal.weights) as folder:
+        with self._sync.checkpoint(weights) as folder:
             await self._start_on(folder, config, goal)
 
     async def _start_on(self, path: Path, config: RolloutConfig, goal: Goal) -> None:
@@ -267,6 +281,7 @@ class Replica:
             self._log_dir / f"sglang-{port}.log",
         )
         self._client = client = SglangClient(f"http://{sglang.host}:{port}", sglang.request_timeout)
+        self.server_id = uuid.uuid4().hex
         await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
         arguments.check_server_info(await client.read("/server_info"), config, self.spec)
         report = await self._sync.check(client, read_weights(path), draft=self.drafts)

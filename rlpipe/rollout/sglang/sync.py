@@ -2,7 +2,8 @@
 
     begin -> pieces of target and draft together, the version on the last -> end -> fingerprints
 
-Owns what is sent and checked; pausing, and what to do about a failed check, are the engine's.
+`send` brings weights of this process there; `receive` takes what the trainer broadcasts to all servers. Owns
+what is sent and checked; pausing, and what to do about a failed check, are the engine's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ from rlpipe.config.sglang import WeightTransfer
 from rlpipe.hf_layout import is_mtp_weight, read_config, weight_shapes, write_checkpoint
 from rlpipe.rollout.sglang import canary
 from rlpipe.rollout.sglang.canary import CanaryReport, Shard
-from rlpipe.rollout.sglang.client import ServerError, SglangClient
-from rlpipe.rollout.sglang.collective import Broadcast
+from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient
+from rlpipe.rollout.sglang.collective import (
+    Checksums,
+    GroupBroken,
+    Offer,
+    Piece,
+    Rendezvous,
+    Root,
+    Sent,
+    described,
+)
 from rlpipe.rollout.sglang.weights import buckets, serialize
 
 
@@ -36,10 +46,11 @@ class WeightSync:
         self._hf_config = read_config(model_path)
         self._tied = bool(self._hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
-        self._group: Broadcast | None = None
+        self._root: Root | None = None  # of the group with this server alone
+        self._joined: tuple[SglangClient, str] | None = None  # the server, and the group it is in
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
-        """Refuse weights of another model before anything is touched.
+        """Refuse weights of another model before anything is touched; they may be on the meta device.
 
         draft: whether the MTP layer is served, and so must be there. Raises ValueError.
         """
@@ -69,39 +80,89 @@ class WeightSync:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
                 await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
-        collective = self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE
-        group = await self._joined(client) if collective else None
+        pieces = list(buckets(weights, self._config.sglang.bucket_mb))
+        if self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
+            await self._broadcast(client, pieces, version, flush)
+            return
         async with self._session(client):
-            pieces = list(buckets(weights, self._config.sglang.bucket_mb))
-            for number, piece in enumerate(pieces, 1):
-                last = number == len(pieces)
-                body: dict[str, Any] = {
-                    "selector": "all",
-                    "flush_cache": flush and last,
-                    "weight_version": str(version) if last else None,
-                }
-                if group is not None:
-                    await group.send(piece, body)
-                    continue
+            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
                 serialized = await asyncio.to_thread(serialize, piece)
                 body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
                 await client.post("/update_weights_from_tensor", body, self._patience)
 
-    async def _joined(self, client: SglangClient) -> Broadcast:
-        """The group with this server, made at its first update."""
-        if self._group is None or self._group.client is not client:
+    async def receive(self, client: SglangClient, offer: Offer, member: str, *, flush: bool) -> Sent:
+        """Have the server, `member` of the group, take what the trainer broadcasts.
+
+        Raises ServerError when either breaks off: some of its weights may be new then.
+        """
+        place = offer.first_rank(member)
+        try:
+            await self._take(client, offer.group, place, offer.pieces, offer.version, flush)
+            sent = await offer.sent()
+            if sent.failure:
+                raise ServerError(f"the trainer's broadcast of version {offer.version}: {sent.failure}")
+        except ServerError:
+            await self._leave(client)
+            raise
+        return sent
+
+    def group_of(self, client: SglangClient) -> str:
+        """Name of the group that the server is in; empty for none."""
+        return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
+
+    async def _broadcast(
+        self, client: SglangClient, pieces: Sequence[Piece], version: int, flush: bool
+    ) -> None:
+        """Be rank 0 ourselves, for this server alone."""
+        if self._root is None or self.group_of(client) != self._root.rendezvous.name:
             self.close()
             sglang = self._config.sglang
-            group = await asyncio.to_thread(Broadcast, client, sglang.host, sglang.tp, self._patience)
-            await group.join()
-            self._group = group
-        return self._group
+            self._root = await asyncio.to_thread(Root, sglang.host, sglang.tp, self._patience)
+        root = self._root
+        sending = asyncio.create_task(asyncio.to_thread(root.send, pieces))
+        # seen, also where `_take` fails first
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await self._take(client, root.rendezvous, 1, pieces, version, flush)
+            await sending
+        except GroupBroken as error:
+            self.close()
+            raise ServerUnreachable(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def _take(
+        self,
+        client: SglangClient,
+        group: Rendezvous,
+        first_rank: int,
+        pieces: Sequence[Piece],
+        version: int,
+        flush: bool,
+    ) -> None:
+        """The server's part of a broadcast: join the group if it is new, then ask for piece after piece."""
+        if self.group_of(client) != group.name:
+            await self._leave(client)
+            await client.post("/init_weights_update_group", group.body(first_rank), self._patience)
+            self._joined = client, group.name
+        async with self._session(client):
+            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
+                body |= described(piece, group.name)
+                await client.post("/update_weights_from_distributed", body, self._patience)
+
+    async def _leave(self, client: SglangClient) -> None:
+        """Have the server leave its group; one that broke off cannot always be left in order."""
+        if name := self.group_of(client):
+            with contextlib.suppress(ServerError):
+                await client.post("/destroy_weights_update_group", {"group_name": name}, self._patience)
+        self._joined = None
 
     def close(self) -> None:
-        """Leave the group with a server."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leave the group with the server, if we are its rank 0."""
+        if self._root is not None:
+            self._root.close()
+            self._root = None
 
     @staticmethod
     @contextlib.asynccontextmanager
@@ -121,19 +182,25 @@ class WeightSync:
         return self._config.sglang.update_timeout
 
     async def check(
-        self, client: SglangClient, weights: Mapping[str, torch.Tensor], *, draft: bool
+        self, client: SglangClient, weights: Mapping[str, torch.Tensor] | Checksums, *, draft: bool
     ) -> CanaryReport:
-        """Fingerprints of every rank against those of `weights`. draft: whether the server drafts."""
+        """Fingerprints of every rank against those of `weights`, or as the trainer computed them.
+
+        draft: whether the server drafts.
+        """
         answer = await client.read("/weights_checker", {"action": "checksum", "selector": "all"})
         report = CanaryReport()
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"][0]
-            shard = Shard(
-                rank=place["tp_rank"],
-                size=place["tp_size"],
-                kv_heads=int(self._hf_config["num_key_value_heads"]),
-            )
-            expected = await asyncio.to_thread(self._fingerprints, weights, shard, draft)
+            if isinstance(weights, Checksums):
+                expected = weights.of(place["tp_rank"], draft)
+            else:
+                shard = Shard(
+                    rank=place["tp_rank"],
+                    size=place["tp_size"],
+                    kv_heads=int(self._hf_config["num_key_value_heads"]),
+                )
+                expected = await asyncio.to_thread(self._fingerprints, weights, shard, draft)
             found = canary.compare(expected, rank["checksums"])
             report.target += found.target
             report.draft += found.draft
@@ -155,3 +222,14 @@ class WeightSync:
             yield folder
         finally:
             shutil.rmtree(folder)
+
+
+def _bodies(pieces: int, version: int, flush: bool) -> Iterator[dict[str, Any]]:
+    """What each request for a piece says of the update: the last completes it."""
+    for number in range(1, pieces + 1):
+        last = number == pieces
+        yield {
+            "selector": "all",
+            "flush_cache": flush and last,
+            "weight_version": str(version) if last else None,
+        }

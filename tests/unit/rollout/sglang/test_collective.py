@@ -1,41 +1,155 @@
-"""The group with a server: what is said when the server does not join it. (Weights: tests/integration.)"""
+"""A broadcast to one server or several: every rank gets the same bits, or all are told that they did not."""
 
 import asyncio
+import time
 
 import pytest
+import torch
 
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
 from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
-from rlpipe.rollout.sglang.collective import Broadcast
+from rlpipe.rollout.sglang.collective import GroupBroken, Root, described
+from rlpipe.rollout.sglang.sync import WeightSync
+from tests.helpers.broadcasts import Receiver, Trainer
+from tests.helpers.cli import ROOT
+from tests.helpers.sglang import perturbed
 
 pytestmark = pytest.mark.unit
+TINY = ROOT / "models" / "tiny"
 
 
-class Client:
-    """Answers as told, and keeps what it was asked."""
-
-    def __init__(self, error=None):
-        self.error, self.asked = error, []
-
-    async def post(self, path, body, timeout=None):
-        self.asked.append((path, body))
-        if self.error:
-            raise self.error
+@pytest.fixture(scope="module")
+def weights():
+    return read_weights(TINY)
 
 
-def join(client, ranks=2):
-    group = Broadcast(client, "127.0.0.1", ranks, timeout=1.0)
-    asyncio.run(group.join())
+@pytest.fixture
+def config():
+    config = RolloutConfig(engine="sglang", device="cpu")
+    config.sglang.weight_transfer = "collective"
+    config.sglang.bucket_mb, config.sglang.update_timeout = 1, 20.0
+    config.sglang.__post_init__()
+    return config
 
 
-def test_a_server_is_asked_to_join_as_the_ranks_after_ours():
-    client = Client()
-    with pytest.raises(ServerUnreachable, match="init_weights_update_group: the group with the server broke"):
-        join(client)  # it says yes, and does not come
-    ((path, body),) = client.asked
-    assert path == "/init_weights_update_group" and body["backend"] == "gloo"
-    assert body["rank_offset"] == 1 and body["world_size"] == 3 and body["master_port"] > 0
+@pytest.fixture
+def trainer(config):
+    trainer = Trainer.of(config, read_config(TINY))
+    yield trainer
+    trainer.close()
 
 
-def test_a_server_that_refuses_is_quoted():
-    with pytest.raises(ServerError, match="no such group"):
-        join(Client(ServerError("no such group")))
+def syncs(config, tmp_path, count):
+    return [WeightSync(config, TINY, on_gpu=False, folder=tmp_path) for _ in range(count)]
+
+
+def receive(offer, parties):
+    """What each server's worker is told at the end."""
+
+    async def run():
+        asked = (
+            sync.receive(receiver, offer, str(n), flush=False) for n, (sync, receiver) in enumerate(parties)
+        )
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def assert_holds(receiver, weights):
+    assert receiver.weights.keys() == weights.keys()
+    assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in weights.items())
+
+
+def test_one_broadcast_brings_the_same_weights_to_all_servers(config, trainer, weights, tmp_path):
+    receivers = [Receiver(), Receiver()]
+    parties = list(zip(syncs(config, tmp_path, 2), receivers, strict=True))
+    for version in (4, 5):
+        new = perturbed(weights, 0.02, seed=version)
+        sent, again = receive(trainer.offer(new, version, ["0", "1"], again=version == 5), parties)
+        assert sent == again and not sent.failure and sent.num_bytes == sum(t.nbytes for t in new.values())
+        for receiver in receivers:
+            assert_holds(receiver, new)
+    for receiver in receivers:
+        pieces = (len(receiver.versions)) // 2
+        update = [
+            "/begin_weight_update",
+            *["/update_weights_from_distributed"] * pieces,
+            "/end_weight_update",
+        ]
+        assert receiver.asked == ["/init_weights_update_group", *update, *update] and pieces > 5
+        assert receiver.versions == [None] * (pieces - 1) + ["4"] + [None] * (pieces - 1) + ["5"]
+
+
+def test_a_server_that_dies_is_said_to_all_and_they_leave_the_group(config, trainer, weights, tmp_path):
+    living, dying = Receiver(), Receiver(die_at=3)
+    (stays, _), (lost, _) = parties = list(zip(syncs(config, tmp_path, 2), (living, dying), strict=True))
+    started = time.monotonic()
+    offer = trainer.offer(weights, 1, ["0", "1"])
+    told, died = receive(offer, parties)
+    assert time.monotonic() - started < config.sglang.update_timeout
+    assert isinstance(died, ServerUnreachable) and isinstance(told, ServerError)
+    assert "/destroy_weights_update_group" in living.asked and stays.group_of(living) == ""
+    kept = asyncio.run(offer.weights())  # what came after the break as well
+    assert kept.keys() == weights.keys() and all(torch.equal(kept[n], weights[n]) for n in weights)
+    assert lost.group_of(dying) == ""
+
+
+def test_only_the_newest_version_is_given_out(config, trainer, weights, tmp_path):
+    parties = list(zip(syncs(config, tmp_path, 1), [Receiver()], strict=True))
+    receive(trainer.offer(weights, 2, ["0"]), parties)
+    assert trainer.sender.newest(2).version == 2
+    with pytest.raises(RuntimeError, match="does not hold version 1 any more, but 2"):
+        trainer.sender.newest(1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, weights, ranks):
+    config.sglang.tp = ranks
+    trainer.sender._trainer.weights = weights
+    sent = trainer.sender.send(1)
+    assert "no group" in sent.failure and len(sent.checksums.ranks) == ranks
+    for rank in range(ranks):
+        shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
+        for draft in (True, False):
+            whole = server_tensors(weights, torch.float32, shard, tied=False, draft=draft)
+            assert sent.checksums.of(rank, draft) == fingerprints(whole, on_gpu=False)
+
+
+def test_a_worker_broadcasts_to_its_own_server_in_the_same_way(config, weights, tmp_path):
+    (sync,), receiver = syncs(config, tmp_path, 1), Receiver()
+    try:
+        for version in (1, 2):
+            asyncio.run(sync.send(receiver, weights, version, flush=False))
+            assert_holds(receiver, weights)
+    finally:
+        sync.close()
+    assert receiver.asked.count("/init_weights_update_group") == 1
+
+
+def test_a_worker_whose_broadcast_broke_off_makes_another_group(config, weights, tmp_path):
+    (sync,), receiver = syncs(config, tmp_path, 1), Receiver(die_at=2)
+    try:
+        with pytest.raises(ServerUnreachable):
+            asyncio.run(sync.send(receiver, weights, 1, flush=False))
+        asyncio.run(sync.send(receiver, weights, 1, flush=False))
+    finally:
+        sync.close()
+    assert_holds(receiver, weights)
+
+
+def test_a_rank_that_does_not_join_is_missed():
+    root = Root("127.0.0.1", ranks=2, timeout=1.0)
+    asked = root.rendezvous.body(first_rank=1)
+    assert asked["backend"] == "gloo" and asked["rank_offset"] == 1 and asked["world_size"] == 3
+    with pytest.raises(GroupBroken, match="the group of 3 ranks broke off"):
+        root.send([[("a", torch.ones(3))]])
+    root.close()
+
+
+def test_a_piece_is_described_as_it_is_laid_out():
+    piece = [("half", torch.ones(3, dtype=torch.float16)), ("wide", torch.ones(2, 2).to("meta"))]
+    told = described(piece, "g")
+    assert told["names"] == ["wide", "half"] and told["dtypes"] == ["float32", "float16"]
+    assert told["shapes"] == [[2, 2], [3]] and told["group_name"] == "g"

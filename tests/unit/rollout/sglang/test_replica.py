@@ -14,7 +14,8 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import read_weights
 from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica, sync
 from rlpipe.rollout.sglang.canary import CanaryReport
-from rlpipe.rollout.sglang.client import ServerUnreachable
+from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
+from rlpipe.rollout.sglang.collective import Member, Offer, Rendezvous
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.types import FinishReason
 from tests.helpers import fake_sglang
@@ -122,6 +123,61 @@ def test_an_update_its_server_dies_of_is_complete_when_the_next_serves(fake, wei
     fake.update_weights(weights, 6)
     assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [6, 6]
     assert not list(fake.folder.glob("sglang-weights-*"))
+
+
+def offered(fake, weights, version, members):
+    """An offer to these servers; `weights` may be what its trainer raises."""
+
+    async def kept():
+        if isinstance(weights, Exception):
+            raise weights
+        return weights
+
+    group = Rendezvous(host="", port=1, name="g", size=2, backend="gloo")
+    pieces = [list(read_weights(TINY).items())]
+    return Offer(
+        version=version, group=group, members=members, ranks=1, pieces=pieces, sent=kept, weights=kept
+    )
+
+
+def test_a_server_outside_the_group_is_given_the_weights_alone(fake, weights):
+    fake.receive_weights(offered(fake, weights, 4, ["another"]))
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [4, 4]
+    assert not fake.events and fake.membership() == Member(server=fake._replica.server_id, group="")
+
+
+def test_a_server_whose_broadcast_broke_off_is_given_the_weights_alone(fake, weights, monkeypatch):
+    async def broken(self, client, offer, member, *, flush):
+        raise ServerError("the group broke off")
+
+    monkeypatch.setattr(sync.WeightSync, "receive", broken)
+    fake.receive_weights(offered(fake, weights, 4, [fake.membership().server]))
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [4, 4]
+    assert fake.events == [("broadcast_failed", {"version": 4, "error": "the group broke off"})]
+
+
+def test_a_server_that_dies_of_a_broadcast_is_replaced_by_one_on_the_weights(fake, weights, monkeypatch):
+    async def dies(self, client, offer, member, *, flush):
+        kill(fake)
+        raise ServerUnreachable("it is gone")
+
+    monkeypatch.setattr(sync.WeightSync, "receive", dies)
+    before = fake.membership().server
+    fake.receive_weights(offered(fake, weights, 4, [before]))
+    assert kinds(fake) == ["server_died", "server_restarted"] and fake.membership().server != before
+    assert [version for _, version in fake.started] == [0, 4] and fake.stats().policy_version == 4
+
+
+def test_without_a_trainer_that_has_the_weights_the_next_server_serves_version_0(fake, weights):
+    fake.receive_weights(offered(fake, weights, 4, []))
+    lost = offered(fake, RuntimeError("the trainer was lost"), 4, [])
+    fake._replica.goal.weights = lost.weights
+    kill(fake)
+    until(lambda: "server_restarted" in kinds(fake))
+    assert kinds(fake) == ["server_died", "weights_lost", "server_restarted"]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [0, 0]
+    fake.update_weights(weights, 5)
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [5, 5]
 
 
 def test_a_server_that_never_comes_back_ends_in_a_clear_error(fake):

@@ -1,0 +1,95 @@
+"""The trainer's side of a broadcast to all servers: buckets of full weights, sent as they are gathered.
+
+    trainer.weight_buckets --> Root.send --> every rank of every server
+                          \\--> host memory: checksums for the canary, and a copy for a server that was lost
+
+Every rank has one, since gathering takes all of them; rank 0's owns the group and the copy of the newest
+version. What the servers are asked is the rollout workers' business (`rollout.sglang.sync`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.hf_layout import has_mtp
+from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
+from rlpipe.rollout.sglang.collective import Checksums, GroupBroken, Piece, Rendezvous, Root, Sent
+from rlpipe.rollout.sglang.environment import is_on_gpu
+from rlpipe.weights.sync import WeightPayload, pack_weights
+
+if TYPE_CHECKING:
+    from rlpipe.trainer.megatron import MegatronTrainer
+
+
+class WeightSender:
+    """config: of the rollout side, whose type the weights are sent in. trainer: this rank."""
+
+    def __init__(self, config: RolloutConfig, trainer: MegatronTrainer) -> None:
+        self._config, self._trainer = config, trainer
+        self._model = trainer.hf_config
+        self._form = {"megabytes": config.sglang.bucket_mb, "dtype": getattr(torch, config.dtype)}
+        self._on_gpu = is_on_gpu(config)
+        self._root: Root | None = None
+        self._newest: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Piece]]:
+        """A new group with so many servers, in place of the one before, and what each update consists of.
+
+        host: how the servers reach this machine. They and we join at the first update. nccl where weights and
+        servers are on GPUs, else gloo.
+        """
+        self.close()
+        backend = "nccl" if self._on_gpu and self._trainer.device.type == "cuda" else "gloo"
+        sglang = self._config.sglang
+        self._root = Root(host, servers * sglang.tp, sglang.update_timeout, backend)
+        return self._root.rendezvous, self._trainer.bucket_plan(**self._form)
+
+    def send(self, version: int) -> Sent:
+        """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept."""
+        kept: dict[str, torch.Tensor] = {}
+        checksums = Checksums(ranks=[{} for _ in range(self._config.sglang.tp)])
+        failure = ""
+        for bucket in self._trainer.weight_buckets(**self._form):
+            failure = failure or self._sent(bucket)
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+            kept |= copies
+            for rank, found in enumerate(checksums.ranks):
+                found |= self._checksums(copies, rank)
+        self._newest = version, kept
+        num_bytes = sum(tensor.nbytes for tensor in kept.values())
+        return Sent(checksums=checksums, num_bytes=num_bytes, failure=failure)
+
+    def newest(self, version: int) -> WeightPayload:
+        """The weights last sent. Raises RuntimeError when they are of another version."""
+        if self._newest is None or self._newest[0] != version:
+            held = "none" if self._newest is None else self._newest[0]
+            raise RuntimeError(f"the trainer does not hold version {version} any more, but {held}.")
+        return pack_weights(self._newest[1], version)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+    def _sent(self, bucket: Piece) -> str:
+        """Why it was not; empty when it was."""
+        if self._root is None:
+            return "there is no group to send to"
+        try:
+            self._root.send([bucket])
+        except GroupBroken as error:
+            return str(error)
+        return ""
+
+    def _checksums(self, weights: dict[str, torch.Tensor], rank: int) -> dict[str, str]:
+        """Of one bucket on one rank of a server: what SGLang fuses lies in one bucket."""
+        shard = Shard(
+            rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
+        )
+        tied = bool(self._model.get("tie_word_embeddings"))
+        tensors = server_tensors(weights, self._form["dtype"], shard, tied=tied, draft=has_mtp(self._model))
+        return fingerprints(tensors, self._on_gpu)

@@ -1,0 +1,61 @@
+"""Weights gathered over tensor parallel ranks by buckets: bit for bit, and in bounded memory."""
+
+import pytest
+
+from rlpipe.config.trainer import TrainerConfig
+from tests.helpers.buckets import streamed
+from tests.helpers.parallel import run_ranks
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.integration
+MEGABYTES = 1
+LIMIT = MEGABYTES * 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """12 MB; 501 tokens: tensor parallelism has to pad the vocabulary."""
+    folder = tmp_path_factory.mktemp("model")
+    return write_random_checkpoint(folder, vocab=501, hidden=256, layers=6, intermediate=256)
+
+
+@pytest.fixture(scope="module")
+def told(checkpoint, tmp_path_factory):
+    """What each rank streams: (config, rank) -> answer."""
+    folder = tmp_path_factory.mktemp("addresses")
+    split = {"tp": TrainerConfig(tp=2), "dp": TrainerConfig(dp=2)}
+    found = {}
+    for ranks, configs in ((1, {"alone": TrainerConfig()}), (2, split)):
+        for rank, answer in enumerate(run_ranks(streamed, ranks, folder, checkpoint, configs, MEGABYTES)):
+            found |= {(name, rank): one for name, one in answer.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["alone", "tp", "dp"])
+def test_buckets_and_the_full_export_are_the_checkpoint_bit_for_bit(told, name):
+    answer = told[name, 0]
+    assert answer["different"] == {"export": [], "buckets": [], "bfloat16": []}
+    names = [one for bucket in answer["buckets"] for one, *_ in bucket]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["alone", "tp", "dp"])
+def test_the_plan_says_what_comes(told, name):
+    answer = told[name, 0]
+    assert answer["plan"] == answer["buckets"] and len(answer["plan"]) > 4
+    assert len(answer["bfloat16"]) < len(answer["plan"])  # half the bytes of each tensor, so fewer buckets
+
+
+def test_a_bucket_is_bounded_and_so_is_what_gathering_holds(told):
+    """Rank 0: the bucket before, the parts of this one, and what is made of them; rank 1: its half of one."""
+    sizes, held = told["tp", 0]["sizes"], [told["tp", rank]["most_held"] for rank in (0, 1)]
+    print(f"{sum(sizes)} bytes in {len(sizes)} buckets of at most {LIMIT}; held {held}")
+    assert max(sizes) <= LIMIT and sum(sizes) > 11 * LIMIT
+    assert LIMIT < held[0] < 5 * LIMIT
+    assert 0 < held[1] <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_only_rank_0_sees_weights(told, name):
+    answer = told[name, 1]
+    assert not answer["exports"] and answer["buckets"] == answer["bfloat16"] == []
