@@ -57,13 +57,13 @@ FIGURES = {
 }
 
 
-def run(directory: Path, overrides: list[str]) -> None:
+def run(directory: Path, overrides: list[str], recipe: str = "swe_rl") -> None:
     """One run of the main job, unless it is complete already."""
     events = directory / "events.jsonl"
     if events.exists() and '"outcome": "done"' in events.read_text():
         return
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", f"run.dir={directory}"]
+    command = [sys.executable, "-m", "rlpipe.run", f"+recipe={recipe}", f"run.dir={directory}"]
     subprocess.run([*command, *overrides], check=True)
 
 

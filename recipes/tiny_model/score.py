@@ -1,9 +1,10 @@
 """Score a tiny model with the engine, collector and sandbox of real runs, and write its model card.
 
-    python recipes/tiny_model/score.py [--model models/tiny] [--instances 128]
+    python recipes/tiny_model/score.py [--model models/tiny] [--instances 128] [--no-card]
 
 Each instance of both held-out sets is played once greedily and 8 times at T = 1; acceptance comes from
-the sums of the same T = 1 trajectories (rejection, gamma = 3).
+the sums of the same T = 1 trajectories (rejection, gamma = 3). The card is that of models/tiny; --no-card
+prints the figures alone.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def solved(trajectories: list[Trajectory], samples: int) -> list[int]:
     return [sum(wins[i : i + samples]) for i in range(0, len(wins), samples)]
 
 
-async def score(model: str, instances: int) -> None:
-    """Play both sets and write the card into the model's directory."""
+async def score(model: str, instances: int, card: bool) -> None:
+    """Play both sets and, if asked to, write the card into the model's directory."""
     config = Config(env=EnvConfig(name=EnvName.SWE))
     config.model.path = model
     suite, worker = make_suite(config.env, seed=0), RolloutWorker(config)
@@ -60,7 +61,8 @@ async def score(model: str, instances: int) -> None:
             print(name, scores[name], f"acceptance length {spec.acceptance_length:.3f}", flush=True)
     finally:
         await worker.close()
-    write_card(Path(resolve(model)), scores, acceptance)
+    if card:
+        write_card(Path(resolve(model)), scores, acceptance)
 
 
 if __name__ == "__main__":
@@ -69,5 +71,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--model", default="shipped:models/tiny")
     parser.add_argument("--instances", type=int, default=128)
+    parser.add_argument("--no-card", action="store_true")
     args = parser.parse_args()
-    asyncio.run(score(args.model, args.instances))
+    asyncio.run(score(args.model, args.instances, not args.no_card))

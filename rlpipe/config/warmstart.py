@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlpipe.config.choice import Choice
+
+
+class WeightType(Choice):
+    """Type of stored weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
 
 def _require(ok: bool, what: str, value: object, remedy: str) -> None:
     if not ok:
@@ -79,6 +88,7 @@ class WarmstartConfig:
     sets, whose instances are kept out of training. instances: training instances to generate.
     gamma: depths the MTP layer is trained for.
     save_every: steps between checkpoints. threads: of torch. workers: processes that generate data.
+    dtype: of the finished checkpoint's weights; training is in float32 in any case.
     """
 
     seed: int = 0
@@ -90,6 +100,7 @@ class WarmstartConfig:
     workers: int = 2
     save_every: int = 250
     gamma: int = 3
+    dtype: WeightType = WeightType.FLOAT32
     shape: TinyShape = field(default_factory=TinyShape)
     skill: StageConfig = field(default_factory=_skill)
     imitation: StageConfig = field(default_factory=_imitation)

@@ -59,8 +59,14 @@ def initialise(model: nn.Module, depth: int) -> None:
         nn.init.normal_(parameter, std=std)
 
 
-def save_checkpoint(path: Path, backbone: Qwen2ForCausalLM, mtp: MtpLayer, bpe: Tokenizer) -> None:
-    """Write config.json, model.safetensors (float32, lm_head untied), generation config and tokenizer.
+def save_checkpoint(
+    path: Path,
+    backbone: Qwen2ForCausalLM,
+    mtp: MtpLayer,
+    bpe: Tokenizer,
+    dtype: str = "float32",
+) -> None:
+    """Write config.json, model.safetensors (lm_head untied), generation config and tokenizer.
 
     The directory is replaced as a whole, so that a reader never sees half of it.
     """
@@ -77,13 +83,14 @@ def save_checkpoint(path: Path, backbone: Qwen2ForCausalLM, mtp: MtpLayer, bpe: 
         "head_dim": backbone.config.head_dim,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
-        "dtype": "float32",
-        "torch_dtype": "float32",
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in backbone.state_dict().items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights |= {MTP_PREFIX + name: tensor.detach().clone() for name, tensor in mtp.state_dict().items()}
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
     save_file(weights, staging / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(bpe, staging, backbone.config.max_position_embeddings)
     if (path / "README.md").is_file():

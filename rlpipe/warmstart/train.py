@@ -125,7 +125,7 @@ def run_tiny_model(config: WarmstartConfig, run_dir: Path) -> Path:
     records, bpe, tokenizer, model = prepare(config, run_dir)
     train_backbone(config, model, records, tokenizer, run_dir)
     layer = train_mtp(config, model, records, tokenizer, run_dir)
-    save_checkpoint(run_dir / "model", model, layer, bpe)
+    save_checkpoint(run_dir / "model", model, layer, bpe, dtype=config.dtype.value)
     return run_dir / "model"
 
 

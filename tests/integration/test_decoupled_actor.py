@@ -198,10 +198,12 @@ def test_a_resumed_pair_equals_the_uninterrupted_one(paths, models, tmp_path):
     first, second = (make_batch(rollouts(models[1], seed), OBRS) for seed in range(2))
     pair = make_pair(paths)
     pair.train_step(first)
-    pair.save(tmp_path / "trainer")
-    pair.save_hf(tmp_path / "hf")
+    parts = pair.begin_save(tmp_path / "trainer", tmp_path / "hf")
     expected = figures(pair.train_step(second))
     ends = weights(pair.policy), weights(pair.actor)
+    for stage in ("write", "finish"):
+        for part in parts:
+            getattr(part, stage)()
     pair.close()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "actor_hf").config.hidden_size == 16
     pair = make_pair(paths)
@@ -214,24 +216,28 @@ def test_a_resumed_pair_equals_the_uninterrupted_one(paths, models, tmp_path):
     pair.close()
 
 
-def steps_of_a_rank(rank, world_size, folder, paths, trainer, batches):
-    """In every rank: two updates of both models."""
+def steps_of_a_rank(rank, world_size, folder, paths, trainers):
+    """In every rank, for each size: two updates of both models on its batches."""
     torch.set_num_threads(1)
-    where = {"rank": rank, "world_size": world_size}
-    if world_size > 1:
-        where["master"] = meet(rank, folder / f"address_{trainer.tp}_{trainer.dp}")
-    pair = make_pair(paths, trainer=trainer, **where)
-    told = [figures(pair.train_step(batch)) for batch in batches]
-    pair.close()
+    where, told = {"rank": rank, "world_size": world_size}, []
+    for trainer, batches in trainers:
+        if world_size > 1:
+            where["master"] = meet(rank, folder / f"address_{trainer.tp}_{trainer.dp}")
+        pair = make_pair(paths, trainer=trainer, **where)
+        told.append([figures(pair.train_step(batch)) for batch in batches])
+        pair.close()
     return told
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=["tp", "dp"])
-def test_two_ranks_take_the_steps_of_one(paths, models, tmp_path, sizes):
-    groups = [rollouts(models[1], seed) for seed in range(2)]
-    alone = TrainerConfig(lr=1e-2)
-    mine = steps_of_a_rank(0, 1, tmp_path, paths, alone, [make_batch(g, OBRS) for g in groups])
-    split = [make_batch(g, OBRS, sizes.get("dp", 1)) for g in groups]
-    for other in run_ranks(steps_of_a_rank, 2, tmp_path, paths, replace(alone, **sizes), split):
-        for one, two in zip(mine, other, strict=True):
-            assert two == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in one.items()}
+def test_two_ranks_take_the_steps_of_one_whether_they_cut_the_models_or_the_batch(paths, models, tmp_path):
+    groups, alone = [rollouts(models[1], seed) for seed in range(2)], TrainerConfig(lr=1e-2)
+
+    def work(trainer):
+        return trainer, [make_batch(g, OBRS, trainer.dp) for g in groups]
+
+    [mine] = steps_of_a_rank(0, 1, tmp_path, paths, [work(alone)])
+    sizes = [work(replace(alone, tp=2)), work(replace(alone, dp=2))]
+    for others in run_ranks(steps_of_a_rank, 2, tmp_path, paths, sizes):
+        for other in others:
+            for one, two in zip(mine, other, strict=True):
+                assert two == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in one.items()}

@@ -46,8 +46,11 @@ def test_the_recipe_makes_a_checkpoint_that_loads_and_repeats_no_finished_stage(
 
 def test_the_command_line_runs_the_recipe(tmp_path):
     toy = ["instances=64", "held_out=8", "workers=1", "skill.steps=4", "imitation.steps=2", "mtp.steps=2"]
+    toy += ["dtype=bfloat16"]
     toy += ["shape.hidden_size=32", "shape.num_layers=2", "shape.head_dim=8", "shape.intermediate_size=64"]
     overrides = [f"warmstart.{setting}" for setting in toy]
     result = run("+recipe=tiny_model", "run.dir=out", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert has_mtp(read_config(tmp_path / "out" / "model"))
+    model = tmp_path / "out" / "model"
+    assert has_mtp(read_config(model)) and read_config(model)["dtype"] == "bfloat16"
+    assert {weight.dtype for weight in read_weights(model).values()} == {torch.bfloat16}

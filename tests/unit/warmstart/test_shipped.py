@@ -10,8 +10,9 @@ from rlpipe.mtp.layer import MtpLayer
 pytestmark = pytest.mark.unit
 
 
-def test_the_shipped_checkpoint_holds_a_backbone_and_one_mtp_layer_and_nothing_else():
-    path = shipped("models/tiny")
+@pytest.mark.parametrize("name", ["tiny", "tiny_actor"])
+def test_the_shipped_checkpoints_hold_a_backbone_and_one_mtp_layer_and_nothing_else(name):
+    path = shipped(f"models/{name}")
     config, weights = read_config(path), read_weights(path)
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     assert config["vocab_size"] % 16 == 0 and not config["tie_word_embeddings"]
@@ -20,3 +21,11 @@ def test_the_shipped_checkpoint_holds_a_backbone_and_one_mtp_layer_and_nothing_e
     layer = MtpLayer(model.config)
     layer.load_state_dict({k.removeprefix(MTP_PREFIX): v for k, v in weights.items() if is_mtp_weight(k)})
     assert tokenizer.eos_token_id == config["eos_token_id"] and len(tokenizer) <= config["vocab_size"]
+
+
+def test_the_shipped_actor_is_smaller_and_speaks_the_same_tokens():
+    tiny, actor = shipped("models/tiny"), shipped("models/tiny_actor")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tiny / name).read_bytes() == (actor / name).read_bytes()
+    sizes = [sum(weight.numel() for weight in read_weights(path).values()) for path in (tiny, actor)]
+    assert sizes[1] < sizes[0] / 2 and (actor / "model.safetensors").stat().st_size < 2_000_000
