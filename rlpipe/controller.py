@@ -69,6 +69,10 @@ class Cluster(Protocol):
         """Target and draft of the trainer at every context of these."""
         ...
 
+    async def freeze_draft(self) -> None:
+        """No longer train the draft beside the policy."""
+        ...
+
     async def publish_weights(self, version: int) -> dict[str, Value]:
         """Trainer weights, target and draft, to every engine; they serve `version` on return."""
         ...
@@ -118,6 +122,7 @@ class Controller:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
     _lost: int = field(default=0, init=False)  # trainers
     _score: float | None = field(default=None, init=False)
+    _draft_frozen: bool = field(default=False, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
     _monitor: Monitor = field(init=False)
@@ -141,7 +146,7 @@ class Controller:
 
     async def _run(self) -> None:
         """From the newest checkpoint to the end."""
-        finished = await self._resume()
+        finished, self._draft_frozen = await self._resume(), False
         forget_steps(self.run_dir, self.version)
         self._monitor.forget_after(self.version)
         self._backlog = Backlog(
@@ -227,6 +232,10 @@ class Controller:
             self._record_trajectories(groups[0])
             with self._lane.span("probe", version=self.version):
                 metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
+            if self._monitor.draft_harmed and not self._draft_frozen:
+                await self.cluster.freeze_draft()
+                self._draft_frozen = True
+                self.bus.event("draft_frozen", step=self.version)
             with self._lane.span("train", version=self.version):
                 metrics |= await self.cluster.train_step(groups)
             self.version += 1
@@ -282,6 +291,8 @@ class Controller:
                 )
             if played is None:
                 return
+            if number == 0:
+                self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
         if SCORE in metrics:
             self._score = metrics[SCORE].value()

@@ -6,7 +6,7 @@ where matplotlib is installed) beside this file and prints the table. A finished
 unfinished one starts again, because a checkpoint holds no old weights.
 
     python recipes/jackpot/study.py [key=value ...] [--runs runs/jackpot_study] [--seeds 0 1 2]
-        [--staleness 16 64] [--arms none tis tis_adjusted obrs] [--steps 256]
+        [--staleness 16 64] [--arms none tis tis_adjusted obrs] [--steps 192]
 
 How this differs from the paper's Tables 3 and 7: there a batch is cut into 64 or 128 optimizer steps, and
 its last one is as stale as that; here every token is equally stale, and a batch makes `MINIBATCHES` steps,
@@ -25,15 +25,17 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MINIBATCHES = 4  # optimizer steps of a training step
+MINIBATCHES = 8  # optimizer steps of a training step
 BASE = [
     f"algo.minibatches={MINIBATCHES}",
-    f"pipeline.prompts_per_step={4 * MINIBATCHES}",
+    f"pipeline.prompts_per_step={MINIBATCHES}",
     "pipeline.max_staleness=0",  # all staleness is the injected one
     *(f"algo.{bound}=1e9" for bound in ("clip_low", "clip_high", "clip_dual")),
     "run.resume=never",
     "run.save_every=0",
     "val.every=8",
+    "env.held_out_files=[shipped:data/swe/held_instances.jsonl]",
+    "cluster=inline",  # synchronous: rollout and trainer take turns anyway
     "metrics.report=false",
 ]
 ARMS = {
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[16, 64], help="in optimizer steps")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--steps", type=int, default=256, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=192, help="optimizer steps of a run")
     args, overrides = parser.parse_known_args()
     if any(amount % MINIBATCHES for amount in [*args.staleness, args.steps]):
         parser.error(f"--staleness and --steps are in optimizer steps, {MINIBATCHES} to a training step.")

@@ -50,6 +50,9 @@ class InlineCluster:
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         return await self._train(self._trainer.probe, trajectories)
 
+    async def freeze_draft(self) -> None:
+        await self._train(self._trainer.freeze_draft)
+
     async def publish_weights(self, version: int) -> dict[str, Value]:
         if self._rollout is None or self._trainer is None:
             return {}

@@ -84,6 +84,9 @@ class RayCluster:
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         return (await self._on_trainers("probe", ray.put(trajectories)))[0]
 
+    async def freeze_draft(self) -> None:
+        await self._on_trainers("freeze_draft")
+
     async def publish_weights(self, version: int) -> dict[str, Value]:
         if not (self._rollouts and self._config.run.half.trains):
             return {}

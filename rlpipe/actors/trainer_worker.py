@@ -87,6 +87,10 @@ class TrainerWorker:
         )
         return metrics | Stats.of(sampled).expand("critic/advantages") | self._trainer.train_step(batch)
 
+    def freeze_draft(self) -> None:
+        """Train the policy alone from here on."""
+        self._trainer.freeze_draft()
+
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """What target and draft say at every context of these trajectories; see `metrics.probe`."""
         tables = self._trainer.draft_tables(self._pack(trajectories, None))

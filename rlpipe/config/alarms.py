@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
 
-
 DRAFT_HARMED = "draft_harmed"  # the one alarm that does something: it ends the draft's training
 
 

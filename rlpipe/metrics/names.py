@@ -386,8 +386,9 @@ SECTIONS: tuple[Section, ...] = (
             "average",
             "1",
             "Overlap Σ_v min(p, q), acceptance under rejection, over all contexts of a set: `fixed`, the "
-            "same ones in every probe, or `visited`, recorded rollouts of the step. As all probe/*, by the "
-            "trainer's newest target and draft before the update, teacher-forced.",
+            "same ones in every probe, `visited`, recorded rollouts of the step, or, where the draft is "
+            "trained online, `held_out`, of the first validation. As all probe/*, by the trainer's newest "
+            "target and draft before the update, teacher-forced.",
         ),
         (
             "probe/{set}/target_only/depth_{k}",
@@ -434,7 +435,7 @@ SECTIONS: tuple[Section, ...] = (
             "observed_rate - current_rate: 0 in expectation when engines served the newest version.",
         ),
         ("probe/staleness_se", "last", "1", "Its standard error, clustered by trajectory."),
-        ("probe/contexts", "last", "context", "Contexts that the probe read, of both sets."),
+        ("probe/contexts", "last", "context", "Contexts that the probe read, of all sets."),
     ),
     _section(
         "Rollout against trainer",

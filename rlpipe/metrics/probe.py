@@ -6,10 +6,11 @@ probe/* metrics; who computes the tables is the caller's business.
     step's groups --chosen once--> fixed contexts --.
     step's recorded rollouts ----> visited ---------+--> tables (trainer) --> files, probe/* metrics
 
-A draft that is trained online is read on held-out contexts, too, from the first validation, which it is
-never trained on (`probe/held_out`). On fixed contexts acceptance moves only because target or draft moved. The visited ones are what the engine
+On fixed contexts acceptance moves only because target or draft moved. The visited ones are what the engine
 has just verified, so what it accepted can be held against what the newest version would: the difference is
-staleness (`attribution`). Cost: a forward pass over about `2 * metrics.probe.contexts` positions.
+staleness (`attribution`). A draft that is trained online is read on held-out contexts, too, from the first
+validation, which nobody trains on (`probe/held_out`). Cost: a forward pass over two or three times
+`metrics.probe.contexts` positions.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Probe:
             self._fixed = self._keep(CONTEXTS, [t for row in siblings for t in row if t], step, version)
         visited = within([t for t in visited if t.drafts], self._config.contexts)
         found = await read([*self._fixed, *visited, *self._held_out])
-        tables, held_out = found[: len(found) - len(self._held_out)], found[len(found) - len(self._held_out) :]
+        own = len(self._fixed) + len(visited)
+        tables, held_out = found[:own], found[own:]
         fixed = tables[: len(self._fixed)]
         seconds = time.perf_counter() - started
         head = {"step": step, "version": version, "seconds": round(seconds, 3), "fixed": len(fixed)}

@@ -134,6 +134,10 @@ class DecoupledTrainer:
         """As `MegatronTrainer.logprobs`, of the policy."""
         return self.policy.logprobs(batch)
 
+    def freeze_draft(self) -> None:
+        """As `MegatronTrainer.freeze_draft`: the draft is the actor's."""
+        self.actor.freeze_draft()
+
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
         """As `MegatronTrainer.draft_tables`, of the actor: its draft serves the rollouts."""
         return self.actor.draft_tables(batch)

@@ -273,6 +273,10 @@ class MegatronTrainer:
             shards = [m.shards[self._dp_rank] for m in batch.minibatches]
             return self._total(s for shard in shards for s in self._run_draft(self.model, shard, True))
 
+    def freeze_draft(self) -> None:
+        """No longer train the draft beside the policy."""
+        self._online = False
+
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
         """Draft and target at every context of every packed trajectory (None: it has none); on every rank.
 

@@ -1,10 +1,11 @@
 """Does adaptive gamma find the best number of drafts at every batch size?
 
 Fixed gamma 0 .. 4 and adaptive (0 .. 4) decode the same prompts at batch sizes 1 to 64, shipped model,
-rejection, 128 tokens a prompt, sampled at temperature 1. Each arm has a process of its own and they take
-turns (see rollout_speed.py). Two figures: the ratio of adaptive to the best fixed gamma at each batch
-size (median over repeats of the ratio within a repeat; goal at least 0.95), and of adaptive to each fixed
-gamma over the whole range (geometric mean over batch sizes; goal above 1 for each).
+rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts: held-out SWE instances, for
+which the draft was trained, and reasoning tasks, for which it was not, so that the best gamma differs. Each
+arm has a process of its own and they take turns (see rollout_speed.py). Two figures: the ratio of adaptive
+to the best fixed gamma in each cell (median over repeats of the ratio within a repeat; goal at least 0.95),
+and of adaptive to each fixed gamma over the whole range (geometric mean over cells; goal above 1 for each).
 
     python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--repeats 5] [--batches 1 2 4 ...]
 """
@@ -18,13 +19,16 @@ import statistics
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+from drafters import reasoning  # noqa: E402
 from rollout_speed import (  # noqa: E402
+    NEW_TOKENS,
     EngineArm,
     measure,
     paired_ratio,
@@ -59,10 +63,13 @@ def main() -> None:
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
     load = os.getloadavg()
-    work = swe_workloads(args.shipped)["fixed"]
+    workloads = {
+        "swe": swe_workloads(args.shipped)["fixed"],
+        "reasoning": replace(reasoning(args.shipped), stops=(), max_new_tokens=NEW_TOKENS),
+    }
     results: dict[str, Any] = {}
     ratios: dict[str, list[float]] = {}
-    for batch in args.batches:
+    for batch, (domain, work) in product(args.batches, workloads.items()):
         prompts = max(batch, 8)  # a run of a small batch would be too short to time
         several = [work.conversations[i % len(work.conversations)] for i in range(prompts)]
         makers = arms(args.shipped, batch, args.threads)
@@ -75,20 +82,20 @@ def main() -> None:
         against = {arm: paired_ratio(speeds["adaptive"], speeds[arm]) for arm in fixed}
         for arm, ratio in against.items():
             ratios.setdefault(arm, []).append(ratio)
-        results[f"batch {batch}"] = {"arms": rows, "best": best, "adaptive / best": against[best]}
-        print(f"batch {batch}: adaptive / best ({best}) {against[best]}", flush=True)
+        results[f"{domain}, batch {batch}"] = {"arms": rows, "best": best, "adaptive / best": against[best]}
+        print(f"{domain}, batch {batch}: adaptive / best ({best}) {against[best]}", flush=True)
         for arm, row in rows.items():
             print(
                 f"  {arm:9s} {row['tokens_per_s']:6d} tok/s  {row.get('acceptance_length', '')}", flush=True
             )
     over_all = {arm: round(statistics.geometric_mean(values), 3) for arm, values in ratios.items()}
-    print("adaptive / fixed, geometric mean over batch sizes:", over_all)
+    print("adaptive / fixed, geometric mean over cells:", over_all)
     if args.json:
         report = {
-            "question": "adaptive gamma against each fixed gamma over batch sizes",
+            "question": "adaptive gamma against each fixed gamma over batch sizes, in- and out-of-domain",
             **provenance(args, load),
             "results": results,
-            "adaptive / fixed over all batch sizes": over_all,
+            "adaptive / fixed over all cells": over_all,
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -124,6 +124,25 @@ def test_co_training_leaves_every_gradient_of_the_backbone_bit_identical(path, r
         assert_equal(weights, frozen[1])
 
 
+def test_a_draft_that_is_frozen_on_the_way_stays_and_the_policy_goes_on_as_ever(path):
+    """Steps 3 and 4 without it: the draft is that of step 2, the policy that of an undisturbed run."""
+    told = {}
+    for freeze_after in (2, 4):
+        trainer = make_trainer(path, CONFIG, ALGO, ONLINE)
+        for step, batch in enumerate(batches(4)):
+            if step == freeze_after:
+                trainer.freeze_draft()
+            metrics = trainer.train_step(batch)
+            if step == 1:
+                at_two = weights_of(trainer, draft=True)
+        assert ("mtp/loss" in metrics) is (freeze_after == 4)
+        told[freeze_after] = weights_of(trainer, draft=True), weights_of(trainer, draft=False)
+        trainer.close()
+    assert_equal(told[2][0], at_two)
+    assert any(not torch.equal(told[4][0][name], weight) for name, weight in at_two.items())
+    assert_equal(told[2][1], told[4][1])
+
+
 def test_recomputation_changes_no_gradient_of_the_draft(path):
     told = []
     for recompute in Recompute:

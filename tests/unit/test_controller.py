@@ -5,10 +5,13 @@ import json
 
 import pytest
 
+from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import Config, RunSettings, ValConfig
 from rlpipe.controller import Controller
 from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.jsonl import MetricsFile
+from rlpipe.metrics.values import Mean
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
@@ -26,6 +29,7 @@ class ScriptedCluster:
         self.batches: list[list[str]] = []
         self.staleness: list[int] = []
         self.published: list[int] = []
+        self.frozen_at: list[int] = []
         self.on_step = lambda: None
 
     async def collect(self, prompt, group_size):
@@ -84,6 +88,9 @@ class ScriptedCluster:
 
     async def probe(self, trajectories):
         return []
+
+    async def freeze_draft(self):
+        self.frozen_at.append(len(self.batches) + self.first)
 
 
 def controller(tmp_path, cluster, *, steps=6, max_staleness=1, save_every=0, **pipeline):
@@ -334,3 +341,43 @@ def test_finished_groups_that_were_not_trained_survive_a_stop(tmp_path):
     versions = dict(resumed.ledger._db.execute("SELECT trajectory_id, oldest_version FROM trajectories"))
     assert versions["g000006/0"] < 2 and max(second.staleness) <= 2
     assert resumed.ledger.violations(ended=True) == []
+
+
+def test_a_draft_that_training_harms_is_trained_no_more_nor_by_a_resumed_run(tmp_path):
+    """Its acceptance on held-out contexts, as the trainer tells it, falls at steps 3 and 4."""
+    name = "probe/held_out/acceptance_length/rejection"
+    lengths = {1: 3.0, 2: 3.1, 3: 2.7, 4: 2.7, 5: 2.7, 6: 2.7}
+
+    class Probed(ScriptedCluster):
+        async def train_step(self, groups):
+            await super().train_step(groups)
+            step = len(self.batches) + self.first
+            return {name: Mean(lengths[step], 1)}
+
+    def play(cluster, steps, train):
+        run = controller(tmp_path, cluster, steps=steps, save_every=1)
+        run.config.mtp.train = train
+        run.bus = MetricsBus([MetricsFile(tmp_path / "metrics.jsonl")], events=tmp_path / "events.jsonl")
+        run.__post_init__()
+        asyncio.run(run.run())
+        run.bus.close()
+        return cluster
+
+    assert play(Probed(), 5, MtpTrain.ONLINE).frozen_at == [4]
+    assert play(Probed(), 6, MtpTrain.ONLINE).frozen_at == [5]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["kind"] == "draft_frozen"] == [4, 5]
+    assert [e["step"] for e in events if e.get("alarm") == "draft_harmed"] == [4]
+
+
+def test_a_frozen_draft_is_not_frozen_again(tmp_path):
+    name = "probe/held_out/acceptance_length/rejection"
+
+    class Probed(ScriptedCluster):
+        async def train_step(self, groups):
+            await super().train_step(groups)
+            return {name: Mean(4.0 - len(self.batches), 1)}
+
+    cluster = Probed()
+    asyncio.run(controller(tmp_path, cluster).run())
+    assert cluster.frozen_at == []
