@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rlpipe.config.warmstart import StageConfig, WarmstartConfig
 from rlpipe.envs.swe.demonstrators import Demonstrator, Messages, demonstrate
 from rlpipe.envs.swe.generate import dedup_keys, held_out_sets, stream, take, write_jsonl
+from rlpipe.warmstart.tokenizer import ROLES
 
 POOL_SEED = 1000  # keeps the warm start's stream of instances apart from that of the shipped sets
 ROLE_WEIGHT = 0.02  # of the <|assistant|> tag, which is always given
@@ -61,7 +62,7 @@ def encode_all(
     """Tokens as the chat template gives them, with a loss weight each."""
     texts = [message["content"] for messages in conversations for message in messages]
     bodies = iter(tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
-    roles = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("user", "assistant", "tool")}
+    roles = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in ROLES}
     traces = []
     for messages in conversations:
         trace = Trace([], [])

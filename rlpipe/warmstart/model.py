@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlpipe.config.warmstart import TinyShape
 from rlpipe.hf_layout import MTP_PREFIX
 from rlpipe.mtp.layer import MtpLayer
-from rlpipe.warmstart.tokenizer import save_tokenizer
+from rlpipe.warmstart.tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 VOCAB_MULTIPLE = 16
 
@@ -64,6 +64,7 @@ def save_checkpoint(
     backbone: Qwen2ForCausalLM,
     mtp: MtpLayer,
     bpe: Tokenizer,
+    chat_template: str = CHAT_TEMPLATE,
     dtype: str = "float32",
 ) -> None:
     """Write config.json, model.safetensors (lm_head untied), generation config and tokenizer.
@@ -92,7 +93,7 @@ def save_checkpoint(
     weights |= {MTP_PREFIX + name: tensor.detach().clone() for name, tensor in mtp.state_dict().items()}
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
     save_file(weights, staging / "model.safetensors", metadata={"format": "pt"})
-    save_tokenizer(bpe, staging, backbone.config.max_position_embeddings)
+    save_tokenizer(bpe, staging, backbone.config.max_position_embeddings, chat_template)
     if (path / "README.md").is_file():
         shutil.copy2(path / "README.md", staging / "README.md")
     shutil.rmtree(path, ignore_errors=True)

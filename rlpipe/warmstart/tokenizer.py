@@ -55,7 +55,9 @@ def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def save_tokenizer(bpe: Tokenizer, path: Path, max_length: int) -> PreTrainedTokenizerBase:
+def save_tokenizer(
+    bpe: Tokenizer, path: Path, max_length: int, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerBase:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; return it as loaded again.
 
     The class named is one that every version of transformers knows, so that other engines load it too.
@@ -68,7 +70,7 @@ def save_tokenizer(bpe: Tokenizer, path: Path, max_length: int) -> PreTrainedTok
         additional_special_tokens=list(ROLES),
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
     fast.save_pretrained(path)
     file = path / "tokenizer_config.json"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
 from rlpipe.envs.tools.schema import ToolError
 
 LONGEST = 200  # characters
+_ALPHABET = re.compile(r"[0-9.+\-*/() ]+")
 LARGEST = 10**30  # of a numerator or denominator
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -36,6 +38,8 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ToolError(f"calculate: the expression has more than {LONGEST} characters")
+    if not _ALPHABET.fullmatch(expression):  # letters would have Python's parser warn, on our stderr
+        raise ToolError("calculate: only numbers, + - * / and parentheses")
     try:
         return show(_value(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -175,11 +175,12 @@ def _pieces(text):
             "x",
             "",
             "1 +",
-            "True",
+            *("True", "1or 2"),
         ),
         *("(" * 99, "1" * 201, "*".join(["99999999"] * 20), "1e999", "1j", "1 / 0", "\0"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_what_is_no_arithmetic_is_refused(text):
     with pytest.raises(ToolError, match=r"^calculate: "):
         calculate(text)

@@ -1,0 +1,102 @@
+"""What this recipe measures: reward over steps, tool errors and calls, for each seed.
+
+Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` beside this file. A finished
+run is not repeated, an interrupted one is resumed.
+
+    python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 30] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SETS = {"held_instances": "new questions", "held_families": "new kinds of question"}
+
+
+def run(directory: Path, seed: int, steps: int, overrides: list[str]) -> None:
+    """One run of the main job, unless it is complete already."""
+    events = directory / "events.jsonl"
+    if events.exists() and '"outcome": "done"' in events.read_text():
+        return
+    command = [sys.executable, "-m", "rlpipe.run", "+recipe=agent_rl", f"run.dir={directory}"]
+    subprocess.run([*command, f"run.seed={seed}", f"run.steps={steps}", *overrides], check=True)
+
+
+def measured(directory: Path) -> dict[str, Any]:
+    """Figures of a run: validation by set, and by step reward, turns and acceptance length."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "timing_s/step" in record]
+    found: dict[str, Any] = {
+        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
+        "turns": [round(r["num_turns/mean"], 2) for r in steps],
+        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
+        "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
+    }
+    for split in SETS:
+        found[split] = [
+            [
+                r["training/global_step"],
+                round(r[f"val/{split}/reward"], 4),
+                round(r[f"val/{split}/reward_se"], 4),
+            ]
+            for r in records
+            if f"val/{split}/reward" in r
+        ]
+    return found
+
+
+def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Left: training reward and validation of both sets. Right: turns of a trajectory, acceptance length."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "agent_rl"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for result in results.values():
+        steps = range(1, len(result["train_reward"]) + 1)
+        left.plot(steps, result["train_reward"], color="#999999", lw=1, label="training batches")
+        for (split, title), colour in zip(SETS.items(), ("#0072B2", "#D55E00"), strict=True):
+            places, rewards, errors = zip(*result[split], strict=True)
+            left.errorbar(places, rewards, errors, color=colour, capsize=2, lw=1.4, label=title)
+        right.plot(steps, result["turns"], color="#009E73", label="turns of a trajectory")
+        right.plot(steps, result["acceptance_length"], color="#CC79A7", label="acceptance length")
+    left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, 1))
+    right.set(xlabel="step", ylim=(0, None))
+    for axis in (left, right):
+        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(handles.values(), handles.keys(), fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
+
+
+def main() -> None:
+    """Run what is missing, measure, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/agent_rl_study"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("overrides", nargs="*", help="further settings of every run, key=value")
+    args = parser.parse_args()
+    results = {}
+    for seed in args.seeds:
+        directory = args.runs.resolve() / f"seed_{seed}"
+        run(directory, seed, args.steps, args.overrides)
+        results[f"seed {seed}"] = measured(directory)
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, args.out / "curves.svg")
+
+
+if __name__ == "__main__":
+    main()
