@@ -1,33 +1,15 @@
-"""Documents tell the truth: links resolve, commands exist and compose, nothing speaks of one machine."""
+"""Documents tell the truth: links resolve, tables are whole, nothing speaks of one machine."""
 
 import dataclasses
-import importlib.util
-import os
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
 from rlpipe.config.run import Config
-from tests.helpers.cli import ROOT, run
+from tests.helpers.cli import ROOT
+from tests.helpers.documents import DOCUMENTS, repository
 
 pytestmark = pytest.mark.packaging
-SKIPPED = {"build", "dist", "runs", "outputs", "wandb", "__pycache__"}
-
-
-def repository():
-    """Every file of the project, without what it ignores."""
-    for folder, folders, files in os.walk(ROOT):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in SKIPPED and not name.endswith(".egg-info") and (name[0] != "." or name == ".ci")
-        ]
-        yield from (Path(folder, name) for name in files if name != ".git")
-
-
-DOCUMENTS = sorted(path for path in repository() if path.suffix == ".md")
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
 
@@ -52,12 +34,6 @@ def broken_links(document):
             yield link
 
 
-def bash_commands(text):
-    for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield from (shlex.split(part) for part in re.split(r" && ", line) if part.strip())
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_every_relative_link_resolves(document):
     assert list(broken_links(document)) == []
@@ -67,27 +43,6 @@ def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One\n[a](page.md#one) [b](page.md#two) [c](gone.md) <img src='x'> [d](https://x.y)\n")
     assert list(broken_links(page)) == ["page.md#two", "gone.md"]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
-def test_every_command_in_a_document_exists(document, tmp_path):
-    for words in bash_commands(document.read_text()):
-        words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-        if words[0] == "bash":
-            words = words[1:]
-        if words[:3] == ["python", "-m", "rlpipe.run"]:
-            given = [word for word in words[3:] if word not in ("--cfg", "job")]
-            result = run("--cfg", "job", *given, cwd=tmp_path)
-            assert result.returncode == 0, f"{shlex.join(words)}\n{result.stderr}"
-        elif words[:2] == ["python", "-m"]:
-            assert importlib.util.find_spec(words[2]), shlex.join(words)
-        elif words[0] == "python" or "/" in words[0]:
-            script = words[1] if words[0] == "python" else words[0]
-            if not script.startswith(".venv/"):
-                assert (ROOT / script).is_file(), shlex.join(words)
-                assert words[0] == "python" or os.access(ROOT / script, os.X_OK), shlex.join(words)
-        else:
-            assert words[0] in ("git", "cd", "pip", "pre-commit", "docker"), shlex.join(words)
 
 
 def test_every_component_of_the_configuration_is_documented():

@@ -1,0 +1,169 @@
+"""Every shell command of README, docs and recipes is run here, or stands on a short list with the reason.
+
+the tutorial                  run as written, in order, in an empty folder
+own_environment, own_correction   run as written by test_newcomer
+other runs                    composed, with every check of values that a launch makes
+commands about a run          run on the tutorial's run
+NOT_RUN                       what a test machine cannot do; scripts must exist and know the options
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import rlpipe.run  # noqa: F401  (registers the schema)
+from rlpipe.config.paths import resolve, shipped
+from rlpipe.config.run import Config, check
+from tests.helpers.cli import ROOT
+from tests.helpers.documents import DOCUMENTS, Command, commands, prose
+
+pytestmark = pytest.mark.packaging
+HOURS = "hours of runs; its parts are tested with the recipe"
+NOT_RUN = {
+    "git clone": "the address is the reader's",
+    "cd rlpipe": "follows git clone",
+    "scripts/quickstart": "installs gigabytes; test_scripts plays it with a prepared environment",
+    "scripts/test": "is what runs this test",
+    "scripts/install_sglang": "installs 3 GB; scripts/test runs it before the integration tests",
+    ".venv/bin/python -m pip install": "installs into the developer's environment",
+    "docker": "needs a docker daemon",
+    "sbatch": "needs Slurm",
+    "kubectl": "needs Kubernetes",
+    "python -m rlpipe.report RUN --watch": "serves until Ctrl-C; test_report_page plays it",
+    "python recipes/agent_rl/make_model.py": "ten minutes; test_agent_rl_recipe runs it at toy size",
+    "python recipes/jackpot/simulate.py": "rewrites the shipped figures",
+    "python recipes/mtp_adapt/figures.py": "needs longer runs; test_figures_script draws made-up ones",
+    "python recipes/mtp_adapt/slopes.py": HOURS,
+    "python recipes/mtp_adapt/speed.py": "a bench, of drafts that were adapted before",
+    "python recipes/jackpot/decoupled.py": HOURS,
+    "python recipes/*/study.py": HOURS,
+}
+TUTORIAL = "docs/tutorial.md"
+PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/own_correction.md"}
+RUN = ("python", "-m", "rlpipe.run")
+ABOUT_A_RUN = ("rlpipe.report", "rlpipe.pipeline.ledger", "rlpipe.wandb_workspace")
+COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
+
+
+def not_run(command: Command) -> str | None:
+    """The entry of NOT_RUN that a command falls under."""
+    spoken = " ".join(command.words)
+    return next((e for e in NOT_RUN if fnmatch(spoken, e) or fnmatch(spoken, f"{e} *")), None)
+
+
+def is_run(command: Command) -> bool:
+    return command.words[:3] == RUN
+
+
+def about_a_run(command: Command) -> bool:
+    return command.words[:2] == ("python", "-m") and command.words[2] in ABOUT_A_RUN
+
+
+def execute(words: tuple[str, ...], folder: Path) -> str:
+    """Run a command as a newcomer would, with an empty HOME; returns its output."""
+    assert words[0] == "python"
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """The folder in which the tutorial was followed from top to bottom, and what each command printed."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    yield folder, [execute(c.words, folder) for c in COMMANDS if c.document == TUTORIAL]
+
+
+def test_the_tutorial_works_as_written(tutorial: tuple[Path, list[str]]) -> None:
+    folder, printed = tutorial
+    first, again, report, ledger, composed, own_model = printed
+    assert "step 2/2" in first and "finished after step 2/2" in first
+    assert "step 3/3" in again and "step 1/3" not in again
+    assert "report:" in report and (folder / "runs/first/report.html").is_file()
+    assert "trained" in ledger
+    assert "advantage: rloo" in composed
+    assert "finished after step 1/1" in own_model
+
+
+def test_commands_about_a_run_work_on_the_tutorials_run(tutorial: tuple[Path, list[str]], tmp_path) -> None:
+    """In the order of the documents: a later one may need what an earlier one wrote."""
+    run = str(tutorial[0] / "runs" / "first")
+    played = [c for c in COMMANDS if about_a_run(c) and c.document not in PLAYED and not not_run(c)]
+    assert len(played) >= 6
+    for command in played:
+        words = tuple(re.sub(r"^(RUN|runs/mine)(?=/|$)", run, word) for word in command.words)
+        assert any(word.startswith(run) for word in words), command.text
+        assert execute(words, tmp_path)
+
+
+def made_before(config: Config) -> bool:
+    """Whether the run takes a model or a draft of the reader's, or what an earlier command leaves."""
+    named = [config.model.path, *filter(None, [getattr(config.spec, "draft_path", "")])]
+    return not all((resolve(path) / "config.json").is_file() for path in named)
+
+
+def test_every_run_composes_and_its_values_are_possible(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, seen = [], 0
+    with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+        for command in filter(is_run, COMMANDS):
+            given = [word for word in command.words[3:] if word not in ("--cfg", "job")]
+            try:
+                config: Config = OmegaConf.to_object(compose(config_name="config", overrides=given))
+                if not made_before(config):
+                    check(config)
+                seen += 1
+            except Exception as error:  # whatever Hydra, OmegaConf or our checks raise
+                wrong.append(f"{command.document}: {command.text}\n    {error}")
+    assert not wrong, "\n".join(wrong)
+    assert seen > 30
+
+
+def test_a_run_that_cannot_work_is_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+        for bad in ("spec.gama=2", "run.steps=0", "spec.mode=sometimes"):
+            with pytest.raises(Exception, match=r"gama|steps|sometimes"):
+                OmegaConf.to_object(compose(config_name="config", overrides=["+recipe=swe_rl", bad]))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=[str(d.relative_to(ROOT)) for d in DOCUMENTS])
+def test_every_command_is_run_or_listed(document: Path) -> None:
+    for command in commands(document):
+        assert is_run(command) or about_a_run(command) or not_run(command), command.text
+
+
+def test_the_list_of_what_is_not_run_is_in_use_and_its_scripts_exist() -> None:
+    recipes = "".join(path.read_text() for path in (ROOT / "recipes").glob("*/*.py"))  # they share options
+    used = {entry: [c for c in COMMANDS if not_run(c) == entry] for entry in NOT_RUN}
+    assert [entry for entry, found in used.items() if not found] == []
+    for command in (c for found in used.values() for c in found):
+        script = command.words[1] if command.words[0] == "python" else command.words[0]
+        if script.startswith(("recipes/", "scripts/")):
+            source = (ROOT / script).read_text() + recipes
+            assert command.words[0] == "python" or os.access(ROOT / script, os.X_OK)
+            for option in (word for word in command.words if word.startswith("--")):
+                assert f'"{option}"' in source, command.text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=[str(d.relative_to(ROOT)) for d in DOCUMENTS])
+def test_no_command_hides_outside_a_bash_block(document: Path) -> None:
+    hidden = re.findall(
+        r"^ *(?:\$ )?(?:python -m rlpipe|scripts/\w|sbatch |docker run).*$", prose(document), re.M
+    )
+    assert hidden == []
