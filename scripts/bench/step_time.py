@@ -5,7 +5,15 @@ Every arm trains the same model on the same work in the same run: 8 prompts x 8 
 engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process. The first steps of each
 arm are warm-up; the median and the spread of the rest are reported.
 
+Long tail (arms tail_*): one turn in twenty decodes 500 tokens beyond its 128, which are thrown away, so the
+trainer's work stays the same. A synchronous step waits for the last of them; at staleness 2 others go on.
+`trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
+reward on held-out tasks before and after as well: the faster arm must not learn less. Utilisation is the
+share of the kept steps' time in which an engine generated, and in which the trainer trained.
+
     python scripts/bench/step_time.py --json OUT [--steps 12] [--arms async sync async_none sync_none trl]
+    python scripts/bench/step_time.py --json OUT --arms tail_async tail_sync [--steps 20] [--repeats 3]
+    python scripts/bench/step_time.py --json OUT --arms trained_async trained_sync --steps 40 --repeats 3
 """
 
 from __future__ import annotations
@@ -20,33 +28,59 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny"
 WARM_UP = 3
 PROMPTS, GROUP, TOKENS = 8, 8, 128
+FIXED = [
+    "+recipe=reasoning_rl",
+    "val.every=0",
+    "rollout.ignore_eos=true",
+    f"rollout.max_new_tokens={TOKENS}",
+    "algo.skip_zero_advantage=false",
+]
+TAIL = ["rollout.max_context=1024", "injection.long_turn_share=0.05", "injection.long_turn_tokens=500"]
+TRAINED = [
+    "+recipe=swe_rl",
+    "val.every=1000000",  # before the first step and after the last
+    "injection.long_turn_share=0.02",
+    "injection.long_turn_tokens=200",
+]
+STALE_2 = ["pipeline.max_staleness=2", "rollout.max_running=192"]
+SYNCHRONOUS = ["pipeline.max_staleness=0", "rollout.threads=2", "trainer.threads=2"]
 OURS = {
     "async": ["pipeline.max_staleness=1", "spec.mode=rejection"],
     "sync": ["pipeline.max_staleness=0", "spec.mode=rejection", "rollout.threads=2", "trainer.threads=2"],
     "async_none": ["pipeline.max_staleness=1", "spec.mode=none"],
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
+    "tail_async": [*STALE_2, "spec.mode=none", *TAIL],
+    "tail_sync": [*SYNCHRONOUS, "spec.mode=none", *TAIL],
+    "trained_async": ["pipeline.max_staleness=2"],
+    "trained_sync": SYNCHRONOUS,
 }
+RATIOS = (
+    ("sync", "async"),
+    ("sync_none", "async_none"),
+    ("tail_sync", "tail_async"),
+    ("trained_sync", "trained_async"),
+    ("trl", "async"),
+    ("trl", "async_none"),
+)
 
 
-def run_ours(arm: str, steps: int) -> list[float]:
-    """Seconds of each step of the real main job on a fixed-length workload."""
+def run_ours(arm: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The records of a run of the real command line."""
+    trained = arm.startswith("trained")
+    sizes = [f"pipeline.prompts_per_step={PROMPTS}", f"pipeline.group_size={GROUP}"]
     with tempfile.TemporaryDirectory() as directory:
         overrides = [
-            "+recipe=reasoning_rl",
+            *(TRAINED if trained else [*FIXED, *sizes]),
             f"run.dir={directory}/run",
             f"run.steps={steps}",
+            f"run.seed={seed}",
             "run.save_every=0",
-            "val.every=0",
-            "rollout.ignore_eos=true",
-            f"rollout.max_new_tokens={TOKENS}",
-            "algo.skip_zero_advantage=false",
-            f"pipeline.prompts_per_step={PROMPTS}",
-            f"pipeline.group_size={GROUP}",
             "metrics.wandb=off",
             "metrics.report=false",
             *OURS[arm],
@@ -59,10 +93,11 @@ def run_ours(arm: str, steps: int) -> list[float]:
             stdout=subprocess.DEVNULL,
         )
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [record for line in lines if "timing_s/step" in (record := json.loads(line))]
+    records = [json.loads(line) for line in lines]
     for record in records:
-        assert record["response_length/min"] == record["response_length/max"] == TOKENS, "not the same work"
-    return [record["timing_s/step"] for record in records]
+        same = trained or record.get("response_length/min") == record.get("response_length/max")
+        assert same and (trained or record.get("response_length/max", TOKENS) == TOKENS), "not the same work"
+    return records
 
 
 def run_trl(steps: int) -> list[float]:
@@ -120,20 +155,44 @@ def run_trl(steps: int) -> list[float]:
     return clock
 
 
-def measure(arm: str, steps: int) -> dict[str, object]:
-    """One arm, with its median and spread after warm-up."""
+def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
+    """One arm, with its median and spread after warm-up; repeats are runs with seeds of their own."""
     if arm == "trl":
         command = [sys.executable, __file__, "--trl-child", "--steps", str(steps)]
         printed = subprocess.run(
             command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
-        seconds = json.loads(printed.stdout.splitlines()[-1])
-    else:
-        seconds = run_ours(arm, steps)
-    kept = seconds[WARM_UP:]
+        return _summary(json.loads(printed.stdout.splitlines()[-1])[WARM_UP:])
+    runs = [run_ours(arm, steps, seed) for seed in range(repeats)]
+    timed = [[r for r in records if "timing_s/step" in r][WARM_UP:] for records in runs]
+    kept = [record for records in timed for record in records]
+    told = _summary([record["timing_s/step"] for record in kept])
+    if repeats > 1:
+        told["median_s_of_runs"] = [
+            round(statistics.median(r["timing_s/step"] for r in records), 3) for records in timed
+        ]
+    whole = sum(record["timing_s/step"] for record in kept)
+    told["utilisation"] = {
+        who: round(sum(r[f"perf/utilisation/{who}"] * r["timing_s/step"] for r in kept) / whole, 3)
+        for who in ("rollout", "trainer")
+    }
+    ages = [record["training/off_policy/trajectory_staleness/mean"] for record in kept]
+    told["staleness_mean"] = round(statistics.fmean(ages), 3)
+    if arm.startswith("trained"):
+        told.pop("tokens_per_s")
+        validated = [[r for r in records if "val/reward" in r] for records in runs]
+        told["val_reward_before"] = [round(records[0]["val/reward"], 4) for records in validated]
+        told["val_reward_after"] = [round(records[-1]["val/reward"], 4) for records in validated]
+        told["val_reward_se"] = [round(records[-1]["val/reward_se"], 4) for records in validated]
+    return told
+
+
+def _summary(kept: list[float]) -> dict[str, Any]:
+    """Of the seconds of the kept steps."""
     quartiles = statistics.quantiles(kept, n=4)
     return {
         "median_s": round(statistics.median(kept), 3),
+        "mean_s": round(statistics.fmean(kept), 3),
         "quartiles_s": [round(quartiles[0], 3), round(quartiles[2], 3)],
         "steps": len(kept),
         "tokens_per_s": round(PROMPTS * GROUP * TOKENS / statistics.median(kept)),
@@ -147,7 +206,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--arms", nargs="+", choices=[*OURS, "trl"], default=[*OURS, "trl"])
+    usual = ["async", "sync", "async_none", "sync_none", "trl"]
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--arms", nargs="+", choices=[*OURS, "trl"], default=usual)
     parser.add_argument("--trl-child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_child:
@@ -157,29 +218,29 @@ def main() -> None:
     if "trl" in arms and not _installed("trl"):
         print("trl is not installed: that arm is left out (pip install trl)")
         arms.remove("trl")
-    results = {arm: measure(arm, args.steps) for arm in arms}
+    load = [round(one, 2) for one in os.getloadavg()]
+    results = {arm: measure(arm, args.steps, args.repeats) for arm in arms}
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     packages = ("torch", "transformers", "megatron-core", "verl", "ray", "trl")
     report = {
-        "question": "seconds per training step, 64 completions of 128 tokens",
+        "question": "seconds per training step (of all but `trained_*` arms: 64 completions of 128 tokens)",
         "commit": commit,
         "versions": {name: importlib.metadata.version(name) for name in packages if _installed(name)},
         "cores": os.cpu_count(),
         "device": "cpu",
         "warm_up_steps": WARM_UP,
-        "overrides": OURS,
+        "load_average_before": load,
+        "overrides": {arm: OURS.get(arm, []) for arm in arms},
         "arms": results,
         "ratios": {
-            f"{slow} / {fast}": round(results[slow]["median_s"] / results[fast]["median_s"], 3)
-            for slow, fast in (
-                ("sync", "async"),
-                ("sync_none", "async_none"),
-                ("trl", "async"),
-                ("trl", "async_none"),
-            )
-            if slow in results and fast in results
+            kind: {
+                f"{slow} / {fast}": round(results[slow][f"{kind}_s"] / results[fast][f"{kind}_s"], 3)
+                for slow, fast in RATIOS
+                if slow in results and fast in results
+            }
+            for kind in ("median", "mean")
         },
     }
     text = json.dumps(report, indent=1)
