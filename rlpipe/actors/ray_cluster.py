@@ -116,7 +116,7 @@ class RayCluster:
             members=[member.server for member in members],
             ranks=self._config.rollout.sglang.tp,
             pieces=self._pieces,
-            sent=partial(_wait, sending[0]),
+            sent=partial(_asked, "does not tell of its broadcast", sending[0]),
             weights=partial(_given, trainer, version, sending[0]),
         )
         self._newest = "receive_weights", offer
@@ -278,18 +278,23 @@ async def _wait(answer: Any) -> Any:
     return await answer
 
 
+async def _asked(failing: str, answer: Any) -> Any:
+    """Inside a rollout worker: the trainer's answer. Raises RuntimeError: its death is not the worker's."""
+    try:
+        return await answer
+    except RayError as error:
+        raise RuntimeError(f"the trainer {failing}: {_first_line(error)}") from None
+
+
 async def _given(trainer: Any, version: int, sent: Any) -> Mapping[str, torch.Tensor]:
     """Inside a rollout worker whose server could not take part: published weights, from the trainer's memory.
 
     sent: the reference of their broadcast, whose end is waited for.
     """
-    try:
-        await sent
-        payload = await trainer.newest.options(concurrency_group=_GIVING).remote(version)
-    except RayError as error:
-        said = _first_line(error)
-        raise RuntimeError(f"the trainer does not give out version {version}: {said}") from error
-    return unpack_weights(payload)
+    failing = f"does not give out version {version}"
+    await _asked(failing, sent)
+    payload = trainer.newest.options(concurrency_group=_GIVING).remote(version)
+    return unpack_weights(await _asked(failing, payload))
 
 
 def _node_ip(_: Any) -> str:

@@ -1,0 +1,152 @@
+"""How long does it take to bring new weights to SGLang servers, and how much is handed to the transport?
+
+Real servers of the shipped model, every way in turn, so that what else the machine does falls on all alike:
+
+    tensor, collective, disk  each rollout worker sends to its own server, all at once
+    trainer                   the trainer's sender broadcasts to all in one group (weight_transfer=collective)
+
+Seconds are of one update until the last server serves it, pausing, canary and checksums included.
+
+    python scripts/bench/weight_sync.py --json OUT [--servers 2] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rollout_speed import provenance  # noqa: E402
+
+from rlpipe.actors.weight_sender import WeightSender  # noqa: E402
+from rlpipe.config.algo import AlgoConfig  # noqa: E402
+from rlpipe.config.mtp import MtpConfig  # noqa: E402
+from rlpipe.config.paths import resolve  # noqa: E402
+from rlpipe.config.rollout import RolloutConfig  # noqa: E402
+from rlpipe.config.sglang import WeightTransfer  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.config.trainer import TrainerConfig  # noqa: E402
+from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
+from rlpipe.rollout.sglang.collective import Offer  # noqa: E402
+from rlpipe.trainer.megatron import MegatronTrainer  # noqa: E402
+
+ALONE = ("tensor", "collective", "disk")
+
+
+class Servers:
+    """Servers with one configuration, and the threads that wait for their updates."""
+
+    def __init__(self, count: int, model: Path, logs: Path, config: RolloutConfig, stack: ExitStack) -> None:
+        self.config = config
+        self.threads = stack.enter_context(ThreadPoolExecutor(count + 1))
+        started = self.threads.map(
+            lambda n: SglangEngine(config, SpecConfig(), model, log_dir=logs / str(n)), range(count)
+        )
+        self.engines = list(started)
+        for engine in self.engines:
+            stack.callback(engine.close)
+
+    def alone(self, way: str, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Each is sent the weights for itself."""
+        self.config.sglang.weight_transfer = WeightTransfer(way)
+        list(self.threads.map(lambda engine: engine.update_weights(weights, version), self.engines))
+
+    def together(self, sender: WeightSender, opened: Any, version: int) -> None:
+        """All take part in one broadcast."""
+        group, pieces = opened
+        sending = self.threads.submit(sender.send, version)
+
+        async def sent() -> Any:
+            return await asyncio.wrap_future(sending)
+
+        offer = Offer(
+            version=version,
+            group=group,
+            members=[engine.membership().server for engine in self.engines],
+            ranks=1,
+            pieces=pieces,
+            sent=sent,
+            weights=sent,  # nobody asks for them: a broadcast that breaks off ends the bench
+        )
+        list(self.threads.map(lambda engine: engine.receive_weights(offer), self.engines))
+        assert not sending.result().failure
+
+
+def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: int) -> dict[str, list[float]]:
+    """Seconds of an update by way; each is timed the second time in a row, when its group has been joined."""
+    seconds: dict[str, list[float]] = {way: [] for way in (*ALONE, "trainer")}
+    version = 0
+    for _ in range(repeats):
+        for way, found in seconds.items():
+            opened = sender.open("127.0.0.1", len(servers.engines)) if way == "trainer" else None
+            for _ in range(2):
+                version += 1
+                started = time.perf_counter()
+                if way == "trainer":
+                    servers.together(sender, opened, version)
+                else:
+                    servers.alone(way, weights, version)
+            found.append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    """Run what was asked for and write one JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bucket-mb", type=int, default=4)
+    args = parser.parse_args()
+    load, model = os.getloadavg(), resolve("shipped:models/tiny")
+    config = RolloutConfig(engine="sglang", device="cpu", threads=args.threads, max_running=8)
+    config.sglang.bucket_mb = args.bucket_mb
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainer = MegatronTrainer(TrainerConfig(), AlgoConfig(), MtpConfig(), model, total_steps=1)
+        stack.callback(trainer.close)
+        weights = trainer.export_weights()
+        servers = Servers(args.servers, model, logs, config, stack)
+        sender = WeightSender(config, trainer)
+        stack.callback(sender.close)
+        seconds = measure(servers, sender, weights, args.repeats)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    sent = {"tensor": size * args.servers * 4 / 3, "collective": size * args.servers}
+    sent |= {"disk": size * args.servers, "trainer": size}
+    results = {
+        way: {
+            "median_s": statistics.median(found),
+            "all_s": sorted(found),
+            "bytes_handed_over": round(sent[way]),
+        }
+        for way, found in seconds.items()
+    }
+    for way, result in results.items():
+        spread = f"{result['all_s'][0]:.2f} to {result['all_s'][-1]:.2f}"
+        print(f"{way:10} {result['median_s']:.2f} s ({spread}), {result['bytes_handed_over'] / 1e6:.1f} MB")
+    if args.json:
+        used = {name: getattr(args, name) for name in ("servers", "repeats", "threads", "bucket_mb")}
+        report = provenance(args, load) | {"config": used, "weights_bytes": size, "results": results}
+        args.json.write_text(json.dumps(report, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

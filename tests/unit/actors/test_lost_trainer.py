@@ -1,0 +1,26 @@
+"""A rollout worker that asks a dead trainer fails itself, and is not taken for dead."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import RayActorError, RayError
+
+from rlpipe.actors.ray_cluster import _asked, _given
+
+pytestmark = pytest.mark.unit
+
+
+async def dead():
+    raise RayActorError()
+
+
+async def alive():
+    return "sent"
+
+
+def test_the_death_of_the_trainer_is_not_the_workers():
+    assert asyncio.run(_asked("does not answer", alive())) == "sent"
+    for asked in (_asked("does not answer", dead()), _given(None, 3, dead())):
+        with pytest.raises(RuntimeError, match=r"the trainer does not (answer|give out version 3): ") as told:
+            asyncio.run(asked)
+        assert not isinstance(told.value, RayError) and told.value.__cause__ is None
