@@ -143,7 +143,7 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
         return [e for e in map(json.loads, events.read_text().splitlines()) if e["kind"] == kind]
 
     for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while len(told("server_restarted")) < restarts:
             assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
             time.sleep(0.1)
