@@ -1,10 +1,12 @@
-"""Which drafter: the MTP layer or suffix lookup, in- and out-of-domain, sampled and greedy.
+"""Which drafter: the MTP layer, an EAGLE-3 draft or suffix lookup, in- and out-of-domain, sampled and greedy.
 
 Each arm decodes the same prompts in a process of its own, taking turns (see rollout_speed.py): turns of
 conversations with held-out SWE instances (what the model and its draft were trained for), and reasoning
 tasks (what they were not). Acceptance length counts; tokens per second need a quiet machine.
 
-    python scripts/bench/drafters.py --json OUT [--batch 8] [--repeats 3] [--gamma 3]
+    python scripts/bench/drafters.py --json OUT [--batch 8] [--repeats 3] [--gamma 3] [--draft DIR]
+
+--draft: of an EAGLE-3 draft for the same model, as `+recipe=eagle3` leaves it in RUN/draft.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
+    parser.add_argument("--draft", type=Path, help="an EAGLE-3 draft, for a further arm")
     args = parser.parse_args()
     load, results = os.getloadavg(), {}
     specs = {
@@ -65,6 +68,8 @@ def main() -> None:
         "mtp": SpecConfig(gamma=args.gamma),
         "suffix": SpecConfig(mode="target_only", gamma=args.gamma, drafter="suffix"),
     }
+    if args.draft:
+        specs["eagle3"] = SpecConfig(gamma=args.gamma, drafter="eagle3", draft_path=str(args.draft))
     arms = {
         name: partial(EngineArm, args.shipped, spec, args.batch, args.threads, "float32")
         for name, spec in specs.items()
@@ -79,7 +84,7 @@ def main() -> None:
             )
             speeds, counts = measure(arms, some, args.batch, args.threads, args.repeats)
             rows: dict[str, Any] = {arm: summary(speeds[arm], counts[arm]) for arm in arms}
-            for arm in ("mtp", "suffix"):
+            for arm in arms.keys() - {"none"}:
                 rows[arm]["speed against none"] = paired_ratio(speeds[arm], speeds["none"])
             results[f"{domain}, T = {temperature:g}"] = rows
             print(f"\n{domain}, T = {temperature:g}", flush=True)
