@@ -1,9 +1,9 @@
-"""What this recipe measures: reward over steps, tool errors and calls, for each seed.
+"""What this recipe measures, on all kinds of question and on one: reward, turns and acceptance by step.
 
 Runs what is missing under `--runs`, then writes `results.json` and `curves.svg` beside this file. A finished
 run is not repeated, an interrupted one is resumed.
 
-    python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 30] [key=value ...]
+    python recipes/agent_rl/study.py [--runs runs/agent_rl_study] [--seeds 0] [--steps 40] [key=value ...]
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SETS = {"held_instances": "new questions", "held_families": "new kinds of question"}
+SETS = ("held_instances", "held_families")
+ARMS = {"all": [], "value": ["env.tools.families=[value]"]}
+TITLES = {"all": "all four kinds", "value": "one lookup"}
+COLOURS = {"all": "#0072B2", "value": "#D55E00"}
 
 
 def run(directory: Path, seed: int, steps: int, overrides: list[str]) -> None:
@@ -52,7 +55,7 @@ def measured(directory: Path) -> dict[str, Any]:
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Left: training reward and validation of both sets. Right: turns of a trajectory, acceptance length."""
+    """Left: reward on new questions and in training batches. Right: turns, and acceptance length."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -60,15 +63,17 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "agent_rl"
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    for result in results.values():
+    for name, result in results.items():
+        arm = name.split("/")[0]
         steps = range(1, len(result["train_reward"]) + 1)
-        left.plot(steps, result["train_reward"], color="#999999", lw=1, label="training batches")
-        for (split, title), colour in zip(SETS.items(), ("#0072B2", "#D55E00"), strict=True):
-            places, rewards, errors = zip(*result[split], strict=True)
-            left.errorbar(places, rewards, errors, color=colour, capsize=2, lw=1.4, label=title)
-        right.plot(steps, result["turns"], color="#009E73", label="turns of a trajectory")
-        right.plot(steps, result["acceptance_length"], color="#CC79A7", label="acceptance length")
+        colour, title = COLOURS[arm], TITLES[arm]
+        left.plot(steps, result["train_reward"], color=colour, lw=0.7, alpha=0.4)
+        places, rewards, errors = zip(*result["held_instances"], strict=True)
+        left.errorbar(places, rewards, errors, color=colour, capsize=2, lw=1.6, label=title)
+        right.plot(steps, result["turns"], color=colour, label=f"turns, {title}")
+        right.plot(steps, result["acceptance_length"], ":", color=colour, label=f"acceptance length, {title}")
     left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, 1))
+    left.set_title("new questions; thin: training batches", fontsize=9)
     right.set(xlabel="step", ylim=(0, None))
     for axis in (left, right):
         handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -85,15 +90,17 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/agent_rl_study"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("overrides", nargs="*", help="further settings of every run, key=value")
     args = parser.parse_args()
     results = {}
-    for seed in args.seeds:
-        directory = args.runs.resolve() / f"seed_{seed}"
-        run(directory, seed, args.steps, args.overrides)
-        results[f"seed {seed}"] = measured(directory)
+    for arm in args.arms:
+        for seed in args.seeds:
+            directory = args.runs.resolve() / f"{arm}_seed_{seed}"
+            run(directory, seed, args.steps, [*ARMS[arm], *args.overrides])
+            results[f"{arm}/seed_{seed}"] = measured(directory)
     (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "curves.svg")
 

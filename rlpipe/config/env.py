@@ -120,12 +120,14 @@ class ToolsConfig:
     """The environment `tools`.
 
     names: tools on offer. parser: how calls are written. schema: where their schemas are shown.
+    families: kinds of question in training and held_instances (see `rlpipe.envs.tools.generate`).
     max_calls: calls of one turn that are made. train_size, held_out_size: instances, of each held-out set.
     """
 
     names: list[ToolName] = field(default_factory=lambda: list(ToolName))
     parser: ToolParser = ToolParser.HERMES
     schema: ToolSchema = ToolSchema.TEMPLATE
+    families: list[str] = field(default_factory=lambda: ["value", "times", "sum", "difference"])
     max_calls: int = 4
     train_size: int = 4000
     held_out_size: int = 200

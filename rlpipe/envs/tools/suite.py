@@ -43,10 +43,14 @@ class ToolSuite:
         self._runner = make_tree_runner(config.sandbox) if ToolName.PYTHON in settings.names else None
         described = [tool.schema() for tool in make_tools(settings.names, {}, None)]
         self.tools: list[dict[str, Any]] | None = described if settings.in_template else None
+        if not settings.families or set(settings.families) - set(TRAIN_FAMILIES):
+            raise ValueError(
+                f"env.tools.families={settings.families} must be one or more of {', '.join(TRAIN_FAMILIES)}."
+            )
         first = (1 + seed) * STRIDE
         self._ids = {
-            TRAIN: ids(TRAIN_FAMILIES, range(first, first + settings.train_size)),
-            HELD_INSTANCES: ids(TRAIN_FAMILIES, range(settings.held_out_size)),
+            TRAIN: ids(settings.families, range(first, first + settings.train_size)),
+            HELD_INSTANCES: ids(settings.families, range(settings.held_out_size)),
             HELD_FAMILIES: ids(HELD_OUT_FAMILIES, range(settings.held_out_size)),
         }
 

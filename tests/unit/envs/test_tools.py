@@ -86,6 +86,15 @@ def test_a_careful_demonstrator_earns_the_reward_and_sees_what_the_environment_s
     assert not any(s.done for s in steps[:-1])
 
 
+def test_families_can_be_chosen_and_unknown_ones_are_refused():
+    suite = make_suite(config(families=["value", "sum"]))
+    for split in ("train", "held_instances"):
+        assert {name.split(":")[0] for name in suite.instance_ids(split)} == {"value", "sum"}
+    for wrong in ([], ["product"], ["values"]):
+        with pytest.raises(ValueError, match=r"env\.tools\.families=.*value, times, sum, difference"):
+            make_suite(config(families=wrong))
+
+
 def test_who_guesses_is_seldom_right():
     instances = [make_instance(f"{family}:{i}") for family in TRAIN_FAMILIES for i in range(100)]
     rng = random.Random(0)
