@@ -40,13 +40,20 @@ def script(name: str):
 
 def test_two_steps_of_the_recipe_call_tools_and_are_rewarded(tmp_path: Path) -> None:
     result = run(
-        "+recipe=agent_rl", "cluster=inline", "metrics.wandb=off", "run.dir=out", *SMALL, cwd=tmp_path
+        "+recipe=agent_rl",
+        "cluster=inline",
+        "metrics.wandb=off",
+        "run.dir=out",
+        *SMALL,
+        "val.instances=32",
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "timing_s/step" in r]
     assert len(steps) == 2 and all(r["num_turns/mean"] > 2 for r in steps)
-    assert max(r["critic/rewards/max"] for r in steps) == 1.0
+    first = next(r for r in records if "val/held_instances/reward" in r)
+    assert 0 < first["val/held_instances/reward"] < 1  # its draws depend on the shipped weights alone
     assert {"val/held_instances/reward", "val/held_families/reward"} <= records[-1].keys()
     assert all(0 < r["spec/acceptance_length"] <= 4 for r in steps)
     played = (tmp_path / "out/trajectories.jsonl").read_text()
