@@ -1,5 +1,7 @@
 """The graph as Ray actors: N rollout workers, tp * dp trainer ranks.
 
+With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
+
 Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
 gets the newest weights before it serves, and what the dead one was playing is played again, so no
 prompt is lost. A worker that does not answer within `cluster.hang_s` is killed, which makes it a dead one.
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
@@ -47,7 +51,10 @@ class RayCluster:
         self._config = config
         self._on_event = on_event
         half = config.run.half
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
+        self._pairs = None
+        if config.cluster.share_gpus:
+            self._pairs, gpus = _pairs(config.rollout.workers), 0.5
         own = config.rollout.sglang.tp if config.rollout.engine is EngineKind.SGLANG else 1
         self._options = {"num_cpus": 1, "num_gpus": gpus * own, "max_concurrency": 1000}
         self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers * half.rolls)]
@@ -165,7 +172,7 @@ class RayCluster:
             ray.kill(actor)
 
     def _spawn_rollout(self, n: int) -> Any:
-        return ray.remote(RolloutWorker).options(**self._options).remote(self._config, n)
+        return ray.remote(RolloutWorker).options(**self._options, **self._place(n)).remote(self._config, n)
 
     async def _on_some_worker(self, method: str, *args: Any) -> Any:
         """Call the least loaded worker."""
@@ -197,7 +204,9 @@ class RayCluster:
         """New ranks, joined with one another."""
         ranks = self._config.trainer.world_size
         trainer = ray.remote(**self._trainer_options)(TrainerWorker)
-        self._trainers = [trainer.remote(self._config, rank, ranks) for rank in range(ranks)]
+        self._trainers = [
+            trainer.options(**self._place(rank)).remote(self._config, rank, ranks) for rank in range(ranks)
+        ]
         first = self._trainers[0]
         several = bool(self._config.cluster.address)
         host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
@@ -237,6 +246,13 @@ class RayCluster:
                 ray.kill(rank)
         return TrainerLost(f"{kind}: {fields}")
 
+    def _place(self, n: int) -> dict[str, Any]:
+        """Options of worker or rank n: beside the other one, if they share a GPU."""
+        if self._pairs is None:
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(self._pairs, placement_group_bundle_index=n)
+        return {"scheduling_strategy": strategy}
+
     def _on_workers(self, method: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
         """Calls of every worker."""
         return [self._told(n, method, *args) for n in range(len(self._rollouts))]
@@ -267,6 +283,19 @@ class RayCluster:
                 method, what = self._newest
                 await getattr(worker, method).remote(what)
             self._rollouts[n] = worker
+
+
+def _pairs(count: int) -> PlacementGroup:
+    """A GPU and two CPUs for each worker and its trainer rank. Raises ValueError where Ray has fewer."""
+    needed = {"GPU": count, "CPU": 2 * count}
+    there = ray.cluster_resources()
+    if short := [name for name, amount in needed.items() if there.get(name, 0) < amount]:
+        found = {name: there.get(name, 0) for name in short}
+        raise ValueError(
+            f"cluster.share_gpus=true with {count} workers needs {needed}, and Ray has {found}: lower "
+            "rollout.workers and trainer.tp * trainer.dp, or set cluster.share_gpus=false."
+        )
+    return ray.util.placement_group([{"GPU": 1, "CPU": 2}] * count)
 
 
 def _first_line(error: BaseException) -> str:

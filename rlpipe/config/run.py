@@ -123,6 +123,7 @@ class ValConfig:
 class ClusterConfig:
     """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
 
+    share_gpus: rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each.
     max_restarts: how often a dead rollout worker is replaced before the run gives up.
     max_trainer_restarts: how often a dead trainer is built again and continues from the newest checkpoint.
     hang_s: seconds after which a rollout worker that does not answer (a group, an evaluation, a weight
@@ -132,6 +133,7 @@ class ClusterConfig:
 
     mode: ClusterMode = ClusterMode.RAY
     address: str = ""
+    share_gpus: bool = False
     max_restarts: int = 3
     max_trainer_restarts: int = 2
     hang_s: float = 0.0
@@ -195,11 +197,42 @@ class Config:
         return bool(every) and (step % every == 0 or step == self.run.steps)
 
 
+def check_shared_gpus(config: Config) -> None:
+    """Refuse what cannot run with cluster.share_gpus. Raises ValueError with the remedy."""
+    rollout, ranks = config.rollout, config.trainer.world_size
+    if config.cluster.mode is not ClusterMode.RAY or config.run.half is not Half.BOTH:
+        raise ValueError(
+            f"cluster.share_gpus=true places workers beside trainer ranks, and cluster.mode="
+            f"{config.cluster.mode} with run.half={config.run.half} has not both as processes: set it to "
+            "false."
+        )
+    if rollout.workers != ranks:
+        raise ValueError(
+            f"cluster.share_gpus=true puts one worker and one trainer rank on each GPU, but rollout.workers="
+            f"{rollout.workers} and trainer.tp * trainer.dp = {ranks}: make them equal."
+        )
+    if rollout.engine is not EngineKind.SGLANG:
+        return
+    if rollout.sglang.tp > 1 or not rollout.sglang.memory_fraction:
+        raise ValueError(
+            f"cluster.share_gpus=true with rollout.sglang.tp={rollout.sglang.tp} and memory_fraction="
+            f"{rollout.sglang.memory_fraction}: a server has half of one GPU, so set tp=1 and say how much "
+            "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
+        )
+    if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
+        raise ValueError(
+            "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
+            "per GPU. Set weight_transfer=tensor or disk."
+        )
+
+
 def check(config: Config) -> None:
     """Everything that can be known to be wrong before anything is started.
 
     Raises ValueError with what, the value and the remedy.
     """
+    if config.cluster.share_gpus:
+        check_shared_gpus(config)
     check_run_dir(config.run)
     check_half(config)
     if config.task is not Task.RL and config.injection.active():

@@ -1,0 +1,47 @@
+"""cluster.share_gpus: what cannot work is refused at launch, with the remedy."""
+
+import pytest
+
+from rlpipe.config.half import Half
+from rlpipe.config.rollout import EngineKind, RolloutConfig
+from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings, check_shared_gpus
+from rlpipe.config.sglang import SglangConfig, WeightTransfer
+from rlpipe.config.trainer import TrainerConfig
+
+pytestmark = pytest.mark.unit
+
+
+def config(workers=4, engine=EngineKind.SGLANG, mode=ClusterMode.RAY, half=Half.BOTH, **sglang):
+    sglang = {"memory_fraction": 0.4, **sglang}
+    return Config(
+        run=RunSettings(half=half, dump="dump" if half is Half.TRAIN else ""),
+        cluster=ClusterConfig(mode=mode, share_gpus=True),
+        rollout=RolloutConfig(workers=workers, engine=engine, sglang=SglangConfig(**sglang)),
+        trainer=TrainerConfig(tp=2, dp=2),
+    )
+
+
+@pytest.mark.parametrize("engine", EngineKind)
+def test_a_worker_and_a_rank_for_every_gpu_may_share(engine):
+    check_shared_gpus(config(engine=engine))
+
+
+def test_the_embedded_engine_needs_no_share_of_memory():
+    check_shared_gpus(config(engine=EngineKind.EMBEDDED, memory_fraction=0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": 3}, "rollout.workers=3 and trainer.tp * trainer.dp = 4: make them equal"),
+        ({"mode": ClusterMode.INLINE}, "set it to false"),
+        ({"half": Half.TRAIN}, "run.half=train"),
+        ({"tp": 2}, "tp=2"),
+        ({"memory_fraction": 0.0}, "memory_fraction=0.4"),
+        ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=tensor or disk"),
+    ],
+)
+def test_what_cannot_share_is_refused(options, words):
+    with pytest.raises(ValueError, match=r"cluster\.share_gpus=true") as caught:
+        check_shared_gpus(config(**options))
+    assert words in str(caught.value)
