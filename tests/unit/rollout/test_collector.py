@@ -21,8 +21,12 @@ class LetterChat:
 
     stop_token_ids = (STOP,)
 
-    def initial(self, messages):
-        return [1, *map(ord, messages[-1]["content"])]
+    def initial(self, messages, tools=None):
+        names = "".join(tool["function"]["name"] for tool in tools or [])
+        return [1, *map(ord, names + messages[-1]["content"])]
+
+    def check_tools(self, tools):
+        """It shows all of them."""
 
     def observation(self, text):
         return [{"role": "tool", "content": text}]
@@ -168,6 +172,13 @@ def test_a_trajectory_holds_prompt_turns_and_observations_in_order_with_what_was
         {"action": "submit", "observation": ""},
     ]
     assert suite.episodes[0].closed == 1 and engine.ended == [engine.requests[0].session_id]
+
+
+def test_the_tools_of_a_suite_stand_in_the_prompt():
+    suite = EchoSuite()
+    suite.tools = [{"type": "function", "function": {"name": "look"}}]
+    [trajectory] = collect(ScriptedEngine(["submit"]), suite).trajectories
+    assert trajectory.token_ids[: trajectory.prompt_length] == [1, *map(ord, "lookp")]
 
 
 @pytest.mark.parametrize("abort_after", [None, 3])

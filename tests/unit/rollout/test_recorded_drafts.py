@@ -67,7 +67,7 @@ class Suite:
 class Chat:
     stop_token_ids = (53,)
 
-    def initial(self, messages):
+    def initial(self, messages, tools=None):
         return [1, 2, 3]
 
     def continuation(self, messages, turn_ids):
