@@ -125,7 +125,7 @@ def main() -> None:
     for arm in args.arms:
         cells[arm] = [train(study, arm, seed) for seed in args.seeds]
         found = table(cells)
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        settings = {name: value for name, value in vars(args).items() if name != "runs"}
         (study.runs / "results.json").write_text(
             json.dumps({"settings": settings, "table": found}, indent=1) + "\n"
         )

@@ -47,6 +47,7 @@ class Eagle3Draft:
         self._head = Linear(get("lm_head.weight"))
         ids = draft_ids(self._weights["d2t"].long()) if self._shape.reduced else None
         self._ids = None if ids is None else ids.to(model.device)
+        self._weights = {}  # the model holds copies
 
     def step(
         self,
