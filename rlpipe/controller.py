@@ -8,8 +8,8 @@
 | _roll  | the gate to admit group n              | `backlog.advance` after a publish   |
 | _train | the next `prompts_per_step` groups     | a `_collect` task's `finished`      |
 | stop   | the step in progress                   | `request_stop` (Ctrl-C)             |
-| _save  | the checkpoint before, if it is still  | its writer, beside the next steps   |
-|        | being written: one at a time           |                                     |
+| saves  | the checkpoint before, if it is still  | its writer, beside the next steps   |
+|        | being written: one at a time (saving)  |                                     |
 
 Synchronous training is the same code with max_staleness = 0. When the trainer is lost, the cluster builds
 another, and the loop begins again as a resumed run does: from the newest checkpoint and its ledger. Owns the
@@ -21,84 +21,28 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from rlpipe.cluster import Cluster, TrainerLost
 from rlpipe.config.run import Config
 from rlpipe.metrics.bus import NO_ROOM, MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.monitor import Monitor
-from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.report import write_report
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
-from rlpipe.pipeline.backlog import GROUPS, LEDGER, Backlog
+from rlpipe.pipeline.backlog import Backlog
 from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.types import Group, Prompt, Trajectory
+from rlpipe.saving import Saving
+from rlpipe.types import Group, Prompt
 
 T = TypeVar("T")
-
-
-class TrainerLost(RuntimeError):
-    """Some rank of the trainer died or hangs; none of its ranks is left."""
-
-
-class Cluster(Protocol):
-    """Where the components run; `actors/ray_cluster.py` and `actors/inline_cluster.py` implement it."""
-
-    async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        """Play one prompt's group on some rollout worker."""
-        ...
-
-    async def evaluate(
-        self, instance_ids: Sequence[str], samples: int, temperature: float
-    ) -> list[Trajectory]:
-        """Play held-out instances with the weights now served."""
-        ...
-
-    async def train_step(self, groups: list[Group]) -> dict[str, Value]:
-        """One optimizer step on all trainer ranks."""
-        ...
-
-    async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        """Target and draft of the trainer at every context of these."""
-        ...
-
-    async def freeze_draft(self) -> None:
-        """No longer train the draft beside the policy."""
-        ...
-
-    async def publish_weights(self, version: int) -> dict[str, Value]:
-        """Trainer weights, target and draft, to every engine; they serve `version` on return."""
-        ...
-
-    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        """Copy trainer state; calling what is returned writes it, with an HF checkpoint, into the directory.
-
-        Steps may be taken meanwhile, and change nothing of what is written.
-        """
-        ...
-
-    async def load(self, directory: Path) -> None:
-        """Trainer state from a checkpoint directory."""
-        ...
-
-    async def rebuild_trainer(self) -> None:
-        """After `TrainerLost`: a trainer that has learnt nothing in the place of the lost one."""
-        ...
-
-    async def rollout_metrics(self) -> dict[str, Value]:
-        """Engine counters since the last call."""
-        ...
-
-    async def close(self) -> None:
-        """Stop every component."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,11 +61,8 @@ class Controller:
     _stop: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _backlog: Backlog = field(init=False)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _saving: dict[str, Value] = field(default_factory=dict, init=False)  # told with the next step
-    _saved: int | None = field(default=None, init=False)  # version of the newest checkpoint
-    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _saves: Saving = field(init=False)
     _lost: int = field(default=0, init=False)  # trainers
-    _score: float | None = field(default=None, init=False)
     _draft_frozen: bool = field(default=False, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
@@ -129,6 +70,14 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._lane = Lane(self._spans, 0)
+        self._saves = Saving(
+            config=self.config,
+            cluster=self.cluster,
+            store=self.checkpoints,
+            ledger=self.ledger,
+            event=self.bus.event,
+            spans=self._spans,
+        )
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
 
     async def run(self) -> None:
@@ -140,13 +89,13 @@ class Controller:
             except* TrainerLost as caught:
                 lost = caught
             finally:
-                if self._writing is not None:
-                    await asyncio.wait({self._writing})
+                await self._saves.settled()
             await self._recover(lost)
 
     async def _run(self) -> None:
         """From the newest checkpoint to the end."""
-        finished, self._draft_frozen = await self._resume(), False
+        self.version, finished = await self._saves.resume(served=bool(self._lost))
+        self._draft_frozen = False
         forget_steps(self.run_dir, self.version)
         self._monitor.forget_after(self.version)
         self._backlog = Backlog(
@@ -165,15 +114,7 @@ class Controller:
             await self._train()
             for task in beside:
                 task.cancel()
-        await self._written()
-        if self._saved != self.version:
-            await self._save()
-            await self._written()
-        if self._saved != self.version:
-            raise RuntimeError(
-                f"the checkpoint of step {self.version} could not be written (checkpoint_failed in "
-                "events.jsonl): correct the cause and run again, it continues from the one before."
-            )
+        await self._saves.require(self.version, self._backlog)
         if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
             self.bus.event("prompts_dropped", count=dropped, reason="run ended")
         self.bus.emit(self.version, self._spans.drain())
@@ -196,7 +137,7 @@ class Controller:
         self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
         await asyncio.to_thread(self.bus.take_back)
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
-        self._tasks, self._saving, self._writing = {}, {}, None
+        self._tasks = {}
 
     def request_stop(self) -> None:
         """Finish the step in progress, checkpoint, return from `run`."""
@@ -227,8 +168,7 @@ class Controller:
             if groups is None:
                 return
             waited = time.monotonic() - started
-            metrics = trajectory_metrics(groups, self.version) | self._saving
-            self._saving = {}
+            metrics = trajectory_metrics(groups, self.version) | self._saves.take_metrics()
             self._record_trajectories(groups[0])
             with self._lane.span("probe", version=self.version):
                 metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
@@ -240,7 +180,7 @@ class Controller:
                 metrics |= await self.cluster.train_step(groups)
             self.version += 1
             self._backlog.trained(self.version)
-            self._score = None
+            self._saves.score = None
             with self._lane.span("sync", version=self.version):
                 metrics |= await self.cluster.publish_weights(self.version)
             for index in await self._backlog.advance(self.version):
@@ -253,7 +193,7 @@ class Controller:
                 await self._validate()
             self._monitor.see(self.bus.commit(self.version))
             if self._due(settings.save_every):  # after the commit: a checkpoint never lacks its record
-                await self._save()
+                await self._saves.save(self.version, self._backlog)
             report_every = self.config.metrics.report_every
             if report_every and self.version % report_every == 0:
                 await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
@@ -295,115 +235,9 @@ class Controller:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
         if SCORE in metrics:
-            self._score = metrics[SCORE].value()
+            self._saves.score = metrics[SCORE].value()
         metrics["timing_s/validate"] = Mean(time.monotonic() - started, 1)
         self.bus.emit(self.version, metrics)
-
-    async def _save(self) -> None:
-        """Have a checkpoint of this version written while training goes on, one at a time."""
-        started = time.monotonic()
-        await self._written()
-        state: dict[str, Any] = {
-            "recipe": self.config.recipe,
-            "seed": self.config.run.seed,
-            "half": self.config.run.half,
-        }
-        if self._score is not None:
-            state[SCORE] = self._score
-        try:
-            with self._lane.span("checkpoint", version=self.version):
-                directory = self.checkpoints.begin(self.version)
-                parts = [_in_thread(self._backlog.save(directory)), await self.cluster.save(directory)]
-        except TrainerLost:
-            raise
-        except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
-            self._not_saved(self.version, error)
-            return
-        self._writing = asyncio.create_task(self._write(self.version, state, parts))
-        self._writing.add_done_callback(_seen)
-        if not self.config.run.save_async:
-            await self._written()
-        self._saving["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
-
-    async def _write(
-        self, version: int, state: dict[str, Any], parts: Sequence[Callable[[], Awaitable[None]]]
-    ) -> None:
-        """What was copied, to the disk. What fails is said, and the run goes on without it."""
-        started = time.monotonic()
-        try:
-            with Lane(self._spans, 1).span("write checkpoint", version=version):
-                for write in parts:
-                    await write()
-                path = await asyncio.to_thread(self.checkpoints.finish, version, state)
-        except Exception as error:
-            self._not_saved(version, error)
-            if isinstance(error, TrainerLost):
-                raise
-            return
-        seconds = time.monotonic() - started
-        self._saved = version
-        self._saving["timing_s/write_checkpoint"] = Mean(seconds, 1)
-        self.bus.event("checkpoint", step=version, path=path.name, seconds=round(seconds, 3))
-
-    async def _written(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        if self._writing is not None:
-            await asyncio.shield(self._writing)
-            self._writing = None
-
-    def _not_saved(self, version: int, error: Exception) -> None:
-        self.checkpoints.abandon(version)
-        stands = max(self.checkpoints.steps(), default=None)
-        self.bus.event("checkpoint_failed", step=version, stands=stands, error=_in_words(error))
-
-    async def _resume(self) -> Path | None:
-        """Continue from the newest checkpoint that can be loaded, if the run directory has one.
-
-        Returns the finished groups it holds.
-        """
-        failed: list[tuple[int, Exception]] = []
-        found = self.checkpoints.newest()
-        while found is not None:
-            path, state = found
-            step = int(state["step"])
-            self._require_same_half(step, state)
-            try:
-                await self.cluster.load(path)
-                self.ledger.restore(path / LEDGER)
-                break
-            except TrainerLost:
-                raise
-            except Exception as error:  # of the trainer's formats, which know many
-                failed.append((step, error))
-                found = self.checkpoints.before(step)
-        if failed and found is None:
-            newest, error = failed[0]
-            raise RuntimeError(
-                f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
-                f"{self.checkpoints.path(newest).parent} to start from step 0."
-            ) from error
-        for number, error in failed:  # an older one was loaded: it is they that are broken, not the trainer
-            self.checkpoints.set_aside(number, _in_words(error))
-        for broken in self.checkpoints.broken:
-            self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
-        self.checkpoints.broken.clear()
-        if found is None:
-            self.ledger.forget()
-            self.version, self._saved, self._score = 0, None, None
-            if self._lost:  # the engines still serve what the lost trainer had learnt
-                await self.cluster.publish_weights(0)
-            return None
-        self.version, self._saved, self._score = step, step, state.get(SCORE)
-        await self.cluster.publish_weights(self.version)
-        self.bus.event("resumed", step=self.version, path=path.name)
-        return path / GROUPS
-
-    def _require_same_half(self, step: int, state: dict[str, Any]) -> None:
-        begun, now = state.get("half", "both"), self.config.run.half
-        if begun != now:
-            raise ValueError(
-                f"step {step} is of a run with run.half={begun}, and run.half={now}: choose another run.dir."
-            )
 
     def _record_trajectories(self, group: Group) -> None:
         """One group a step, readable, for the trajectory viewer; a full disk loses it and no more."""
@@ -427,27 +261,11 @@ class Controller:
             self.bus.disk_full("trajectories.jsonl", error)
 
 
-def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-    """Blocking work as something to await."""
-    return lambda: asyncio.to_thread(work)
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Its failure was told; `_written` raises it, if the run comes to that."""
-    if not task.cancelled():
-        task.exception()
-
-
 def first_cause(error: BaseException) -> BaseException:
     """The first leaf of an exception group: what actually went wrong."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _in_words(error: Exception) -> str:
-    """Kind and first line of an error."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _step_metrics(groups: list[Group], version: int, seconds: float, waited: float) -> dict[str, Value]:

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlpipe.cluster import Cluster
 from rlpipe.config.half import Half
 from rlpipe.config.run import Config
-from rlpipe.controller import Cluster
 from rlpipe.metrics.bus import observed
 from rlpipe.metrics.values import Value
 from rlpipe.pipeline.dump import Dump

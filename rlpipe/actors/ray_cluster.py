@@ -27,9 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.cluster import TrainerLost
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
-from rlpipe.controller import TrainerLost
 from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.rollout.sglang.collective import Offer, Rendezvous

@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlpipe.cluster import TrainerLost
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import ClusterConfig, Config, RunSettings, ValConfig
-from rlpipe.controller import Controller, TrainerLost
+from rlpipe.controller import Controller
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile
 from rlpipe.pipeline.checkpoints import CheckpointStore

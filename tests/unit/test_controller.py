@@ -194,7 +194,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_pat
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_time(tmp_path):
-    """Each write takes as long as two further steps, or until the run waits for it."""
+    """Each write takes as long as two further steps, where there are any."""
     cluster = ScriptedCluster()
     copied = cluster.save
     writing, overlapped, steps_meanwhile = [], [], []
@@ -206,10 +206,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_
             overlapped.extend(writing)
             writing.append(directory.name)
             begun = len(cluster.batches)
-            for _ in range(400):
-                if len(cluster.batches) >= begun + 2:
-                    break
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(60):
+                while len(cluster.batches) < min(begun + 2, 6):
+                    await asyncio.sleep(0.001)
             steps_meanwhile.append(len(cluster.batches) - begun)
             await write()
             writing.remove(directory.name)
@@ -220,7 +219,8 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_
     run = controller(tmp_path, cluster, save_every=3)
     asyncio.run(run.run())
     run.bus.close()
-    assert overlapped == [] and steps_meanwhile == [2, 0] and run.checkpoints.steps() == [3, 6]
+    assert overlapped == [] and run.checkpoints.steps() == [3, 6]
+    assert steps_meanwhile[0] >= 2 and steps_meanwhile[1] == 0
     assert (tmp_path / "checkpoints" / "step_3" / "weights").read_text() == "3", "not of this moment"
     assert [event["step"] for event in events(tmp_path, "checkpoint")] == [3, 6]
 
