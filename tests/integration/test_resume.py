@@ -35,7 +35,7 @@ CASES = {
     # one request at a time: the logprobs, and with them the weights of the correction, are equal too
     "reasoning_rl": (["rollout.max_running=1"], OF_THE_MOMENT),
     # two models, each with optimizer and schedule, the weights of OBRS and the calibration it keeps
-    "jackpot": (["rollout.max_running=1", "env=reasoning", "decoupled.warmup_steps=3"], OF_THE_MOMENT),
+    "jackpot": (["rollout.max_running=1", "env=reasoning", "decoupled.lr=1e-3"], OF_THE_MOMENT),
 }
 
 
