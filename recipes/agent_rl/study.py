@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from runs import play  # noqa: E402
+
 SETS = ("held_instances", "held_families")
 ARMS = {"all": [], "value": ["env.tools.families=[value]"]}
 TITLES = {"all": "all four kinds", "value": "one lookup"}
 COLOURS = {"all": "#0072B2", "value": "#D55E00"}
-
-
-def run(directory: Path, seed: int, steps: int, overrides: list[str]) -> None:
-    """One run of the main job, unless it is complete already."""
-    events = directory / "events.jsonl"
-    if events.exists() and '"outcome": "done"' in events.read_text():
-        return
-    command = [sys.executable, "-m", "rlpipe.run", "+recipe=agent_rl", f"run.dir={directory}"]
-    subprocess.run([*command, f"run.seed={seed}", f"run.steps={steps}", *overrides], check=True)
 
 
 def measured(directory: Path) -> dict[str, Any]:
@@ -99,7 +93,8 @@ def main() -> None:
     for arm in args.arms:
         for seed in args.seeds:
             directory = args.runs.resolve() / f"{arm}_seed_{seed}"
-            run(directory, seed, args.steps, [*ARMS[arm], *args.overrides])
+            own = [f"run.seed={seed}", f"run.steps={args.steps}", *ARMS[arm]]
+            play("agent_rl", directory, *own, *args.overrides)
             results[f"{arm}/seed_{seed}"] = measured(directory)
     (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, args.out / "curves.svg")

@@ -19,7 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
-from study import mean_of, rounded, run
+from study import mean_of, play, rounded
 
 HERE = Path(__file__).resolve().parent
 BASE = [
@@ -129,7 +129,8 @@ def main() -> None:
     for seed in args.seeds:
         for arm in args.arms:
             name = f"{arm}-{seed}"
-            run(args.runs / name, [*common, *ARMS[arm], f"run.seed={seed}", *overrides], "jackpot")
+            own = [*common, *ARMS[arm], f"run.seed={seed}", *overrides]
+            play("jackpot", args.runs / name, *own, afresh=True)
             results[name] = curve(args.runs / name)
     told = {"base": common, "arms": ARMS, "overrides": overrides, "runs": results}
     (HERE / "decoupled.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from runs import play  # noqa: E402
+
 MINIBATCHES = 8  # optimizer steps of a training step
 BASE = [
     f"algo.minibatches={MINIBATCHES}",
@@ -57,16 +59,6 @@ FIGURES = {
     "z_ratio": "rollout_corr/obrs_z_ratio",
     "kappa": "rollout_corr/obrs_kappa",
 }
-
-
-def run(directory: Path, overrides: list[str], recipe: str = "swe_rl") -> None:
-    """One run of the main job, unless it is complete already."""
-    events = directory / "events.jsonl"
-    if events.exists() and '"outcome": "done"' in events.read_text():
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, "-m", "rlpipe.run", f"+recipe={recipe}", f"run.dir={directory}"]
-    subprocess.run([*command, *overrides], check=True)
 
 
 def curve(directory: Path) -> dict[str, object]:
@@ -143,7 +135,7 @@ def draw(results: dict[str, dict[str, object]], staleness: list[int], out: Path)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("validation reward (T = 1)")
     handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
-    axes[0][-1].legend(handles.values(), handles.keys())
+    axes[0][-1].legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(out)
 
@@ -175,7 +167,7 @@ def main() -> None:
         parser.error(f"--staleness and --steps are in optimizer steps, {MINIBATCHES} to a training step.")
     results = {}
     for name, settings in plan(args).items():
-        run(args.runs / name, [*settings, *overrides])
+        play("swe_rl", args.runs / name, *settings, *overrides, afresh=True)
         results[name] = curve(args.runs / name)
     told = {"base": BASE, "arms": ARMS, "overrides": overrides, "steps": args.steps, "runs": results}
     (HERE / "staleness.json").write_text(json.dumps(told, indent=1) + "\n")

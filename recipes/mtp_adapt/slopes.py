@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from runs import play
 
 from rlpipe.metrics.attribution import cross_section
 from rlpipe.metrics.decomposition import decompose, decompose_each, paired
@@ -36,13 +39,9 @@ SWEEP = ["run.steps=1", "metrics.probe.every=1", "metrics.probe.contexts=4000", 
 
 
 def run(directory: Path, *overrides: str) -> Path:
-    """One run of the main job, unless it has ended well already."""
-    events = directory / "events.jsonl"
-    if not (events.is_file() and '"outcome": "done"' in events.read_text()):
-        command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", "cluster=inline"]
-        command += [f"run.dir={directory}", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
-        subprocess.run([*command, *overrides], check=True)
-    return directory
+    """One run of the main job in one process, without what nobody looks at."""
+    own = ["cluster=inline", "run.save_every=0", "metrics.wandb=off", "metrics.report=false"]
+    return play("swe_rl", directory, *own, *overrides)
 
 
 def joined(parts: list[Pooled]) -> Pooled:

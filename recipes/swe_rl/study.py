@@ -11,21 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from runs import play  # noqa: E402
+
 SETS = {"held_instances": "new instances", "held_families": "new families"}
-
-
-def run(directory: Path, seed: int, mode: str, overrides: list[str]) -> None:
-    """One run of the main job, unless it is complete already."""
-    events = directory / "events.jsonl"
-    if events.exists() and '"outcome": "done"' in events.read_text():
-        return
-    command = [sys.executable, "-m", "rlpipe.run", "+recipe=swe_rl", f"run.dir={directory}"]
-    subprocess.run([*command, f"run.seed={seed}", f"spec.mode={mode}", *overrides], check=True)
 
 
 def curve(directory: Path) -> dict[str, object]:
@@ -94,7 +88,7 @@ def main() -> None:
     for seed in args.seeds:
         for mode in args.modes:
             directory = args.runs / f"{mode}-{seed}"
-            run(directory, seed, mode, overrides)
+            play("swe_rl", directory, f"run.seed={seed}", f"spec.mode={mode}", *overrides)
             results[f"{mode}-{seed}"] = curve(directory)
     (HERE / "results.json").write_text(json.dumps({"overrides": overrides, "runs": results}, indent=1) + "\n")
     try:
