@@ -12,7 +12,6 @@ from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig
 from rlpipe.config.decoupled import DecoupledConfig, DistillKl
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.trainer import runtime
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
 from tests.helpers.candidates import policy_logprobs, tell_candidates
@@ -21,20 +20,12 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer, meet
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 VOCAB = 61  # tensor parallelism has to pad it
 OBRS = AlgoConfig(correction=Correction.OBRS, obrs=ObrsConfig(top_k=8), skip_zero_advantage=False)
 ADAPT = DecoupledConfig(path="x", lr=1e-2)
 ONLY_DISTILLED = replace(ADAPT, ppo_coef=0.0)
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 @pytest.fixture(scope="module")

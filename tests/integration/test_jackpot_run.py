@@ -15,23 +15,14 @@ from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.hf_layout import read_weights
-from rlpipe.trainer import runtime
 from rlpipe.types import Prompt
 from rlpipe.weights.sync import pack_weights, unpack_weights
 from tests.helpers.candidates import policy_logprobs
 from tests.helpers.cli import SMALL, run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ACTOR = "shipped:models/tiny_actor"
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 def decoupled(**val):

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from rlpipe.algo.obrs import token_uniforms
 from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig, ObrsNormalizer, ObrsTarget, Proximal
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.trainer import runtime
 from tests.helpers.candidates import noisy, policy_logprobs, tell_candidates
 from tests.helpers.cli import SMALL
 from tests.helpers.cli import run as run_command
@@ -21,19 +20,11 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import Run, make_batch, make_trainer, train
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 VOCAB = 61  # tensor parallelism has to pad it
 SAME = {"rel": 1e-4, "abs": 1e-6}
 OBRS = AlgoConfig(correction=Correction.OBRS, obrs=ObrsConfig(top_k=8))
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 @pytest.fixture(scope="module")

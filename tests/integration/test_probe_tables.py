@@ -12,7 +12,6 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.metrics.probe import COLUMNS
 from rlpipe.pipeline.batcher import pack
-from rlpipe.trainer import runtime
 from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Trajectory
 from tests.helpers.engines import generate, request, running_engine
@@ -21,16 +20,8 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_trainer
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 SUMS = ("target_entropy", "draft_entropy", "kl", "reverse_kl", "target_above", "draft_above")
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,12 @@ from transformers import AutoModelForCausalLM
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
-from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 
 FAMILIES = {

@@ -14,27 +14,18 @@ from rlpipe.config.trainer import LrSchedule, Precision, Recompute, TrainerConfi
 from rlpipe.hf_layout import read_weights
 from rlpipe.mtp.loss import MtpStats
 from rlpipe.pipeline.batcher import pack
-from rlpipe.trainer import runtime
 from tests.helpers.draft_oracle import draft_loss, read_layers
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ALGO = AlgoConfig()
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-3)
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.0)
 VISIT = replace(ONLINE, anchors=AnchorWeighting.VISIT)
 FROZEN = MtpConfig()
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 @pytest.fixture

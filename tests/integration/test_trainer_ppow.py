@@ -23,7 +23,7 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ALGO = AlgoConfig()
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-3)
@@ -31,14 +31,6 @@ MTP = MtpConfig(train=MtpTrain.PPOW, lr=1e-2, clip_grad=0.0)
 PPOW = PpowConfig(group_size=3, windows=2, draft_cost=0.25, tolerance=3.0)
 RULES = {"draft_cost": 0.25, "proximity": 0.1, "tolerance": 3.0}
 T = 0.7
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
 
 
 @pytest.fixture

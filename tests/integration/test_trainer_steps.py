@@ -11,21 +11,12 @@ import torch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.trainer import LrSchedule, Precision, TrainerConfig
 from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights
-from rlpipe.trainer import runtime
 from rlpipe.types import TrajectoryStatus
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A test that fails with a trainer open must not fail the next one."""
-    yield
-    if torch.distributed.is_initialized():
-        runtime.stop()
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 
 CONFIG = TrainerConfig(lr=1e-2, warmup_steps=2, lr_schedule=LrSchedule.COSINE, weight_decay=0.01)
