@@ -1,0 +1,83 @@
+"""What the recipe does with the shipped model: reward of training batches and of held-out tasks, by step.
+
+    python recipes/reasoning_rl/study.py [key=value ...] [--runs runs/reasoning_rl_study] [--seeds 0]
+
+Plays what is missing, then writes results.json and curves.svg beside this file. Validation draws the same
+tasks for every seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from runs import play  # noqa: E402
+
+
+def measured(directory: Path) -> dict[str, Any]:
+    """Reward by step, of batches and [step, reward, standard error] of validation; acceptance length."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "timing_s/step" in record]
+    return {
+        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
+        "validation": [
+            [r["training/global_step"], round(r["val/reward"], 4), round(r["val/reward_se"], 4)]
+            for r in records
+            if "val/reward" in r
+        ],
+        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
+        "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
+    }
+
+
+def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Left: reward. Right: acceptance length and entropy."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "reasoning_rl"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
+    for result in results.values():
+        steps = range(1, len(result["train_reward"]) + 1)
+        left.plot(steps, result["train_reward"], color="#0072B2", lw=0.7, alpha=0.5, label="training batches")
+        left.errorbar(
+            *zip(*result["validation"], strict=True), color="#D55E00", capsize=2, lw=1.6, label="held out"
+        )
+        right.plot(steps, result["acceptance_length"], color="#009E73", label="acceptance length, of 4")
+        right.plot(steps, result["entropy"], ":", color="#555555", label="entropy, nats")
+    left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, None))
+    right.set(xlabel="step", ylim=(0, None))
+    for axis in (left, right):
+        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(handles.values(), handles.keys(), fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
+
+
+def main() -> None:
+    """Play, collect, draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/reasoning_rl_study"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    args, overrides = parser.parse_known_args()
+    results = {}
+    for seed in args.seeds:
+        directory = play("reasoning_rl", args.runs / f"seed_{seed}", f"run.seed={seed}", *overrides)
+        results[f"seed_{seed}"] = measured(directory)
+    (HERE / "results.json").write_text(json.dumps({"overrides": overrides, "runs": results}, indent=1) + "\n")
+    draw(results, HERE / "curves.svg")
+
+
+if __name__ == "__main__":
+    main()
