@@ -133,6 +133,7 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
         "rollout.sglang.weight_transfer=collective",  # the trainer has the weights of the next server
         "rollout.sglang.health_interval=0.5",
         "rollout.sglang.health_timeout=5",
+        "rollout.sglang.update_timeout=30",  # a server that hangs while it takes weights is found after this
         cwd=tmp_path,
         lines=2,
         timeout=240,
@@ -151,7 +152,7 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
         assert servers
         for server in servers:
             server.send_signal(number)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert len(told("server_died")) == len(told("server_hung")) == 1 and not told("rollout_worker_died")
     restarted = told("server_restarted")

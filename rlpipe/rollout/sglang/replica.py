@@ -120,24 +120,30 @@ class Replica:
             raise RuntimeError(str(self._failure)) from self._failure
         return self.client
 
-    async def recover(self, client: SglangClient, error: BaseException | str) -> bool:
+    async def recover(
+        self, client: SglangClient, error: BaseException | str, patience: float | None = None
+    ) -> bool:
         """Replace the server behind `client` if it is dead or hangs; returns when one serves.
+
+        patience: seconds in which it must answer, if not what it has at this time.
 
         Returns False when it answers, so that only the caller's own request failed. Raises RuntimeError when
         `rollout.sglang.max_restarts` is used up.
         """
-        work = asyncio.ensure_future(self._recover(client, error))
+        work = asyncio.ensure_future(self._recover(client, error, patience))
         self._recovering.add(work)
         work.add_done_callback(self._recovering.discard)
         return await asyncio.shield(work)  # a caller that is cancelled leaves the others their server
 
-    async def _recover(self, client: SglangClient, error: BaseException | str) -> bool:
+    async def _recover(
+        self, client: SglangClient, error: BaseException | str, patience: float | None
+    ) -> bool:
         async with self._lock:
             if self._failure is not None:
                 raise self._failure
             if client is not self._client or self._stopped:
                 return True
-            kind = await self._fault()
+            kind = await self._fault(self._patience if patience is None else patience)
             if kind is None:
                 return False
             self._gate.clear()
@@ -207,19 +213,20 @@ class Replica:
             with contextlib.suppress(
                 RuntimeError
             ):  # kept in `_failure`, and told to all who ask for a server
-                await self.recover(client, said)
+                # it had the patience of an update already, if there is one
+                await self.recover(client, said, self._config.sglang.health_timeout)
 
     @property
     def _patience(self) -> float:
         sglang = self._config.sglang
         return sglang.update_timeout if self._loading else sglang.health_timeout
 
-    async def _fault(self) -> str | None:
+    async def _fault(self, patience: float) -> str | None:
         """The event's kind: what is wrong with the server; None when it answers."""
         deadline = time.monotonic() + _END_SECONDS
         while self.server.is_running():
             if time.monotonic() > deadline:
-                if await self.client.answers(_PROBE, self._patience):
+                if await self.client.answers(_PROBE, patience):
                     return None
                 return "server_hung" if self.server.is_running() else "server_died"
             await asyncio.sleep(0.05)
