@@ -14,6 +14,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture
+def no_leftovers():
+    """A test that fails with a trainer open must not fail the next one."""
+    from rlpipe.trainer import runtime
+
+    yield
+    if torch.distributed.is_initialized():
+        runtime.stop()
+
+
 @pytest.fixture(scope="session")
 def sglang_server(tmp_path_factory):
     """The shipped model behind a real SGLang server, rejection sampling, three drafts; one for all tests."""
