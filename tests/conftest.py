@@ -14,6 +14,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(config, items):
+    """What shares a fixture stays in one process of pytest-xdist: a file, and all that asks the SGLang server.
+
+    Each chaos test starts what it kills, so those are dealt out one by one.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    asking = {item.path for item in items if "sglang_server" in getattr(item, "fixturenames", ())}
+    for item in items:
+        if item.path.parent.name != "chaos":
+            item.add_marker(pytest.mark.xdist_group("sglang" if item.path in asking else str(item.path)))
+
+
 @pytest.fixture
 def no_leftovers():
     """A test that fails with a trainer open must not fail the next one."""
