@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(config, items):
-    """What shares a fixture stays in one process of pytest-xdist: a file, and all that asks the SGLang server.
+    """What shares a fixture stays in one process of pytest-xdist: a file, all that asks the SGLang server.
 
     Each chaos test starts what it kills, so those are dealt out one by one.
     """

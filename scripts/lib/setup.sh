@@ -25,6 +25,17 @@ quietly() {
     }
 }
 
+# patiently COMMAND...: quietly, for what asks a package registry: a page that does not arrive fails an
+# installation, with any message, and arrives a moment later. Three tries, 10 and 20 s apart.
+patiently() {
+    for try in 1 2; do
+        ! "$@" >"$log" 2>&1 || return 0
+        say "that failed (try $try of 3): $(tail -n 1 "$log")"
+        sleep "${RLPIPE_SETUP_PAUSE:-$((try * 10))}"
+    done
+    quietly "$@"
+}
+
 # find_python: print a Python 3.11 or 3.12, $RLPIPE_PYTHON first.
 find_python() {
     for candidate in ${RLPIPE_PYTHON:+"$RLPIPE_PYTHON"} python3.11 python3.12 python3 python; do
@@ -41,8 +52,8 @@ find_python() {
 debian_package() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
     say "installing system packages: $*"
-    quietly apt-get update
-    quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+    patiently apt-get update
+    patiently env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
 }
 
 # need_bubblewrap: the sandbox that model-written commands run in.
@@ -68,7 +79,7 @@ need_compiler() {
 install_into() {
     environment=$1
     shift
-    quietly "$environment/bin/python" -m pip install --no-input --no-compile -c "$root/constraints.txt" "$@"
+    patiently "$environment/bin/python" -m pip install --no-input --no-compile -c "$root/constraints.txt" "$@"
 }
 
 # make_bare_environment DIR: a virtual environment with nothing in it, unless one is there.
@@ -116,17 +127,17 @@ make_sglang_environment() {
     make_bare_environment "$1"
     if [ "$2" = gpu ]; then
         say "installing SGLang with CUDA (many gigabytes)"
-        quietly "$1/bin/python" -m pip install --no-input -r "$pins"
+        patiently "$1/bin/python" -m pip install --no-input -r "$pins"
     else
         # torch first and alone, as above; then exactly the pinned packages, because what SGLang declares
         # would bring a CUDA build of torch.
         say "installing torch"
-        quietly "$1/bin/python" -m pip install --no-input --no-compile "$(grep '^torch==' "$pins")"
+        patiently "$1/bin/python" -m pip install --no-input --no-compile "$(grep '^torch==' "$pins")"
         say "installing SGLang for the CPU (one to three minutes)"
-        quietly "$1/bin/python" -m pip install --no-input --no-compile --no-deps -r "$pins"
+        patiently "$1/bin/python" -m pip install --no-input --no-compile --no-deps -r "$pins"
         copy=$(mktemp -d "${TMPDIR:-/tmp}/rlpipe-sglang.XXXXXX") # building leaves files beside the source
         cp -R "$root/sglang_env/cpu_support/." "$copy"
-        quietly "$1/bin/python" -m pip install --no-input --no-deps --no-build-isolation --force-reinstall "$copy"
+        patiently "$1/bin/python" -m pip install --no-input --no-deps --no-build-isolation --force-reinstall "$copy"
         rm -rf "$copy"
     fi
     printf '%s\n' "$stamp" >"$1/rlpipe-stamp"

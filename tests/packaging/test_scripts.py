@@ -15,9 +15,7 @@ import pytest
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging
-TOOLS = (
-    *("sh", "cat", "cksum", "cp", "date", "dirname", "env", "find", "grep", "id", "mktemp", "rm", "tail"),
-)
+TOOLS = "sh cat cksum cp date dirname env find grep id mktemp rm sleep tail".split()
 
 
 @pytest.fixture
@@ -84,10 +82,21 @@ def test_quickstart_runs_the_recipe_and_the_folder_it_is_given(tmp_path, tools, 
 
 def test_quickstart_stops_where_an_installation_fails(tmp_path, tools, venv):
     (venv / "bin" / "python").write_text("#!/bin/sh\necho no such package\nexit 1\n")
-    done = script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv)
+    done = script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv, RLPIPE_SETUP_PAUSE=0)
     assert done.returncode == 1
     assert "no such package" in done.stderr
     assert "starting" not in done.stdout
+
+
+def test_an_installation_that_fails_once_is_tried_again(tmp_path, tools, venv):
+    python = venv / "bin" / "python"
+    log = tmp_path / "calls"
+    python.write_text(f'#!/bin/sh\n[ -e {log} ]; answer=$?\necho "$@" >> {log}\nexit $answer\n')
+    done = script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv, RLPIPE_SETUP_PAUSE=0)
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = calls(tmp_path)
+    assert first == second and first.endswith("constraints.txt torch")
+    assert "try 1 of 3" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test"])
