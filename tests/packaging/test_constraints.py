@@ -1,9 +1,11 @@
 """constraints.txt pins everything that pyproject.toml asks for, at versions it accepts."""
 
 import tomllib
+from importlib.metadata import distribution
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.helpers.cli import ROOT
@@ -27,3 +29,11 @@ def test_every_requirement_has_a_pin_it_accepts():
 
 def test_pins_name_no_build_of_a_package():
     assert not [pin for pin in pins().values() if "+" in pin]
+
+
+def test_pins_install_on_the_oldest_python_that_is_promised():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=").split(",")[0] + ".0"
+    asked = {name: distribution(name).metadata.get("Requires-Python", "") for name in pins()}
+    refusing = {name: python for name, python in asked.items() if not SpecifierSet(python).contains(oldest)}
+    assert not refusing, f"Python {oldest} has none of these versions: pin older ones"
