@@ -48,6 +48,30 @@ def reasoning(model: Path) -> Workload:
     return Workload([[prompt] for prompt in prompts], chat.stop_token_ids, TURN_TOKENS)
 
 
+def spec_of(drafter: str, gamma: int, draft: Path | None = None) -> SpecConfig:
+    """How the engine decodes with a drafter, or with `none`. draft: directory of an EAGLE-3 draft.
+
+    At temperature 0 every rule accepts what greedy verification does.
+    """
+    if drafter == "none":
+        return SpecConfig(mode="none")
+    mode = "target_only" if drafter == "suffix" else "rejection"
+    path = str(draft) if drafter == "eagle3" else ""
+    return SpecConfig(mode=mode, gamma=gamma, drafter=drafter, draft_path=path)
+
+
+def workloads(model: Path, conversations: int) -> dict[str, Workload]:
+    """In- and out-of-domain prompts, greedy and sampled; conversations: of each."""
+    domains = {"swe turns": swe_workloads(model)["turns"], "reasoning": reasoning(model)}
+    return {
+        f"{domain}, T = {temperature:g}": replace(
+            work, conversations=work.conversations[:conversations], temperature=temperature
+        )
+        for domain, work in domains.items()
+        for temperature in (0.0, 1.0)
+    }
+
+
 def main() -> None:
     """Run what was asked for and write one JSON."""
     parser = argparse.ArgumentParser(
@@ -63,33 +87,27 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="an EAGLE-3 draft, for a further arm")
     args = parser.parse_args()
     load, results = os.getloadavg(), {}
-    specs = {
-        "none": SpecConfig(mode="none"),
-        "mtp": SpecConfig(gamma=args.gamma),
-        "suffix": SpecConfig(mode="target_only", gamma=args.gamma, drafter="suffix"),
-    }
-    if args.draft:
-        specs["eagle3"] = SpecConfig(gamma=args.gamma, drafter="eagle3", draft_path=str(args.draft))
+    drafters = ["none", "mtp", "suffix", *(["eagle3"] if args.draft else [])]
     arms = {
-        name: partial(EngineArm, args.shipped, spec, args.batch, args.threads, "float32")
-        for name, spec in specs.items()
+        name: partial(
+            EngineArm,
+            args.shipped,
+            spec_of(name, args.gamma, args.draft),
+            args.batch,
+            args.threads,
+            "float32",
+        )
+        for name in drafters
     }
-    for domain, work in {
-        "swe turns": swe_workloads(args.shipped)["turns"],
-        "reasoning": reasoning(args.shipped),
-    }.items():
-        for temperature in (0.0, 1.0):
-            some = replace(
-                work, conversations=work.conversations[: args.conversations], temperature=temperature
-            )
-            speeds, counts = measure(arms, some, args.batch, args.threads, args.repeats)
-            rows: dict[str, Any] = {arm: summary(speeds[arm], counts[arm]) for arm in arms}
-            for arm in arms.keys() - {"none"}:
-                rows[arm]["speed against none"] = paired_ratio(speeds[arm], speeds["none"])
-            results[f"{domain}, T = {temperature:g}"] = rows
-            print(f"\n{domain}, T = {temperature:g}", flush=True)
-            for arm, row in rows.items():
-                print(f"  {arm:8s} {row}", flush=True)
+    for cell, work in workloads(args.shipped, args.conversations).items():
+        speeds, counts = measure(arms, work, args.batch, args.threads, args.repeats)
+        rows: dict[str, Any] = {arm: summary(speeds[arm], counts[arm]) for arm in arms}
+        for arm in arms.keys() - {"none"}:
+            rows[arm]["speed against none"] = paired_ratio(speeds[arm], speeds["none"])
+        results[cell] = rows
+        print(f"\n{cell}", flush=True)
+        for arm, row in rows.items():
+            print(f"  {arm:8s} {row}", flush=True)
     report = {
         "question": "acceptance length and speed by drafter",
         **provenance(args, load),

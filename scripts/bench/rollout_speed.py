@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class TransformersArm:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model.eval().generation_config.eos_token_id = None
 
-    def run(self, work: Workload, batch: int) -> tuple[int, SpecCounts]:
+    def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
         """Tokens generated, and no acceptance."""
         prompts, tokens = [turns[0] for turns in work.conversations], 0
         for start in range(0, len(prompts), batch):
@@ -134,7 +134,7 @@ class TransformersArm:
                 )
             tokens += out[:, width:].numel()
         assert tokens == len(prompts) * work.max_new_tokens, "transformers stopped early"
-        return tokens, SpecCounts()
+        return tokens, []
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -151,10 +151,15 @@ class EngineArm:
         self._engine = EmbeddedEngine(config, spec, model)
         self._runs = 0
 
-    def run(self, work: Workload, batch: int) -> tuple[int, SpecCounts]:
-        """Tokens generated, and counts of drafts."""
+    @property
+    def costs(self) -> dict[tuple[int, int], float]:
+        """Seconds of a step by (batch, gamma); with spec.adaptive alone."""
+        return self._engine.costs
+
+    def run(self, work: Workload, batch: int) -> tuple[int, list[SpecCounts]]:
+        """Tokens generated, and counts of drafts of each conversation."""
         self._runs += 1
-        tokens, spec = 0, SpecCounts()
+        tokens, counts = 0, [SpecCounts() for _ in work.conversations]
 
         async def play(number: int, turns: Prompts, room: asyncio.Semaphore) -> None:
             nonlocal tokens
@@ -176,7 +181,7 @@ class EngineArm:
                         )
                     )
                     tokens += len(result.output_ids)
-                    spec.add(result.spec)
+                    counts[number].add(result.spec)
                 self._engine.end_session(session)
 
         async def play_all() -> None:
@@ -185,7 +190,7 @@ class EngineArm:
             await asyncio.gather(*(play(i, turns, room) for i, turns in enumerate(work.conversations)))
 
         asyncio.run(play_all())
-        return tokens, spec
+        return tokens, counts
 
     def close(self) -> None:
         """Stop the engine's thread."""
@@ -202,8 +207,8 @@ class ArmProcess:
         self._process.start()
         self._pipe.recv()  # one after another: an engine that measures its costs must not be disturbed
 
-    def run(self, work: Workload, batch: int) -> tuple[float, SpecCounts]:
-        """Tokens per second, and counts of drafts."""
+    def run(self, work: Workload, batch: int) -> tuple[float, list[SpecCounts]]:
+        """Tokens per second, and counts of drafts of each conversation."""
         self._pipe.send((work, batch))
         return self._pipe.recv()
 
@@ -221,8 +226,8 @@ def serve_arm(pipe: Any, make: Callable[[], Any], threads: int) -> None:
     pipe.send(None)
     while (order := pipe.recv()) is not None:
         started = time.perf_counter()
-        tokens, spec = arm.run(*order)
-        pipe.send((tokens / (time.perf_counter() - started), spec))
+        tokens, counts = arm.run(*order)
+        pipe.send((tokens / (time.perf_counter() - started), counts))
     arm.close()
 
 
@@ -231,17 +236,34 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, SpecCounts]]:
     """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns."""
     running = {name: ArmProcess(make, threads) for name, make in arms.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
-    counts = {name: SpecCounts() for name in arms}
-    for repeat in range(repeats + 1):
-        for name, arm in running.items():
-            speed, spec = arm.run(work, batch)
-            if repeat:
-                speeds[name].append(speed)
-                counts[name].add(spec)
+    speeds, counts = take_turns(running, work, batch, repeats)
     for arm in running.values():
         arm.close()
+    return speeds, {name: total(mine) for name, mine in counts.items()}
+
+
+def take_turns(
+    running: dict[str, ArmProcess], work: Workload, batch: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[SpecCounts]]]:
+    """Speeds of each arm by repeat, and counts of each conversation added over repeats; see `measure`."""
+    speeds: dict[str, list[float]] = {name: [] for name in running}
+    counts: dict[str, list[SpecCounts]] = {name: [] for name in running}
+    for repeat in range(repeats + 1):
+        for name, arm in running.items():
+            speed, found = arm.run(work, batch)
+            if repeat:
+                speeds[name].append(speed)
+                before = counts[name] or [SpecCounts() for _ in found]
+                counts[name] = [total(pair) for pair in zip(before, found, strict=True)]
     return speeds, counts
+
+
+def total(counts: Iterable[SpecCounts]) -> SpecCounts:
+    """Their sum."""
+    whole = SpecCounts()
+    for mine in counts:
+        whole.add(mine)
+    return whole
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:

@@ -48,6 +48,7 @@ class EmbeddedEngine:
     """Implements `rlpipe.rollout.engine.Engine` in this process.
 
     config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory.
+    costs: seconds of a step by (batch, gamma), as measured for spec.adaptive; empty without it.
 
     Raises ValueError for a model the engine cannot run, a missing MTP layer or EAGLE-3 draft while
     speculation is on, or a context beyond the model's.
@@ -102,8 +103,10 @@ class EmbeddedEngine:
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
         policy: GammaPolicy = FixedGamma(spec.depth)
+        self.costs: dict[tuple[int, int], float] = {}
         if spec.adaptive:
-            policy = AdaptiveGamma(measure_costs(self._decoder, self._table, spec.gamma, config.threads))
+            self.costs = measure_costs(self._decoder, self._table, spec.gamma, config.threads)
+            policy = AdaptiveGamma(self.costs)
         self._scheduler = Scheduler(
             self._table,
             self._decoder,
