@@ -1,11 +1,13 @@
-"""What the studies share: a run of a recipe in a process of its own, unless it is complete already."""
+"""What the studies share: a run of a recipe, unless it is complete already; its records; legends."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
@@ -20,3 +22,24 @@ def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) ->
         command = [sys.executable, "-m", "rlpipe.run", f"+recipe={recipe}", f"run.dir={directory}"]
         subprocess.run([*command, *overrides], check=True)
     return directory
+
+
+def records(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All lines of a run's metrics.jsonl, and those of training steps alone."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return lines, [line for line in lines if "timing_s/step" in line]
+
+
+def validation(lines: list[dict[str, Any]], name: str = "val") -> list[list[float]]:
+    """[step, reward, standard error] wherever NAME/reward was measured."""
+    found = [line for line in lines if f"{name}/reward" in line]
+    return [
+        [line["training/global_step"], round(line[f"{name}/reward"], 4), round(line[f"{name}/reward_se"], 4)]
+        for line in found
+    ]
+
+
+def legend(axis: Any, to: Any = None, **settings: Any) -> None:
+    """Each label of a matplotlib axis once, though many lines have it; drawn on axis `to`."""
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    (to or axis).legend(handles.values(), handles.keys(), **settings)

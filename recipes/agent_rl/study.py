@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import play  # noqa: E402
+from runs import legend, play, records, validation  # noqa: E402
 
 SETS = ("held_instances", "held_families")
 ARMS = {"all": [], "value": ["env.tools.families=[value]"]}
@@ -27,25 +27,14 @@ COLOURS = {"all": "#0072B2", "value": "#D55E00"}
 
 def measured(directory: Path) -> dict[str, Any]:
     """Figures of a run: validation by set, and by step reward, turns and acceptance length."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "timing_s/step" in record]
-    found: dict[str, Any] = {
+    lines, steps = records(directory)
+    return {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
         "turns": [round(r["num_turns/mean"], 2) for r in steps],
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
         "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
+        **{split: validation(lines, f"val/{split}") for split in SETS},
     }
-    for split in SETS:
-        found[split] = [
-            [
-                r["training/global_step"],
-                round(r[f"val/{split}/reward"], 4),
-                round(r[f"val/{split}/reward_se"], 4),
-            ]
-            for r in records
-            if f"val/{split}/reward" in r
-        ]
-    return found
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -70,8 +59,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
     left.set_title("new questions; thin: training batches", fontsize=9)
     right.set(xlabel="step", ylim=(0, None))
     for axis in (left, right):
-        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        axis.legend(handles.values(), handles.keys(), fontsize=7)
+        legend(axis, fontsize=7)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None})

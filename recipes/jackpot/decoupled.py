@@ -19,7 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
-from study import mean_of, play, rounded
+from study import legend, mean_of, play, records, rounded, validation
 
 HERE = Path(__file__).resolve().parent
 BASE = [
@@ -57,17 +57,16 @@ FIGURES = {
 
 def curve(directory: Path) -> dict[str, object]:
     """Validation rewards and training figures of a run, by step; null where nothing was measured."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    validated = {r["training/global_step"]: r for r in records if "val/reward" in r}
-    steps = [r for r in records if "timing_s/step" in r]
+    lines, steps = records(directory)
+    validated = validation(lines)
     figures: dict[str, object] = {
-        "validation": [[step, rounded(r["val/reward"])] for step, r in validated.items()],
-        "before": rounded(validated[min(validated)]["val/reward"]),
-        "after": rounded(validated[max(validated)]["val/reward"]),
-        "error": rounded(validated[max(validated)]["val/reward_se"]),
+        "validation": [[step, reward] for step, reward, _ in validated],
+        "before": validated[0][1],
+        "after": validated[-1][1],
+        "error": validated[-1][2],
     }
     figures |= {name: [rounded(r.get(key)) for r in steps] for name, key in FIGURES.items()}
-    return figures | {"seconds": round(records[-1]["time"] - records[0]["time"], 1)}
+    return figures | {"seconds": round(lines[-1]["time"] - lines[0]["time"], 1)}
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
@@ -110,8 +109,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
         axis.grid(alpha=0.3)
     axes[2].set_ylim(bottom=0)
     axes[0].set_ylabel("reward (T = 1)")
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    axes[0].legend(handles.values(), handles.keys())
+    legend(axes[0])
     figure.tight_layout()
     figure.savefig(out)
 

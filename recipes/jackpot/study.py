@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import play  # noqa: E402
+from runs import legend, play, records, validation  # noqa: E402
 
 MINIBATCHES = 8  # optimizer steps of a training step
 BASE = [
@@ -63,20 +63,17 @@ FIGURES = {
 
 def curve(directory: Path) -> dict[str, object]:
     """Validation reward and training figures of a run, by optimizer step; null where nothing was measured."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    validated = [
-        (r["training/global_step"] * MINIBATCHES, r["val/reward"]) for r in records if "val/reward" in r
-    ]
-    steps = [r for r in records if "timing_s/step" in r]
+    lines, steps = records(directory)
+    validated = [[step * MINIBATCHES, reward] for step, reward, _ in validation(lines)]
     rewards = [reward for _, reward in validated]
     return {
-        "validation": [[step, round(reward, 4)] for step, reward in validated],
-        "before": round(rewards[0], 4),
-        "after": round(rewards[-1], 4),
-        "best": round(max(rewards), 4),
+        "validation": validated,
+        "before": rewards[0],
+        "after": rewards[-1],
+        "best": max(rewards),
         **{name: [rounded(r.get(key)) for r in steps] for name, key in FIGURES.items()},
         "skipped_steps": sum(r.get("actor/skipped_steps", 0) for r in steps),
-        "seconds": round(records[-1]["time"] - records[0]["time"], 1),
+        "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
     }
 
 
@@ -134,8 +131,7 @@ def draw(results: dict[str, dict[str, object]], staleness: list[int], out: Path)
         axis.set(title=f"{stale} optimizer steps stale", xlabel="optimizer step", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("validation reward (T = 1)")
-    handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
-    axes[0][-1].legend(handles.values(), handles.keys(), loc="upper left", bbox_to_anchor=(1, 1))
+    legend(axes[0][0], axes[0][-1], loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(out)
 

@@ -17,20 +17,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import play  # noqa: E402
+from runs import legend, play, records, validation  # noqa: E402
 
 
 def measured(directory: Path) -> dict[str, Any]:
     """Reward by step, of batches and [step, reward, standard error] of validation; acceptance length."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "timing_s/step" in record]
+    lines, steps = records(directory)
     return {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
-        "validation": [
-            [r["training/global_step"], round(r["val/reward"], 4), round(r["val/reward_se"], 4)]
-            for r in records
-            if "val/reward" in r
-        ],
+        "validation": validation(lines),
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
         "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
     }
@@ -56,8 +51,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
     left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, None))
     right.set(xlabel="step", ylim=(0, None))
     for axis in (left, right):
-        handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        axis.legend(handles.values(), handles.keys(), fontsize=8)
+        legend(axis, fontsize=8)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None})

@@ -17,20 +17,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import play  # noqa: E402
+from runs import legend, play, records, validation  # noqa: E402
 
 SETS = {"held_instances": "new instances", "held_families": "new families"}
 
 
 def curve(directory: Path) -> dict[str, object]:
     """Validation and training figures of a run by step, and its before and after."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [r for r in records if "timing_s/step" in r]
+    lines, steps = records(directory)
     outcome: dict[str, object] = {
         "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
         "acceptance_length": [r.get("spec/acceptance_length") for r in steps],
-        "seconds": round(records[-1]["time"] - records[0]["time"], 1),
+        "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
         "median_tokens_per_s_rollout": round(
             statistics.median(
                 r["perf/tokens_per_s/rollout"] for r in steps if "perf/tokens_per_s/rollout" in r
@@ -38,18 +37,15 @@ def curve(directory: Path) -> dict[str, object]:
         ),
     }
     for split in SETS:
-        points = [
-            (r["training/global_step"], r[f"val/{split}/reward"], r[f"val/{split}/reward_se"])
-            for r in records
-            if f"val/{split}/reward" in r
-        ]
+        points = validation(lines, f"val/{split}")
+        (_, before, se_before), (_, after, se_after) = points[0], points[-1]
         outcome[split] = {
-            "curve": [[step, round(reward, 4), round(se, 4)] for step, reward, se in points],
-            "before": round(points[0][1], 4),
-            "after": round(points[-1][1], 4),
-            "gain": round(points[-1][1] - points[0][1], 4),
-            "se_before": round(points[0][2], 4),
-            "se_after": round(points[-1][2], 4),
+            "curve": points,
+            "before": before,
+            "after": after,
+            "gain": round(after - before, 4),
+            "se_before": se_before,
+            "se_after": se_after,
         }
     return outcome
 
@@ -71,8 +67,7 @@ def draw(results: dict[str, dict[str, object]], out: Path) -> None:
         axis.set(title=title, xlabel="step", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("validation reward (T = 1)")
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    axes[1].legend(handles.values(), handles.keys(), title="spec.mode", loc="upper right")
+    legend(axes[0], axes[1], title="spec.mode", loc="upper right")
     figure.tight_layout()
     figure.savefig(out)
 
