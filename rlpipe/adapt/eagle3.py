@@ -10,13 +10,14 @@ Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.m
 
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
 a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
-`mtp_loss`), and the starting point of norm and head (the target's).
+`mtp_loss`), and the starting point of norm and head (the target's). With mtp.train=ppow the draft learns from
+windows it drafts there instead (`eagle3_ppow`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import isfinite
@@ -27,7 +28,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rlpipe.adapt.eagle3_ppow import Eagle3Ppow, draft_cost, window_slots
+from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
@@ -64,13 +68,14 @@ class Eagle3Trainer:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = config.rollout.device
         self._device = torch.device(auto if device == "auto" else device)
-        arch = read_architecture(hf_config)
+        arch, windows = read_architecture(hf_config), config.mtp.train is MtpTrain.PPOW
+        ahead = window_slots(config.ppow, config.mtp.depths) if windows else 0
         self._target = Model(
             arch,
             {name: weights[name] for name in arch.weight_shapes(mtp=False)},
             mtp=False,
             rows=TARGET_ROWS,
-            slots=config.rollout.max_context,
+            slots=config.rollout.max_context + ahead,
             device=self._device,
             dtype=getattr(torch, config.rollout.dtype),
         )
@@ -82,6 +87,19 @@ class Eagle3Trainer:
             self._draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
             self._draft.initialize(weights, config.run.seed)
         self._draft.to(self._device)
+        self._ppow: Eagle3Ppow | None = None
+        if windows:
+            self._ppow = Eagle3Ppow(
+                config.ppow,
+                self._draft,
+                self._target,
+                self._read_target,
+                self._autocast,
+                draft_cost=config.ppow.draft_cost or draft_cost(self._draft, weights),
+                depths=config.mtp.depths,
+                steps=config.run.steps,
+                seed=config.run.seed,
+            )
         trainer = config.trainer
         self._optimizer = torch.optim.AdamW(
             self._draft.parameters(),
@@ -95,16 +113,21 @@ class Eagle3Trainer:
             torch.set_num_threads(trainer.threads)
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """One optimizer step over a batch; mtp/* metrics. A gradient that is not finite is left out."""
+        """One optimizer step over a batch; mtp/* metrics, and ppow/* of its windows.
+
+        A gradient that is not finite is left out.
+        """
         started = time.perf_counter()
         self._optimizer.zero_grad()
         parts = []
         for micro in _micros(batch):
-            loss, stats = self._loss(micro, batch.temperature)
-            if loss.requires_grad:
-                loss.backward()
-            parts.append(stats)
-        stats = self._total(parts)
+            for loss, stats in self._losses(micro, batch.temperature):
+                if loss.requires_grad:
+                    loss.backward()
+                parts.append(stats)
+        stats = (
+            self._total(parts) if self._ppow is None else reduce(add, parts, PpowTotals.nothing(self._device))
+        )
         metrics = stats.metrics() | self._apply(stats.weight.item())
         return metrics | {"timing_s/update_actor": Mean(time.perf_counter() - started, 1)}
 
@@ -157,6 +180,14 @@ class Eagle3Trainer:
             self.updates += 1
             metrics["mtp/grad_norm"] = Mean(norm, 1)
         return metrics
+
+    def _losses(
+        self, micro: MicroBatch, temperature: float
+    ) -> Iterable[tuple[torch.Tensor, MtpStats | PpowTotals]]:
+        """Numerators of the objective's loss, and statistics; all of them are a micro-batch's."""
+        if self._ppow is None:
+            return [self._loss(micro, temperature)]
+        return self._ppow.losses(micro, temperature, self.updates)
 
     def _loss(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
         """Numerator of the loss of a micro-batch, and statistics."""

@@ -255,7 +255,9 @@ def check(config: Config) -> None:
             "rollout.temperature=0 has none: set rollout.temperature=1.0, or another algo.correction."
         )
     probed = config.metrics.probe.every and config.spec.needs_mtp
-    if config.mtp.train is not MtpTrain.FROZEN or (probed and config.task is Task.RL):
+    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter is Drafter.EAGLE3  # needs no MTP layer
+    learns = config.mtp.train is not MtpTrain.FROZEN and not beside
+    if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
     if config.mtp.train is MtpTrain.PPOW and config.rollout.temperature == 0:
         raise ValueError(
@@ -394,11 +396,6 @@ def check_eagle3(config: Config, hf_config: Mapping[str, Any]) -> None:
         read_shape(resolve(config.eagle3.start), hf_config, "eagle3.start")
     else:
         Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
-    if config.mtp.train is MtpTrain.PPOW:
-        raise ValueError(
-            "mtp.train=ppow trains the MTP layer, not adapt.drafter=eagle3: leave it out, or set "
-            "adapt.drafter=mtp."
-        )
 
 
 def check_run_dir(run: RunSettings) -> None:

@@ -70,15 +70,20 @@ class Eagle3(nn.Module):
             head = target["lm_head.weight"]
             self.lm_head.weight.copy_(head if self.ids is None else head[self.ids.to(head.device)])
 
-    def unroll(self, features: Tensor, embeddings: Tensor) -> list[Tensor]:
+    def unroll(
+        self, features: Tensor, embeddings: Tensor, past: list[tuple[Tensor, Tensor]] | None = None
+    ) -> list[Tensor]:
         """States h_1 .. h_K [B, T, H] of all anchors, on tokens that are given.
 
         features: [B, T, layers * H] of anchors 0 .. T - 1, rows padded on the right. embeddings: [K, B, T, H]
-        of the tokens t + 1 .. t + K. Anchors for which a token was made up must be masked out.
+        of the tokens t + 1 .. t + K. Anchors for which a token was made up must be masked out. past: an empty
+        list, for keys and values of the steps.
         """
-        state, past, states = self.fc(features), [], []
+        state, states = self.fc(features), []
+        past = [] if past is None else past
+        positions = torch.arange(features.shape[1], device=features.device)
         for step, embedded in enumerate(embeddings):
-            state = self.midlayer(state, embedded, step, past)
+            state = self.midlayer(state, embedded, positions + step, past)
             states.append(state)
         return states
 
@@ -130,36 +135,69 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
 
     def forward(
-        self, state: Tensor, embedded: Tensor, step: int, past: list[tuple[Tensor, Tensor]]
+        self,
+        state: Tensor,
+        embedded: Tensor,
+        positions: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+        unseen: Tensor | None = None,
     ) -> Tensor:
-        """state, embedded: [B, T, H]. step: from 0. past: keys and values so far, appended to."""
+        """state, embedded: [B, T, H]. positions: int64, broadcast to [B, heads, T]. past: keys and values so
+        far, appended to. unseen: see `unrolled_attention`."""
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), -1)
         attention = self.self_attn
         query, key, value = (
             project(both).unflatten(-1, (-1, self._shape.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        query, key = (_rotate(x, step, self._shape.rope_theta) for x in (query, key))
+        query, key = (_rotate(x, positions, self._shape.rope_theta) for x in (query, key))
         group = self._shape.heads // self._shape.kv_heads
         past.append(tuple(x.repeat_interleave(group, 1) for x in (key, value)))
-        attended = unrolled_attention(query, past).transpose(1, 2).flatten(2)
+        attended = unrolled_attention(query, past, unseen).transpose(1, 2).flatten(2)
         state = state + attention.o_proj(attended)
         read = self.post_attention_layernorm(state)
         return state + self.mlp.down_proj(F.silu(self.mlp.gate_proj(read)) * self.mlp.up_proj(read))
 
 
-def unrolled_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+class Windows:
+    """Drafts from some anchors on tokens of their own, G times from each, as an engine drafts them.
+
+    They go on from a first step that is over: step k of a window attends to step 1 of the anchors 0 .. t of
+    its row and to its own steps 2 .. k, as in `Eagle3.unroll`, and the gradient flows into both.
+    """
+
+    def __init__(self, draft: Eagle3, first: tuple[Tensor, Tensor], rows: Tensor, anchors: Tensor) -> None:
+        """first: keys and values [B, heads, T, d] of step 1 (`past` of `unroll`). rows, anchors: [W]."""
+        self._layer, self._anchors = draft.midlayer, anchors[:, None, None]
+        self._past = [tuple(x.index_select(0, rows) for x in first)]
+        self._unseen = torch.arange(first[0].shape[2], device=anchors.device) > self._anchors[..., None]
+
+    def step(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """States [W, G, H] of the next step, 2 at first.
+
+        state: of the step before; embedded: of the tokens drafted from it; both [W, G, H].
+        """
+        positions = self._anchors + len(self._past)
+        return self._layer(state, embedded, positions, self._past, self._unseen)
+
+
+def unrolled_attention(
+    query: Tensor, past: list[tuple[Tensor, Tensor]], unseen: Tensor | None = None
+) -> Tensor:
     """What a step of an anchor sees while drafting.
 
     query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
     Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
     scores of step 1, [B, heads, T, T], are written out.
+    unseen: bool, broadcasts to [B, heads, T, S]: which of S keys of step 1 an anchor does not see, where
+    these are not the anchors 0 .. T - 1.
     """
     (keys, values), own = past[0], past[1:]
     query = query * query.shape[-1] ** -0.5
-    length = query.shape[2]
-    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = [(query @ keys.transpose(2, 3)).masked_fill(later, float("-inf"))]
+    length = keys.shape[2]
+    if unseen is None:
+        unseen = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(query @ keys.transpose(2, 3)).masked_fill(unseen, float("-inf"))]
     scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
     attended = weights[..., :length] @ values
@@ -168,12 +206,12 @@ def unrolled_attention(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tens
     return attended
 
 
-def _rotate(x: Tensor, offset: int, theta: float) -> Tensor:
-    """RoPE of [B, heads, T, d] at positions offset .. offset + T - 1, halves rotated as in Llama."""
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """RoPE of [B, heads, T, d] at positions that broadcast to [B, heads, T], halves rotated as in Llama."""
     dim = x.shape[-1]
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
-    positions = torch.arange(offset, offset + x.shape[2], dtype=torch.float64, device=x.device)
-    angles = (positions[:, None] * frequencies).repeat(1, 2)
+    angles = positions[..., None] * frequencies
+    angles = torch.cat((angles, angles), -1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

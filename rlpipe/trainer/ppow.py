@@ -1,7 +1,7 @@
 """PPOW on a micro-batch: windows are drafted from places of its texts, judged by the target, and compared.
 
-Owns the way from a micro-batch to `ppow_loss` and its sums. Which windows, rewards and objective are
-`rlpipe.algo.ppow`'s, verification is `rlpipe.spec.verify`'s, keys of finished passes are `continuation`'s.
+Owns the passes of MTP layer and backbone over a micro-batch and its windows. Which windows, the verdict on
+them and the loss are `ppow_windows`', keys of finished passes are `continuation`'s.
 
     backbone's own pass  -> hidden states, keys         (with or without a gradient: none is taken from it)
     depth 1, all anchors -> Q along the text, keys      criticality -> W anchors t, ppow.windows a trajectory
@@ -27,30 +27,17 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from rlpipe.algo.ppow import (
-    PpowTotals,
-    Total,
-    criticality,
-    expected_reward,
-    group_advantages,
-    hard_share,
-    ppow_loss,
-    proximity_gap,
-    sample_windows,
-    window_reward,
-    window_scores,
-)
+from rlpipe.algo.ppow import PpowTotals, criticality, hard_share, window_scores
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.mtp.chunked import linear_draft_rows
 from rlpipe.mtp.head import draft_step
 from rlpipe.mtp.loss import depth_targets
-from rlpipe.spec.sampling import sample_cdf
-from rlpipe.spec.verify import verify_chain
 from rlpipe.trainer.batch import Branch, MicroBatch
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch, tokens_up_to
 from rlpipe.trainer.layers import BranchLayout, Kept
 from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.ppow_windows import Judged, draw_windows, judge_windows, sampled, windows_loss
 from rlpipe.trainer.runtime import Runtime
 
 MULTIPLE = 32  # as the batcher's: kernels prepared for one number of rows are used again
@@ -73,19 +60,6 @@ class Windows:
     scores: torch.Tensor
     draft_uniforms: torch.Tensor
     coins: torch.Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class Judged:
-    """logprobs: [W, G, K, V] of the target where each draft was drawn. The rest [W, G].
-
-    rewards: those of the objective. close: nothing accepted and yet R_dist earned.
-    """
-
-    logprobs: torch.Tensor
-    num_accepted: torch.Tensor
-    rewards: torch.Tensor
-    close: torch.Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,34 +102,8 @@ class Ppow:
         rollout = self.rollout(policy, micro, hidden, kept, temperature, step)
         if rollout is None:
             return torch.zeros((), device=hidden.device), PpowTotals.nothing(hidden.device)
-        tokens, judged = rollout.tokens.flatten(0, 1), rollout.judged
-        log_q, log_p = rollout.logprobs.flatten(0, 1), judged.logprobs.flatten(0, 1)
-        mean, told = ppow_loss(
-            log_q,
-            log_p,
-            tokens,
-            _of(log_q.detach(), tokens),
-            group_advantages(judged.rewards).flatten(),
-            clip=self._config.clip,
-            kl_coef=self._config.kl_coef,
-        )
-        loss, group = mean * told.tokens, judged.rewards.shape[1]
-        even = (judged.rewards == judged.rewards[:, :1]).all(1, keepdim=True).expand_as(judged.rewards)
-        found = {
-            Total.WINDOWS: judged.rewards.numel(),
-            Total.DRAFTS: told.tokens,
-            Total.LOSS: loss.detach(),
-            Total.REWARD: judged.rewards.sum(),
-            Total.ACCEPTED: judged.num_accepted.sum(),
-            Total.REJECTED: (judged.num_accepted == 0).sum(),
-            Total.CLOSE: judged.close.sum(),
-            Total.EVEN: even.sum(),
-            Total.KL: told.kl,
-            Total.CLIPPED: told.clipped,
-            Total.SCORE: rollout.windows.scores.sum() * group,
-            Total.HARD: self.hard_share(step) * judged.rewards.numel(),
-        }
-        return loss, PpowTotals.of(found, hidden.device)
+        told = (rollout.logprobs, rollout.tokens, rollout.judged, rollout.windows.scores)
+        return windows_loss(*told, self.hard_share(step), self._config)
 
     def hard_share(self, step: int) -> float:
         """Share of windows drawn by their score in the update after `step` others."""
@@ -198,13 +146,13 @@ class Ppow:
         step: int,
     ) -> Windows | None:
         """Anchors by criticality, all drafts of a window within the turn; and the step's randomness."""
-        move, config, depths = self._runtime.to_device, self._config, self._depths
+        move, depths = self._runtime.to_device, self._depths
         shape = batch.tokens.shape
-        tokens, sampled = move(batch.tokens), move(batch.sampled)
-        whole = depth_targets(tokens, sampled, depths).mask[:, -1].view(shape).cpu()
+        texts = move(batch.tokens), move(batch.sampled)
+        whole = depth_targets(*texts, depths).mask[:, -1].view(shape).cpu()
         if not whole.any():
             return None
-        near, group = depth_targets(tokens, sampled, 1), policy.pg_collection.tp
+        near, group = depth_targets(*texts, 1), policy.pg_collection.tp
         rows, *_ = linear_draft_rows(
             states.index_select(0, move(batch.anchors.flatten()))[:, None],
             hidden.index_select(0, move(batch.backbone.flatten())),
@@ -216,31 +164,28 @@ class Ppow:
             vocab=policy.local_vocab,
         )
         critical = criticality(rows.target_entropy, rows.kl, policy.vocab_real).view(shape)
-        scores = window_scores(critical, depths).cpu()
-        cells, owners, chosen, uniforms = [], [], [], []
-        for owner in np.unique(batch.owners):
-            mine = whole[:, : scores.shape[1]] & torch.from_numpy(batch.owners == owner)[:, None]
-            if not mine.any():
-                continue
-            generator = _generator(self._seed, step, int(micro.rows[owner]))
-            drawn = sample_windows(scores[mine], config.windows, self.hard_share(step), generator)
-            cells.append(mine.nonzero()[drawn].numpy())
-            owners += [owner] * len(drawn)
-            chosen.append(scores[mine][drawn])
-            size = (2, len(drawn), config.group_size, depths)
-            uniforms.append(torch.rand(size, generator=generator, dtype=torch.float64))
-        turns, columns = np.concatenate(cells).T
-        anchors, following = batch.anchors[turns, columns], batch.backbone[turns, columns + 1]
-        draft_uniforms, coins = torch.cat(uniforms, 1).to(states.device)
+        drawn = draw_windows(
+            window_scores(critical, depths).cpu(),
+            whole,
+            batch.owners,
+            micro.rows,
+            self._config,
+            hard=self.hard_share(step),
+            depths=depths,
+            seed=self._seed,
+            step=step,
+        )
+        anchors = batch.anchors[drawn.turns, drawn.columns]
+        following = batch.backbone[drawn.turns, drawn.columns + 1]
         return Windows(
-            owners=np.array(owners),
+            owners=drawn.owners,
             anchors=move(anchors),
             following=move(following),
             draft_prefixes=self._prefixes(batch.branches, anchors),
             prefixes=self._prefixes(micro.branches, following),
-            scores=torch.cat(chosen),
-            draft_uniforms=draft_uniforms,
-            coins=coins,
+            scores=drawn.scores,
+            draft_uniforms=drawn.draft_uniforms.to(states.device),
+            coins=drawn.coins.to(states.device),
         )
 
     def _prefixes(self, branches: list[Branch], last: np.ndarray) -> list[torch.Tensor]:
@@ -257,13 +202,13 @@ class Ppow:
         ahead = Continuation(kept, windows.draft_prefixes, group)
         state = states.index_select(0, windows.anchors)
         log_q = _logprobs(policy, state, temperature)[:, None].expand(-1, group, -1)
-        tokens, logprobs = [_sampled(log_q, windows.draft_uniforms[..., 0])], [log_q]
+        tokens, logprobs = [sampled(log_q, windows.draft_uniforms[..., 0])], [log_q]
         state = state.repeat_interleave(group, 0)
         for depth in range(1, self._depths):
             rotary = policy.rotary(ahead.advance(1).positions)
             state = draft_step(policy, depth, state[:, None], tokens[-1].view(1, -1), rotary, ahead)[:, 0]
             log_q = _logprobs(policy, state, temperature).view_as(log_q)
-            tokens.append(_sampled(log_q, windows.draft_uniforms[..., depth]))
+            tokens.append(sampled(log_q, windows.draft_uniforms[..., depth]))
             logprobs.append(log_q)
         return torch.stack(tokens, 2), torch.stack(logprobs, 2)
 
@@ -278,36 +223,16 @@ class Ppow:
         temperature: float,
     ) -> Judged:
         """Verification of the windows, and what they earn."""
-        config, (count, group, depths) = self._config, tokens.shape
+        count, group, depths = tokens.shape
         first = _logprobs(policy, hidden.index_select(0, windows.following), temperature)
         ahead = Continuation(kept, windows.prefixes, group).advance(depths)
         later = _logprobs(policy, policy.hidden_states(tokens.view(1, -1), ahead), temperature)
         log_p = torch.cat(
             (first[:, None, None].expand(-1, group, -1, -1), later.view(count, group, depths, -1)), 2
         )
-        verdict = verify_chain(
-            tokens.flatten(0, 1),
-            log_q.flatten(0, 1).exp(),
-            log_p.flatten(0, 1).exp(),
-            windows.coins.flatten(0, 1),
-            torch.zeros_like(windows.coins[..., 0]).flatten(),  # what follows the window is not asked for
-        )
-        accepted = verdict.num_accepted.view(count, group)
-        gap = torch.zeros_like(accepted, dtype=torch.float32)
-        if config.proximity:
-            reference = self._greedy(policy, windows, first, kept, temperature)
-            gap = proximity_gap(reference[:, None], _of(log_p[:, :, :-1], tokens))
-        rules = {
-            "draft_cost": config.draft_cost or _draft_cost(policy),
-            "proximity": config.proximity,
-            "tolerance": config.tolerance,
-        }
-        if config.expected_reward:
-            rewards = expected_reward(verdict.accept_prob.view_as(tokens), gap, **rules)
-        else:
-            rewards = window_reward(accepted, gap, **rules)
-        close = (accepted == 0) & (gap < config.tolerance) & (config.proximity > 0)
-        return Judged(logprobs=log_p[:, :, :-1], num_accepted=accepted, rewards=rewards, close=close)
+        greedy = self._greedy(policy, windows, first, kept, temperature) if self._config.proximity else None
+        cost = self._config.draft_cost or _draft_cost(policy)
+        return judge_windows(tokens, log_q, log_p, windows.coins, greedy, self._config, cost)
 
     def _greedy(
         self, policy: PolicyModel, windows: Windows, first: torch.Tensor, kept: Kept, temperature: float
@@ -323,28 +248,11 @@ class Ppow:
         return torch.stack(found, 1)
 
 
-def _generator(seed: int, step: int, row: int) -> torch.Generator:
-    """What is random about a trajectory's windows in a step."""
-    state = np.random.SeedSequence((seed % 2**64, step, row)).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0]))
-
-
 def _logprobs(policy: PolicyModel, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """log softmax over the whole vocabulary, [N, H] -> [N, V] float32; the head is a constant."""
     local = copy_to_tensor_model_parallel_region(hidden) @ policy.head_weight.detach().T
     logits = gather_from_tensor_model_parallel_region(local)[:, : policy.vocab_real]
     return (logits.float() / temperature).log_softmax(-1)
-
-
-def _sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A token of each distribution, [W, G, V] and [W, G] -> [W, G]."""
-    probs = logprobs.detach().flatten(0, 1).exp()
-    return sample_cdf(probs, uniforms.flatten()).view_as(uniforms)
-
-
-def _of(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Logprobs of tokens, [..., V] and [...] -> [...]."""
-    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def _draft_cost(policy: PolicyModel) -> float:

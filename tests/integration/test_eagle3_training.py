@@ -191,8 +191,11 @@ def test_what_cannot_be_trained_is_refused_at_launch(target, tmp_path):
         check(adapting(eagle3=Eagle3Config(draft_vocab=100)))
     with pytest.raises(ValueError, match=r"eagle3\.start"):
         check(adapting(eagle3=Eagle3Config(start=str(tmp_path / "nothing"))))
-    with pytest.raises(ValueError, match=r"mtp\.train=ppow"):
-        check(adapting(TINY, mtp=MtpConfig(train="ppow")))
+    check(adapting(mtp=MtpConfig(train="ppow")))
+    greedy = adapting(mtp=MtpConfig(train="ppow"))
+    greedy.rollout.temperature = 0
+    with pytest.raises(ValueError, match=r"rollout\.temperature=0 leaves no distribution"):
+        check(greedy)
 
 
 def test_the_recipe_leaves_a_draft_that_the_engine_drafts_with(tmp_path):

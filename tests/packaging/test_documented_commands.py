@@ -113,7 +113,7 @@ def test_commands_about_a_run_work_on_the_tutorials_run(tutorial: tuple[Path, li
 
 def made_before(config: Config) -> bool:
     """Whether the run takes a model or a draft of the reader's, or what an earlier command leaves."""
-    named = [config.model.path, *filter(None, [getattr(config.spec, "draft_path", "")])]
+    named = [config.model.path, *filter(None, [config.spec.draft_path, config.eagle3.start])]
     return not all((resolve(path) / "config.json").is_file() for path in named)
 
 
