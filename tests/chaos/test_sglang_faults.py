@@ -63,8 +63,10 @@ def turns_through(engine, fault):
     async def play():
         asked = [request(f"t{n}", PROMPT, max_new_tokens=TOKENS) for n in range(8)]
         turns = [asyncio.ensure_future(engine.generate(one)) for one in asked]
-        await asyncio.sleep(0.2)
-        assert engine.stats().running == 8  # in the middle of generation
+        async with asyncio.timeout(30):
+            while engine.stats().running < len(asked):
+                await asyncio.sleep(0.05)
+        assert not any(turn.done() for turn in turns)  # in the middle of generation
         await asyncio.to_thread(fault, engine)
         return await asyncio.gather(*turns)
 
