@@ -46,7 +46,7 @@ NOT_RUN = {
     "python recipes/mtp_adapt/slopes.py": HOURS,
     "python recipes/mtp_adapt/speed.py": "a bench, of drafts that were adapted before",
     "python recipes/jackpot/decoupled.py": HOURS,
-    "python recipes/drafters/compare.py": "half an hour; test_drafters_compare runs the arms without training",
+    "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
 }
 TUTORIAL = "docs/tutorial.md"
