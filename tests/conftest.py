@@ -14,20 +14,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(config, items):
-    """What shares a fixture stays in one process of pytest-xdist: a file, all that asks the SGLang server.
-
-    Each chaos test starts what it kills, so those are dealt out one by one.
-    """
-    if not hasattr(config, "workerinput"):  # no process of pytest-xdist
-        return
-    asking = {item.path for item in items if "sglang_server" in getattr(item, "fixturenames", ())}
-    for item in items:
-        if item.path.parent.name != "chaos":
-            item.add_marker(pytest.mark.xdist_group("sglang" if item.path in asking else str(item.path)))
-
-
 @pytest.fixture
 def no_leftovers():
     """A test that fails with a trainer open must not fail the next one."""
@@ -40,7 +26,7 @@ def no_leftovers():
 
 @pytest.fixture(scope="session")
 def sglang_server(tmp_path_factory):
-    """The shipped model behind a real SGLang server, rejection sampling, three drafts; one for all tests."""
+    """The shipped model behind a real SGLang server, rejection sampling, three drafts; one for a process."""
     from tests.helpers.cli import ROOT
     from tests.helpers.sglang import running_server
 
