@@ -285,7 +285,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm-lr", type=float, default=2e-3)
     parser.add_argument("--mtp-lr", type=float, default=1e-3)
     parser.add_argument("--eagle3-lr", type=float, default=1e-3)
-    parser.add_argument("--ppow-lr", type=float, default=3e-4)
+    parser.add_argument("--ppow-lr", type=float, default=1e-4)
     parser.add_argument("--conversations", type=int, default=32, help="of each domain")
     parser.add_argument("--eval-batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
