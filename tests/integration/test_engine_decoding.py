@@ -7,7 +7,9 @@ import asyncio
 import pytest
 import torch
 
+import rlpipe.rollout.embedded.attention as attention
 import rlpipe.rollout.embedded.drafting as drafting
+import rlpipe.rollout.embedded.model as model
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
@@ -45,6 +47,34 @@ def reference(checkpoint):
 def _prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(2, 64, (3 + 7 * i % 23,), generator=generator).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_unlike_lengths_attend_in_pieces(checkpoint, reference, mode, monkeypatch):
+    """One request in twelve is long: it moves to the front, and what the others read is cut."""
+    monkeypatch.setattr(attention, "PIECE_KEYS", 20)
+    found = []
+
+    def watched(contexts):
+        found.append(pieces_of(contexts))
+        return found[-1]
+
+    pieces_of = attention.pieces_of
+    monkeypatch.setattr(model, "pieces_of", watched)
+    prompts = _prompts(120)
+    with running_engine(checkpoint, mode, max_running=24) as engine:
+        results = generate(
+            engine,
+            *(
+                request(i, prompt, max_new_tokens=90 if i % 12 == 5 else 12, temperature=1.0)
+                for i, prompt in enumerate(prompts)
+            ),
+        )
+    errors = [worst_logprob_error(reference, *pair) for pair in zip(prompts, results, strict=True)]
+    assert max(errors) < TOLERANCE
+    cut = [pieces for pieces in found if len(pieces) > 1 and pieces[-1][1] >= 16]
+    assert len(cut) > 20
+    assert sum(pieces[0][2] == max(seen for _, _, seen in pieces) for pieces in cut) > 0.8 * len(cut)
 
 
 @pytest.mark.parametrize("mode", MODES)

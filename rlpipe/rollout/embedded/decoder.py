@@ -217,7 +217,7 @@ class Decoder:
         if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
-            span = self._model.span(first, self._upload(last), int(last.max()) + 1)
+            span = self._model.span(first, self._upload(last), last[:, 0] + 1)
             table.hidden[rows] = self._model.draft(tokens, hidden, [span])
 
     def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[Part]:
@@ -227,7 +227,7 @@ class Decoder:
             columns = np.asarray(starts[begin:stop])[:, None] + np.arange(max(sizes[begin:stop]))
             columns = np.minimum(columns, self._model.slots - 1)  # padding goes to a slot nobody reads
             rows = np.arange(first + begin, first + stop)[:, None]
-            span = self._model.span(first + begin, self._upload(columns), int(ends[begin:stop].max()))
+            span = self._model.span(first + begin, self._upload(columns), ends[begin:stop])
             tokens = self._upload(self._table.tokens[rows, columns])
             last = self._upload(np.asarray(sizes[begin:stop]) - 1)
             parts.append(Part(first + begin, span, tokens, last, columns))

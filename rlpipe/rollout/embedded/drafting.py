@@ -138,7 +138,7 @@ class ChainDrafting(_RowDrafting):
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
         positions = last[:, None] + np.arange(gamma + 1)
-        span = model.span(0, self._upload(positions), int(last.max()) + gamma + 1)
+        span = model.span(0, self._upload(positions), last + gamma + 1)
         tokens, probs, hidden = [pending], [], table.hidden[:decoding]
         for depth in range(gamma):
             if depth:
@@ -244,7 +244,7 @@ class TreeDrafting(_RowDrafting):
         tokens.scatter_(1, accepted.unsqueeze(1), next_token)
         nodes = torch.cat((torch.zeros_like(path[:, :1]), path), 1)
         positions = last[:, None] + np.arange(tree.max_depth + 1)
-        chain = self._model.span(0, self._upload(positions), int(last.max()) + tree.max_depth + 1)
+        chain = self._model.span(0, self._upload(positions), last + tree.max_depth + 1)
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
         return Judged(tokens, accepted, probs, emitted, nodes)
@@ -252,13 +252,13 @@ class TreeDrafting(_RowDrafting):
     def _span(self, last: np.ndarray, draft: bool = False) -> Span:
         """All nodes behind the pending tokens at `last`; `draft`: as the MTP layer sees them."""
         model, nodes = self._model, self._tree.num_drafts + 1
-        root, context = last[:, None], int(last.max()) + nodes
-        node = model.slot_ids[:context] - self._upload(root - draft)  # [A, context], the node in a slot
+        root, contexts = last[:, None], last + nodes
+        node = model.slot_ids[: contexts.max()] - self._upload(root - draft)  # [A, slots], node in each
         seen = self._sees[:, node.clamp(0, nodes)].transpose(0, 1) | (node < 0).unsqueeze(1)
         return model.span(
             0,
             self._upload(root + self._depths - draft),
-            context,
+            contexts,
             slots=self._upload(root + np.arange(nodes) - draft),
             unseen=~seen,
         )

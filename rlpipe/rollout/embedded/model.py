@@ -16,12 +16,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rlpipe.hf_layout import MTP_PREFIX
 from rlpipe.rollout.embedded.architecture import Architecture
-from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, use_products
+from rlpipe.rollout.embedded.attention import (
+    Piece,
+    attend,
+    attend_products,
+    expand_mask,
+    pieces_of,
+    use_products,
+)
 from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
 from rlpipe.rollout.embedded.linear import Linear
 
@@ -32,12 +40,13 @@ class Span:
 
     slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
-    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when `products`.
+    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
+    pieces: rows that attend together in two batched products; none: all, by another kernel.
     """
 
     batch: int
     width: int
-    products: bool
+    pieces: tuple[Piece, ...]
     slots: torch.Tensor
     rotation: torch.Tensor
     mask: torch.Tensor
@@ -55,7 +64,7 @@ class Span:
         return Span(
             batch=self.batch,
             width=stop - start,
-            products=self.products,
+            pieces=self.pieces,
             slots=self.slots[:, part],
             rotation=self.rotation[:, part],
             mask=self.mask[:, part],
@@ -65,7 +74,7 @@ class Span:
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
         """The mask of one token per row; select: [B] int64."""
-        if self.products:
+        if self.pieces:
             select = select.repeat_interleave(len(self.mask) // self.batch)
         return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
 
@@ -148,7 +157,7 @@ class Model:
         self,
         first: int,
         positions: torch.Tensor,
-        context: int,
+        context: int | np.ndarray,
         *,
         slots: torch.Tensor | None = None,
         unseen: torch.Tensor | None = None,
@@ -156,11 +165,13 @@ class Model:
         """A span of rows first, first + 1, ...
 
         first: first cache row. positions: [B, q] int64, RoPE position of each token. context: slots
-        seen, more than any that matters. slots: [B, q], where keys go; unseen: [B, q, context] bool, what
-        a token must not attend to. Without them a token's slot is its position, and it sees no later one.
+        seen, more than any that matters; of all rows, or of each [B]. slots: [B, q], where keys go; unseen:
+        [B, q, most slots seen] bool, what a token must not attend to. Without them a token's slot is its
+        position, and it sees no later one.
         """
         batch, width = positions.shape
         arch, products = self.arch, use_products(width, self.device)
+        contexts, context = np.broadcast_to(context, batch), int(np.max(context))
         slots = positions if slots is None else slots
         if unseen is None:
             unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
@@ -174,7 +185,7 @@ class Model:
         return Span(
             batch=batch,
             width=width,
-            products=products,
+            pieces=pieces_of(contexts) if products else (),
             slots=places.unsqueeze(-1) + self._head_offsets,
             rotation=self._rotations[positions],
             mask=mask,
@@ -285,8 +296,11 @@ class Model:
         for span, mask in zip(spans, masks, strict=True):
             stop = start + (span.batch if selects is not None else span.tokens)
             query = qkv[start:stop, :heads].unflatten(0, (span.batch, -1))
-            run = attend_products if span.products else attend
-            attended.append(run(query, span.keys[index], span.values[index], mask))
+            keys, values = span.keys[index], span.values[index]
+            if span.pieces:
+                attended.append(attend_products(query, keys, values, mask, span.pieces))
+            else:
+                attended.append(attend(query, keys, values, mask))
             start = stop
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         gate, up = layer.gate_up(self.norm(x, layer.post_norm)).chunk(2, -1)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlpipe.rollout.embedded.attention import PIECE_ROWS
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import greedy_rows, softmax
 
@@ -138,6 +139,17 @@ class RowTable:
             self.active = last
             self._owner[last] = session
             self._sessions[session] = last
+
+    def tidy(self) -> None:
+        """Bring one long row before the others, so that rows which attend together have similar lengths."""
+        totals = self.total[: self.active]
+        if self.active < 4 * PIECE_ROWS:
+            return
+        long = totals > 1.5 * np.median(totals)
+        split = np.count_nonzero(long)
+        behind = np.flatnonzero(long[split:])
+        if len(behind):
+            self._exchange(int(np.flatnonzero(~long[:split])[0]), split + int(behind[0]))
 
     def end_session(self, session_id: str) -> None:
         """Free a conversation's row: now if it is idle, else when its request ends."""

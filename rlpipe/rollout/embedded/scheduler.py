@@ -77,6 +77,7 @@ class Scheduler:
         """Admit what fits and run one step of everything."""
         decoding = self._table.active
         self._gamma = self._policy.choose(min(self._table.rows, decoding + len(self._waiting)))
+        self._table.tidy()
         starts, copies = self._admit()
         jobs = self._table.jobs[: self._table.active]
         if not jobs:

@@ -56,7 +56,7 @@ class SuffixDrafting(ChainDrafting):
             for row, total in enumerate(table.total[:decoding]):
                 guesses[row] = continue_suffix(table.tokens[row, :total], self._longest, gamma)
         positions = last[:, None] + np.arange(gamma + 1)
-        span = model.span(0, self._upload(positions), int(last.max()) + gamma + 1)
+        span = model.span(0, self._upload(positions), last + gamma + 1)
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
         part = Part(0, span, tokens, torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, None, list(range(gamma)))

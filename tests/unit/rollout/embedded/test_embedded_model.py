@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from rlpipe.hf_layout import MTP_PREFIX, read_config, read_weights
 from rlpipe.rollout.embedded.architecture import read_architecture
-from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask
+from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, pieces_of
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
 from tests.helpers.engines import transformers_logits
@@ -146,16 +147,28 @@ def test_spans_of_one_pass_do_not_see_each_other(tmp_path):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_both_attention_kernels_agree(kv_heads):
+@pytest.mark.parametrize("pieces", [((0, 3, 17),), ((0, 1, 17), (1, 3, 9))])
+def test_both_attention_kernels_agree(kv_heads, pieces):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 5, 4, 8, generator=generator)
     keys, values = torch.randn(2, 3, kv_heads, 20, 8, generator=generator)[:, :, :, :17]
     mask = torch.zeros(3, 5, 17).masked_fill_(torch.rand(3, 5, 17, generator=generator) < 0.5, float("-inf"))
     mask[:, :, 0] = 0
-    products = attend_products(
-        query, keys.flatten(0, 1), values.flatten(0, 1), expand_mask(mask, kv_heads, 4 // kv_heads)
-    )
+    for start, stop, seen in pieces:
+        mask[start:stop, :, seen:] = float("-inf")
+    whole = expand_mask(mask, kv_heads, 4 // kv_heads)
+    products = attend_products(query, keys.flatten(0, 1), values.flatten(0, 1), whole, pieces)
     assert torch.allclose(products, attend(query, keys, values, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 64, 191])
+def test_pieces_cover_every_row_and_all_it_needs(rows):
+    contexts = np.random.default_rng(rows).choice([40, 300, 1500], rows, p=[0.7, 0.2, 0.1])
+    pieces = pieces_of(contexts)
+    assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
+    assert pieces[-1][1] == rows
+    assert all((contexts[start:stop] <= seen).all() for start, stop, seen in pieces)
+    assert all(seen in contexts[start:stop] for start, stop, seen in pieces)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])

@@ -19,12 +19,16 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def table(tmp_path) -> RowTable:
+    return _table(tmp_path, rows=4)
+
+
+def _table(tmp_path, rows: int) -> RowTable:
     path = write_random_checkpoint(tmp_path, layers=1)
     model = Model(
         read_architecture(read_config(path)),
         read_weights(path),
         mtp=True,
-        rows=4,
+        rows=rows,
         slots=16,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -100,3 +104,21 @@ def test_ending_a_running_conversation_frees_its_row_when_the_request_ends(table
     table.end_session("s1")
     table.release(0)
     assert (table.active, table.used, table.idle_row("s1")) == (0, 0, None)
+
+
+def test_long_rows_come_before_the_others_one_at_a_time(tmp_path):
+    table = _table(tmp_path, rows=20)
+    for mark in range(1, 19):
+        _join(table, mark, f"s{mark}" if mark % 3 else None)
+    running = {mark: f"s{mark}" if mark % 3 else None for mark in range(1, 19)}
+    long = {3, 7, 16, 18}
+    for row, mark in enumerate(table.jobs[:18]):
+        table.total[row] = 14 if mark in long else 4 + mark % 2
+    moved = []
+    for _ in range(6):
+        before = list(table.jobs)
+        table.tidy()
+        moved.append(sum(a != b for a, b in zip(before, table.jobs, strict=True)))
+        _consistent(table, running)
+    assert set(table.jobs[:4]) == long
+    assert moved == [2, 2, 2, 0, 0, 0]  # one of them was there already
