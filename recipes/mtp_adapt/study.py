@@ -240,7 +240,7 @@ def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -
         cells[objective] = [last_evaluation(run, args.steps) for run in runs]
         measured = last_evaluation(warm, args.warm_steps)
         results["table"] = summarise(measured, cells, baselines)
-        results["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        results["settings"] = {k: v for k, v in vars(args).items() if k != "runs"}
         (study.runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         (study.runs / "table.md").write_text(markdown(results, list(measured.domains), baselines))
     print((study.runs / "table.md").read_text())
