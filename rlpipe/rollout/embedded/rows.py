@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlpipe.rollout.embedded.attention import PIECE_ROWS
+from rlpipe.rollout.embedded.attention import PIECE_ROWS, use_products
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import greedy_rows, softmax
 
@@ -141,10 +141,13 @@ class RowTable:
             self._sessions[session] = last
 
     def tidy(self) -> None:
-        """Bring one long row before the others, so that rows which attend together have similar lengths."""
-        totals = self.total[: self.active]
-        if self.active < 4 * PIECE_ROWS:
+        """Bring one long row before the others, so that rows which attend together have similar lengths.
+
+        Does nothing where attention does not go by pieces of rows, on a GPU.
+        """
+        if self.active < 4 * PIECE_ROWS or not use_products(1, self._device):
             return
+        totals = self.total[: self.active]
         long = totals > 1.5 * np.median(totals)
         split = np.count_nonzero(long)
         behind = np.flatnonzero(long[split:])
