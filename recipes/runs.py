@@ -1,4 +1,4 @@
-"""What the studies share: a run of a recipe, unless it is complete already; its records; legends."""
+"""What the studies share: a run of a recipe, unless it is complete already; its records; figures."""
 
 from __future__ import annotations
 
@@ -37,6 +37,24 @@ def validation(lines: list[dict[str, Any]], name: str = "val") -> list[list[floa
         [line["training/global_step"], round(line[f"{name}/reward"], 4), round(line[f"{name}/reward_se"], 4)]
         for line in found
     ]
+
+
+def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Reward of training batches, entropy and acceptance length of training steps."""
+    return {
+        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
+        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
+        "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
+    }
+
+
+def save(figure: Any, out: Path, fontsize: int) -> None:
+    """A matplotlib figure with grids and legends, the same bytes whenever it is drawn."""
+    for axis in figure.axes:
+        legend(axis, fontsize=fontsize)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None})
 
 
 def legend(axis: Any, to: Any = None, **settings: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import legend, play, records, validation  # noqa: E402
+from runs import by_step, play, records, save, validation  # noqa: E402
 
 SETS = ("held_instances", "held_families")
 ARMS = {"all": [], "value": ["env.tools.families=[value]"]}
@@ -29,10 +29,8 @@ def measured(directory: Path) -> dict[str, Any]:
     """Figures of a run: validation by set, and by step reward, turns and acceptance length."""
     lines, steps = records(directory)
     return {
-        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
+        **by_step(steps),
         "turns": [round(r["num_turns/mean"], 2) for r in steps],
-        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
-        "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
         **{split: validation(lines, f"val/{split}") for split in SETS},
     }
 
@@ -58,11 +56,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
     left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, 1))
     left.set_title("new questions; thin: training batches", fontsize=9)
     right.set(xlabel="step", ylim=(0, None))
-    for axis in (left, right):
-        legend(axis, fontsize=7)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out, fontsize=7)
 
 
 def main() -> None:

@@ -17,18 +17,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import legend, play, records, validation  # noqa: E402
+from runs import by_step, play, records, save, validation  # noqa: E402
 
 
 def measured(directory: Path) -> dict[str, Any]:
     """Reward by step, of batches and [step, reward, standard error] of validation; acceptance length."""
     lines, steps = records(directory)
-    return {
-        "train_reward": [round(r["critic/rewards/mean"], 4) for r in steps],
-        "validation": validation(lines),
-        "entropy": [round(r["rollout/entropy"], 4) for r in steps],
-        "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
-    }
+    return {**by_step(steps), "validation": validation(lines)}
 
 
 def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
@@ -50,11 +45,7 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> None:
         right.plot(steps, result["entropy"], ":", color="#555555", label="entropy, nats")
     left.set(xlabel="step", ylabel="reward (T = 1)", ylim=(0, None))
     right.set(xlabel="step", ylim=(0, None))
-    for axis in (left, right):
-        legend(axis, fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out, fontsize=8)
 
 
 def main() -> None:
