@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rlpipe.adapt.eagle3 as eagle3
 from rlpipe.adapt.eagle3 import Eagle3Trainer
-from rlpipe.algo.ppow import criticality, group_advantages, window_reward, window_scores
+from rlpipe.algo.ppow import criticality, group_advantages, window_scores
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
@@ -26,6 +26,7 @@ from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import request
+from tests.helpers.ppow_oracle import check_verdict, greedy_logprob
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trajectories import make_groups
 
@@ -139,12 +140,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
             assert all(trajectory.loss_mask[t + 1 : t + 5])  # within a turn whose first token is known
             torch.testing.assert_close(found.drawn.scores[w : w + 1], oracle.score(ids, t))
             known = ids[: t + 2]
-            _, greedy = oracle.target(known)
-            reference, follow = greedy[-1].max(), known
-            for _ in range(2):
-                follow = torch.cat((follow, greedy[-1:].argmax(-1)))
-                _, greedy = oracle.target(follow)
-                reference = reference + greedy[-1].max()
+            reference = greedy_logprob(oracle.target, known, 3)
             for g, drafts in enumerate(found.tokens[w]):
                 chosen, seen = drafts[:, None], seen + 1
                 q = oracle.drafted(known, drafts).detach()
@@ -156,11 +152,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
                 upper = cdf.gather(1, chosen)[:, 0]
                 lower = torch.where(drafts > 0, cdf.gather(1, (chosen - 1).clamp(min=0))[:, 0], 0.0)
                 assert ((lower - 1e-5 <= uniforms[w, g]) & (uniforms[w, g] <= upper + 1e-5)).all()
-                ratio = (p.gather(1, chosen) - q.gather(1, chosen)).exp()[:, 0]
-                kept = (coins[w, g] < ratio).int().cumprod(0).sum()
-                assert found.judged.num_accepted[w, g] == kept
-                reward = window_reward(kept, reference - p.gather(1, chosen).sum(), **RULES)
-                assert found.judged.rewards[w, g].item() == pytest.approx(reward.item(), abs=1e-6)
+                check_verdict(found.judged, (w, g), drafts, q, p, coins[w, g], reference, RULES)
     assert seen > 9 * PPOW.windows * PPOW.group_size
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.algo.ppow import group_advantages, window_law, window_reward, window_scores
+from rlpipe.algo.ppow import group_advantages, window_law, window_scores
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.ppow import PpowConfig
@@ -19,6 +19,7 @@ from rlpipe.pipeline.batcher import pack
 from rlpipe.trainer import continuation, runtime
 from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import generate, request, running_engine
+from tests.helpers.ppow_oracle import check_verdict, greedy_logprob
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
@@ -148,24 +149,15 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     assert sum(len(rollout.windows.owners) for _, rollout in parts) > 8
     for micro, rollout in parts:
         for w, known, _ in texts(micro, rollout, whole):
-            _, greedy = oracle.target(known)
-            reference, follow = greedy[-1].max(), known
-            for _ in range(2):
-                follow = torch.cat((follow, greedy[-1:].argmax(-1)))
-                _, greedy = oracle.target(follow)
-                reference = reference + greedy[-1].max()
+            reference = greedy_logprob(oracle.target, known, 3)
             for g, drafts in enumerate(rollout.tokens[w]):
                 q = oracle.draft(known, drafts)
                 torch.testing.assert_close(rollout.logprobs[w, g].detach(), q, atol=2e-5, rtol=0)
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
                 torch.testing.assert_close(rollout.judged.logprobs[w, g], p, atol=2e-5, rtol=0)
-                chosen = drafts[:, None]
-                ratio = (p.gather(1, chosen) - q.detach().gather(1, chosen)).exp()[:, 0]
-                kept = (rollout.windows.coins[w, g] < ratio).int().cumprod(0).sum()
-                assert rollout.judged.num_accepted[w, g] == kept
-                reward = window_reward(kept, reference - p.gather(1, chosen).sum(), **RULES)
-                assert rollout.judged.rewards[w, g].item() == pytest.approx(reward.item(), abs=1e-6)
+                coins = rollout.windows.coins[w, g]
+                check_verdict(rollout.judged, (w, g), drafts, q.detach(), p, coins, reference, RULES)
 
 
 def test_drafts_follow_the_law_that_is_stated_for_them(path):
