@@ -216,11 +216,11 @@ def summarise(measured: dict[str, Any], gamma: int) -> dict[str, Any]:
         for arm, (speeds, mine) in arms.items():
             rows[arm] = rollout_speed.summary(speeds, rollout_speed.total(mine))
             if arm != "none":
-                rows[arm] |= {name: adaptation._row(estimate(counts[arm], name)) for name in figures}
+                rows[arm] |= {name: adaptation.rounded(estimate(counts[arm], name)) for name in figures}
                 rows[arm]["speed against none"] = rollout_speed.paired_ratio(speeds, arms["none"][0])
         gaps = {
             f"{ours} minus {theirs}": {
-                name: adaptation._row(difference(counts[ours], counts[theirs], name))
+                name: adaptation.rounded(difference(counts[ours], counts[theirs], name))
                 for name in (LENGTH, RATE)
             }
             for ours, theirs in compared(list(arms))
@@ -249,14 +249,14 @@ def markdown(results: dict[str, Any], gamma: int, seeds: list[int]) -> str:
             cells = ["–"] * (gamma + 1)
             if LENGTH in row:
                 cells = [with_error(row[LENGTH])]
-                cells += [adaptation._percent(row[f"{RATE}/depth_{k}"]) for k in range(1, gamma + 1)]
+                cells += [adaptation.percent(row[f"{RATE}/depth_{k}"]) for k in range(1, gamma + 1)]
             cells += [str(row["tokens_per_s"]), str(row.get("speed against none", 1))]
             lines.append("| " + " | ".join([arm, *cells]) + " |")
         if found["differences"]:
             lines += ["", "| difference | acceptance length | acceptance rate, % |", "|---|---|---|"]
         for pair, row in found["differences"].items():
             lines.append(
-                f"| {pair} | {with_error(row[LENGTH], '+')} | {adaptation._percent(row[RATE], '+')} |"
+                f"| {pair} | {with_error(row[LENGTH], '+')} | {adaptation.percent(row[RATE], '+')} |"
             )
     return "\n".join(lines) + "\n"
 

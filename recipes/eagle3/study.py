@@ -70,10 +70,10 @@ def table(cells: dict[str, list[Evaluation]]) -> dict[str, Any]:
         }
         found[domain] = {}
         for arm, counts in by_arm.items():
-            row = {name: adaptation._row(estimate(counts, name)) for name in figures}
+            row = {name: adaptation.rounded(estimate(counts, name)) for name in figures}
             if arm != BASELINE and BASELINE in by_arm:
                 gaps = {name: difference(counts, by_arm[BASELINE], name) for name in figures}
-                row |= {f"{name} minus {BASELINE}": adaptation._row(gap) for name, gap in gaps.items()}
+                row |= {f"{name} minus {BASELINE}": adaptation.rounded(gap) for name, gap in gaps.items()}
             found[domain][arm] = row | {"prompts": len(counts)}
     return found
 
@@ -87,12 +87,12 @@ def markdown(found: dict[str, Any], gamma: int) -> str:
         lines += [f"### {domain}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for arm, row in rows.items():
             cells = [f"{row[LENGTH][0]:.3f} ± {row[LENGTH][1] or 0:.3f}"]
-            cells += [adaptation._percent(row[name]) for name in depths]
+            cells += [adaptation.percent(row[name]) for name in depths]
             lines.append("| " + " | ".join([arm, *cells]) + " |")
             if f"{RATE} minus {BASELINE}" in row:
                 gap = row[f"{LENGTH} minus {BASELINE}"]
                 cells = [f"{gap[0]:+.3f} ± {gap[1] or 0:.3f}"]
-                cells += [adaptation._percent(row[f"{name} minus {BASELINE}"], "+") for name in depths]
+                cells += [adaptation.percent(row[f"{name} minus {BASELINE}"], "+") for name in depths]
                 lines.append("| " + " | ".join([f"{arm} minus {BASELINE}", *cells]) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -148,7 +148,7 @@ def _figures(
         for mode in first.played:
             counts = _pooled(seeds, domain, mode)
             names = [RATE, LENGTH, TOKENS, *(f"{RATE}/depth_{k}" for k in range(1, seeds[0].gamma + 1))]
-            row[mode] = {name: _row(estimate(counts, name)) for name in names}
+            row[mode] = {name: rounded(estimate(counts, name)) for name in names}
             row[mode]["prompts"] = len(counts)
             for name, theirs in others.items():
                 gap = difference(counts, _pooled(theirs, domain, mode), RATE)
@@ -156,10 +156,10 @@ def _figures(
                     difference(a.counts(domain, mode), b.counts(domain, mode), RATE).value
                     for a, b in zip(own, theirs, strict=False)
                 ]
-                row[mode][f"minus {name}"] = [*_row(gap), [round(x, 5) for x in by_seed]]
+                row[mode][f"minus {name}"] = [*rounded(gap), [round(x, 5) for x in by_seed]]
         if set(MODES) <= first.played.keys():
             both = [_pooled(seeds, domain, mode) for mode in MODES]
-            row["rejection minus target_only"] = _row(difference(*both, RATE))
+            row["rejection minus target_only"] = rounded(difference(*both, RATE))
         forced = [e.domains[domain].teacher_forced for e in seeds]
         row["teacher_forced"] = [
             {k: f[k] for k in ("alpha", "predicted", "observed") if k in f} for f in forced
@@ -172,7 +172,7 @@ def _pooled(seeds: list[Evaluation], domain: str, mode: str) -> Counts:
     return pooled(one.counts(domain, mode) for one in seeds)
 
 
-def _row(found: Estimate) -> list[float | None]:
+def rounded(found: Estimate) -> list[float | None]:
     """Value and error; None where nothing was observed."""
     return [None if x is None or isnan(x) else round(x, 5) for x in (found.value, found.se)]
 
@@ -187,16 +187,17 @@ def markdown(results: dict[str, Any], domains: Sequence[str], baselines: Sequenc
         table = {name: row[domain] for name, row in results["table"].items()}
         for name in sorted(table, key=lambda name: -table[name]["rejection"][RATE][0]):
             row = table[name]
-            depths = [_percent([v[0], None]) for k, v in row["rejection"].items() if "depth" in k]
-            cells = [name, results["lr"].get(name, ""), *(_percent(row[mode][RATE]) for mode in MODES)]
+            depths = [percent([v[0], None]) for k, v in row["rejection"].items() if "depth" in k]
+            cells = [name, results["lr"].get(name, ""), *(percent(row[mode][RATE]) for mode in MODES)]
             cells += [" / ".join(depths)]
-            cells += [_percent(row["rejection"].get(f"minus {other}"), "+") for other in baselines]
+            cells += [percent(row["rejection"].get(f"minus {other}"), "+") for other in baselines]
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _percent(value: Sequence[Any] | None, sign: str = "") -> str:
+def percent(value: Sequence[Any] | None, sign: str = "") -> str:
+    """A value and its error, both shares, in percent; a dash where nothing was observed."""
     if value is None or value[0] is None:
         return "–"
     error = "" if value[1] is None else f" ± {100 * value[1]:.2f}"
