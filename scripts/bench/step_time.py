@@ -3,16 +3,19 @@
 Every arm trains the same model on the same work in the same run: 8 prompts x 8 completions of exactly
 128 sampled tokens, one optimizer step. Ours runs the real command line (Ray, Megatron, the embedded
 engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process. The first steps of each
-arm are warm-up; the median and the spread of the rest are reported.
+arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and spread of the rest are
+reported.
 
 Long tail (arms tail_*): one turn in twenty decodes 500 tokens beyond its 128, which are thrown away, so the
 trainer's work stays the same. A synchronous step waits for the last of them; at staleness 2 others go on.
+Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
+prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
 `trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
 reward on held-out tasks before and after as well: the faster arm must not learn less. Utilisation is the
 share of the kept steps' time in which an engine generated, and in which the trainer trained.
 
-    python scripts/bench/step_time.py --json OUT [--steps 12] [--arms async sync async_none sync_none trl]
-    python scripts/bench/step_time.py --json OUT --arms tail_async tail_sync [--steps 20] [--repeats 3]
+    python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
+    python scripts/bench/step_time.py --json OUT --arms tail_async tail_sync slow_async slow_sync --steps 18
     python scripts/bench/step_time.py --json OUT --arms trained_async trained_sync --steps 40 --repeats 3
 """
 
@@ -32,7 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny"
-WARM_UP = 3
+WARM_UP, COOL_DOWN = 3, 3
 PROMPTS, GROUP, TOKENS = 8, 8, 128
 FIXED = [
     "+recipe=reasoning_rl",
@@ -41,14 +44,20 @@ FIXED = [
     f"rollout.max_new_tokens={TOKENS}",
     "algo.skip_zero_advantage=false",
 ]
-TAIL = ["rollout.max_context=1024", "injection.long_turn_share=0.05", "injection.long_turn_tokens=500"]
+TAIL = [
+    "env.system_prompt='Answer in <answer> tags.'",
+    "rollout.max_context=1024",
+    "injection.long_turn_share=0.05",
+    "injection.long_turn_tokens=500",
+]
+SLOW = ["injection.slow_env_share=0.05", "injection.slow_env_seconds=4"]
 TRAINED = [
     "+recipe=swe_rl",
     "val.every=1000000",  # before the first step and after the last
     "injection.long_turn_share=0.02",
     "injection.long_turn_tokens=200",
 ]
-STALE_2 = ["pipeline.max_staleness=2", "rollout.max_running=192"]
+STALE_2 = ["pipeline.max_staleness=2"]
 SYNCHRONOUS = ["pipeline.max_staleness=0", "rollout.threads=2", "trainer.threads=2"]
 OURS = {
     "async": ["pipeline.max_staleness=1", "spec.mode=rejection"],
@@ -57,13 +66,16 @@ OURS = {
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
     "tail_async": [*STALE_2, "spec.mode=none", *TAIL],
     "tail_sync": [*SYNCHRONOUS, "spec.mode=none", *TAIL],
-    "trained_async": ["pipeline.max_staleness=2"],
-    "trained_sync": SYNCHRONOUS,
+    "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
+    "slow_sync": [*SYNCHRONOUS, "spec.mode=none", *SLOW],
+    "trained_async": STALE_2,
+    "trained_sync": ["pipeline.max_staleness=0"],  # a second thread makes its short turns slower
 }
 RATIOS = (
     ("sync", "async"),
     ("sync_none", "async_none"),
     ("tail_sync", "tail_async"),
+    ("slow_sync", "slow_async"),
     ("trained_sync", "trained_async"),
     ("trl", "async"),
     ("trl", "async_none"),
@@ -164,7 +176,7 @@ def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
         )
         return _summary(json.loads(printed.stdout.splitlines()[-1])[WARM_UP:])
     runs = [run_ours(arm, steps, seed) for seed in range(repeats)]
-    timed = [[r for r in records if "timing_s/step" in r][WARM_UP:] for records in runs]
+    timed = [[r for r in records if "timing_s/step" in r][WARM_UP:-COOL_DOWN] for records in runs]
     kept = [record for records in timed for record in records]
     told = _summary([record["timing_s/step"] for record in kept])
     if repeats > 1:
@@ -205,7 +217,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=15)
     usual = ["async", "sync", "async_none", "sync_none", "trl"]
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--arms", nargs="+", choices=[*OURS, "trl"], default=usual)
@@ -231,6 +243,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "device": "cpu",
         "warm_up_steps": WARM_UP,
+        "cool_down_steps": COOL_DOWN,
         "load_average_before": load,
         "overrides": {arm: OURS.get(arm, []) for arm in arms},
         "arms": results,
