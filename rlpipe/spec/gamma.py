@@ -9,6 +9,7 @@ ones, which is what keeps a varying gamma lossless (a rule on q_i(x_i) itself bi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import exp, log
@@ -47,7 +48,8 @@ class AdaptiveGamma:
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
     are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
-    in use sets the pace, and its neighbours, tried for two steps every `explore_every`, are judged by it.
+    in use sets the pace, and its neighbours, tried in turn for two steps every `explore_every`, are judged
+    by it. The first trials of each follow one another quickly and teach more.
     Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must promise `margin` more
     throughput. A depth that was not drafted for `probe_every` steps is tried once, so that speculation can
     come back after an update made it worth its cost.
@@ -60,6 +62,7 @@ class AdaptiveGamma:
 
     MEMORY = 4096  # verified rows after which a count has decayed to 1/e
     PACE, LESSON = 0.1, 0.3  # weight of one step in the pace, and in what is thought of another gamma
+    EARLY, SOON = 3, 8  # so many trials of a neighbour come so many steps after the one before
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
 
     def __init__(
@@ -80,7 +83,10 @@ class AdaptiveGamma:
         self._unseen = [0] * self._max  # steps since a depth was drafted
         self._last: dict[int, int] = {}  # choice by batch bucket
         self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
-        self._steps = 0
+        self._steps, self._next_trial = 0, explore_every
+        self._trial: tuple[int, int] | None = None  # (bucket, gamma) whose trial has a step to go
+        self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
+        self._lessons: Counter[tuple[int, int]] = Counter()  # learnt from them
         self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
 
     @property
@@ -107,11 +113,8 @@ class AdaptiveGamma:
         if self._unseen[-1] > self._probe_every:
             return self._max
         bucket = batch.bit_length()
-        turn = self._steps % self._explore_every
-        if turn < 2 and self._last.get(bucket):  # from 0, the probe of all depths does it
-            neighbour = self._last[bucket] + (1 if self._steps // self._explore_every % 2 else -1)
-            if 0 <= neighbour <= self._max:
-                return neighbour
+        if (neighbour := self._explore(bucket)) is not None:
+            return neighbour
         best = max(range(self._max + 1), key=lambda gamma: self.throughput(batch, gamma))
         last = self._last.get(bucket, best)
         if self.throughput(batch, best) < (1 + self._margin) * self.throughput(batch, last):
@@ -143,13 +146,30 @@ class AdaptiveGamma:
             pace = self._pace.setdefault(bucket, ratio)
             self._pace[bucket] = pace + self.PACE * (ratio - pace)
         elif bucket in self._pace:
+            lesson = max(self.LESSON, 1 / (2 + self._lessons[bucket, gamma]))
+            self._lessons[bucket, gamma] += 1
             low, high, part = self._nodes(batch)
             for node, weight in ((low, 1 - (part or 0)), (high, part or 0)):
-                self._seconds[node, gamma] *= exp(self.LESSON * weight * (ratio - self._pace[bucket]))
+                self._seconds[node, gamma] *= exp(lesson * weight * (ratio - self._pace[bucket]))
 
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
         return self.throughput(batch, gamma) / self.throughput(batch, 0)
+
+    def _explore(self, bucket: int) -> int | None:
+        """The less tried neighbour of the gamma in use, for two steps; None while none is due."""
+        begun, self._trial = self._trial, None
+        if begun and begun[0] == bucket:
+            return begun[1]
+        if self._steps < self._next_trial or not self._last.get(bucket):  # from 0, the probe does it
+            return None
+        sides = [g for g in (self._last[bucket] - 1, self._last[bucket] + 1) if g <= self._max]
+        trial = bucket, min(sides, key=lambda gamma: self._trials[bucket, gamma])
+        self._trial = trial
+        self._trials[trial] += 1
+        early = self._trials[trial] <= self.EARLY
+        self._next_trial = self._steps + (self.SOON if early else self._explore_every)
+        return trial[1]
 
     def _nodes(self, batch: int) -> tuple[int, int, float | None]:
         """The measured batches around one, and how far it is from the lower; None beyond the largest."""

@@ -165,6 +165,18 @@ def test_costs_that_were_measured_wrong_are_corrected_in_use(slower):
     assert policy.seconds(8, 2) / policy.seconds(8, 1) == pytest.approx(2.0, rel=0.1)
 
 
+def test_what_a_neighbour_costs_is_learnt_within_a_hundred_steps():
+    """A short run must not be over before a wrong first measurement is corrected."""
+    policy = AdaptiveGamma({(8, 0): 1.0, (8, 1): 1.2}, prior=0.36)
+    true, choices = {0: 1.0, 1: 1.6}, []
+    for _ in range(200):
+        gamma = policy.choose(8)
+        choices.append(gamma)
+        policy.observe([100] * gamma, [36] * gamma)
+        policy.timed(8, gamma, true[gamma])
+    assert choices[0] == 1 and choices[100:].count(0) > 90
+
+
 def test_a_machine_that_slows_down_for_a_while_changes_no_choice():
     """Whatever gamma is in use then is not to blame."""
     true = {0: 1.0, 1: 1.3, 2: 1.4}
