@@ -21,7 +21,7 @@ MARGIN = 0.03  # relative gain that is worth a word
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """What a run is set to. draft_cost: of one draft pass, in plain decode steps."""
+    """What a run is set to. draft_cost: of one draft pass, in plain decode steps. env_threads: a worker's."""
 
     mode: str
     gamma: int
@@ -29,6 +29,7 @@ class Setup:
     online: bool = False
     max_staleness: int = 0
     draft_cost: float = 0.1
+    env_threads: int = 1
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], draft_cost: float = 0.1) -> Setup:
@@ -41,6 +42,7 @@ class Setup:
             online=str(mtp.get("train", "frozen")) == "online",
             max_staleness=int(settings.get("pipeline", {}).get("max_staleness", 0)),
             draft_cost=draft_cost,
+            env_threads=int(settings.get("env", {}).get("threads", 1)),
         )
 
 
@@ -180,10 +182,23 @@ def no_speedup(setup: Setup, records: Records) -> str | None:
     return f"decoding with drafts takes {1 / observed - 1:.0%} longer than without: set spec.mode=none"
 
 
+def few_env_threads(setup: Setup, records: Records) -> str | None:
+    """Attempts queue for a thread of the environment longer than they are in one, and engines are idle."""
+    waited, ran = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
+    busy = _mean(records, "perf/utilisation/rollout")
+    if None in (waited, ran, busy) or waited < max(2 * ran, ran + 1) or busy > 0.7:
+        return None
+    return (
+        f"an attempt waits {waited - ran:.1f} s for one of env.threads={setup.env_threads}, is {ran:.1f} s "
+        f"in it, while engines are idle {1 - busy:.0%} of the time: raise env.threads"
+    )
+
+
 RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "better_rule": better_rule,
     "better_gamma": better_gamma,
     "stale_draft": stale_draft,
     "stale_engine": stale_engine,
     "no_speedup": no_speedup,
+    "few_env_threads": few_env_threads,
 }

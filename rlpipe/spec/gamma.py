@@ -49,7 +49,7 @@ class AdaptiveGamma:
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
     are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
     in use sets the pace, and its neighbours, tried in turn for two steps every `explore_every`, are judged
-    by it. The first trials of each follow one another quickly and teach more.
+    by it. The first trials of each follow one another quickly.
     Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must promise `margin` more
     throughput. A depth that was not drafted for `probe_every` steps is tried once, so that speculation can
     come back after an update made it worth its cost.
@@ -62,7 +62,7 @@ class AdaptiveGamma:
 
     MEMORY = 4096  # verified rows after which a count has decayed to 1/e
     PACE, LESSON = 0.1, 0.3  # weight of one step in the pace, and in what is thought of another gamma
-    EARLY, SOON = 3, 8  # so many trials of a neighbour come so many steps after the one before
+    EARLY, SOON = 4, 8  # so many trials of a neighbour come so many steps after the one before
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
 
     def __init__(
@@ -86,7 +86,6 @@ class AdaptiveGamma:
         self._steps, self._next_trial = 0, explore_every
         self._trial: tuple[int, int] | None = None  # (bucket, gamma) whose trial has a step to go
         self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
-        self._lessons: Counter[tuple[int, int]] = Counter()  # learnt from them
         self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
 
     @property
@@ -146,26 +145,23 @@ class AdaptiveGamma:
             pace = self._pace.setdefault(bucket, ratio)
             self._pace[bucket] = pace + self.PACE * (ratio - pace)
         elif bucket in self._pace:
-            lesson = max(self.LESSON, 1 / (2 + self._lessons[bucket, gamma]))
-            self._lessons[bucket, gamma] += 1
             low, high, part = self._nodes(batch)
             for node, weight in ((low, 1 - (part or 0)), (high, part or 0)):
-                self._seconds[node, gamma] *= exp(lesson * weight * (ratio - self._pace[bucket]))
+                self._seconds[node, gamma] *= exp(self.LESSON * weight * (ratio - self._pace[bucket]))
 
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
         return self.throughput(batch, gamma) / self.throughput(batch, 0)
 
     def _explore(self, bucket: int) -> int | None:
-        """The less tried neighbour of the gamma in use, for two steps; None while none is due."""
+        """A neighbour of the gamma in use, above and below in turn, for two steps; None while none is due."""
         begun, self._trial = self._trial, None
         if begun and begun[0] == bucket:
             return begun[1]
         if self._steps < self._next_trial or not self._last.get(bucket):  # from 0, the probe does it
             return None
-        sides = [g for g in (self._last[bucket] - 1, self._last[bucket] + 1) if g <= self._max]
-        trial = bucket, min(sides, key=lambda gamma: self._trials[bucket, gamma])
-        self._trial = trial
+        up = self._last[bucket] < self._max and self._trials.total() % 2
+        self._trial = trial = bucket, self._last[bucket] + (1 if up else -1)
         self._trials[trial] += 1
         early = self._trials[trial] <= self.EARLY
         self._next_trial = self._steps + (self.SOON if early else self._explore_every)

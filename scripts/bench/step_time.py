@@ -50,7 +50,7 @@ TAIL = [
     "injection.long_turn_share=0.05",
     "injection.long_turn_tokens=500",
 ]
-SLOW = ["injection.slow_env_share=0.05", "injection.slow_env_seconds=4"]
+SLOW = ["env.threads=64", "injection.slow_env_share=0.05", "injection.slow_env_seconds=4"]
 TRAINED = [
     "+recipe=swe_rl",
     "val.every=1000000",  # before the first step and after the last

@@ -93,6 +93,22 @@ def test_speculation_that_slows_down_is_advised_against(observed, speaks):
     assert ("no_speedup" in found) is speaks
 
 
+@pytest.mark.parametrize(
+    ("waited", "ran", "busy", "speaks"),
+    [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (0.2, 0.0, 0.3, False)],
+)
+def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(waited, ran, busy, speaks):
+    setup = Setup.of({"env": {"threads": 2}})
+    seen = {
+        "timing_s/sandbox": waited,
+        "env/sandbox/seconds/mean": ran,
+        "perf/utilisation/rollout": busy,
+    }
+    text = advise(setup, [seen] * 3).get("few_env_threads")
+    assert (text is not None) == speaks
+    assert text is None or "env.threads=2" in text
+
+
 def test_the_advisor_speaks_once_and_again_after_silence():
     said = []
     advisor = Advisor(
