@@ -86,6 +86,7 @@ class AdaptiveGamma:
         self._steps, self._next_trial = 0, explore_every
         self._trial: tuple[int, int] | None = None  # (bucket, gamma) whose trial has a step to go
         self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
+        self._upwards = False  # the side of the last one
         self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
 
     @property
@@ -160,11 +161,15 @@ class AdaptiveGamma:
             return begun[1]
         if self._steps < self._next_trial or not self._last.get(bucket):  # from 0, the probe does it
             return None
-        up = self._last[bucket] < self._max and self._trials.total() % 2
-        self._trial = trial = bucket, self._last[bucket] + (1 if up else -1)
+        self._upwards = not self._upwards
+        trial = bucket, self._last[bucket] + (1 if self._upwards else -1)
+        self._next_trial = self._steps + self._explore_every
+        if trial[1] > self._max:
+            return None
+        if self._trials[trial] < self.EARLY:
+            self._next_trial = self._steps + self.SOON
         self._trials[trial] += 1
-        early = self._trials[trial] <= self.EARLY
-        self._next_trial = self._steps + (self.SOON if early else self._explore_every)
+        self._trial = trial
         return trial[1]
 
     def _nodes(self, batch: int) -> tuple[int, int, float | None]:
