@@ -29,7 +29,7 @@ class Setup:
     online: bool = False
     max_staleness: int = 0
     draft_cost: float = 0.1
-    env_threads: int = 1
+    env_threads: int = 2
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], draft_cost: float = 0.1) -> Setup:
@@ -42,7 +42,7 @@ class Setup:
             online=str(mtp.get("train", "frozen")) == "online",
             max_staleness=int(settings.get("pipeline", {}).get("max_staleness", 0)),
             draft_cost=draft_cost,
-            env_threads=int(settings.get("env", {}).get("threads", 1)),
+            env_threads=int(settings.get("env", {}).get("threads", 2)),
         )
 
 
@@ -183,10 +183,13 @@ def no_speedup(setup: Setup, records: Records) -> str | None:
 
 
 def few_env_threads(setup: Setup, records: Records) -> str | None:
-    """Attempts queue for a thread of the environment longer than they are in one, and engines are idle."""
+    """Attempts queue for a thread of the environment far longer than they are in one, and engines are idle.
+
+    A queue of less than 5 s is no sign of it: on a busy machine every thread is slow.
+    """
     waited, ran = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
     busy = _mean(records, "perf/utilisation/rollout")
-    if None in (waited, ran, busy) or waited < max(2 * ran, ran + 1) or busy > 0.7:
+    if None in (waited, ran, busy) or waited < max(2 * ran, ran + 5) or busy > 0.7:
         return None
     return (
         f"an attempt waits {waited - ran:.1f} s for one of env.threads={setup.env_threads}, is {ran:.1f} s "

@@ -53,6 +53,7 @@ class Monitor:
             online=self._online,
             max_staleness=config.pipeline.max_staleness,
             draft_cost=settings.advice.draft_cost,
+            env_threads=config.env.threads,
         )
         self._advisor = Advisor(setup, event) if settings.advice.enabled else None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -67,7 +69,10 @@ def start(
     )
     metrics, deadline = cwd / "out" / "metrics.jsonl", time.monotonic() + timeout
     while not (metrics.exists() and metrics.read_text().count("\n") >= lines):
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        if process.poll() is not None or time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # output ends with the last process that holds it
+            raise AssertionError(f"{lines} lines of metrics were not there: {process.communicate()[0]}")
         time.sleep(0.1)
     return process, marker
 

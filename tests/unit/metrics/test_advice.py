@@ -95,7 +95,7 @@ def test_speculation_that_slows_down_is_advised_against(observed, speaks):
 
 @pytest.mark.parametrize(
     ("waited", "ran", "busy", "speaks"),
-    [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (0.2, 0.0, 0.3, False)],
+    [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (3.0, 1.0, 0.3, False)],
 )
 def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(waited, ran, busy, speaks):
     setup = Setup.of({"env": {"threads": 2}})
