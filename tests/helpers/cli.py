@@ -50,7 +50,7 @@ def run(*overrides: str, cwd: Path, timeout: float = 300, **extra: str) -> subpr
 
 
 def start(
-    *overrides: str, cwd: Path, lines: int = 1, timeout: float = 120
+    *overrides: str, cwd: Path, lines: int = 1, timeout: float = 300
 ) -> tuple[subprocess.Popen[str], str]:
     """Start a run in `cwd`/out and wait until its metrics have some lines.
 
