@@ -161,15 +161,12 @@ class AdaptiveGamma:
             return begun[1]
         if self._steps < self._next_trial or not self._last.get(bucket):  # from 0, the probe does it
             return None
-        self._upwards = not self._upwards
-        trial = bucket, self._last[bucket] + (1 if self._upwards else -1)
-        self._next_trial = self._steps + self._explore_every
-        if trial[1] > self._max:
-            return None
-        if self._trials[trial] < self.EARLY:
-            self._next_trial = self._steps + self.SOON
+        used = self._last[bucket]
+        self._upwards = not self._upwards and used < self._max
+        self._trial = trial = bucket, used + (1 if self._upwards else -1)
+        early = self._trials[trial] < self.EARLY
+        self._next_trial = self._steps + (self.SOON if early else self._explore_every)
         self._trials[trial] += 1
-        self._trial = trial
         return trial[1]
 
     def _nodes(self, batch: int) -> tuple[int, int, float | None]:

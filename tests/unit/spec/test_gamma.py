@@ -141,14 +141,19 @@ def test_a_shallow_step_says_nothing_of_deeper_depths():
 
 
 def _run(
-    policy: AdaptiveGamma, batch: int, true: dict[int, float], steps: int, noise: float = 0.0
+    policy: AdaptiveGamma,
+    batch: int,
+    true: dict[int, float],
+    steps: int,
+    noise: float = 0.0,
+    kept: int | None = None,
 ) -> list[int]:
-    """Choices over steps that take what `true` says, all drafts accepted."""
+    """Choices over steps that take what `true` says, `kept` of the rows accepted at every depth, or all."""
     rng, choices = random.Random(1), []
     for _ in range(steps):
         gamma = policy.choose(batch)
         choices.append(gamma)
-        policy.observe([batch] * gamma, [batch] * gamma)
+        policy.observe([batch] * gamma, [batch if kept is None else kept] * gamma)
         policy.timed(batch, gamma, true[gamma] * exp(rng.gauss(0, noise)))
     return choices
 
@@ -167,14 +172,16 @@ def test_costs_that_were_measured_wrong_are_corrected_in_use(slower):
 
 def test_what_a_neighbour_costs_is_learnt_within_a_hundred_steps():
     """A short run must not be over before a wrong first measurement is corrected."""
-    policy = AdaptiveGamma({(8, 0): 1.0, (8, 1): 1.2}, prior=0.36)
-    true, choices = {0: 1.0, 1: 1.6}, []
-    for _ in range(200):
-        gamma = policy.choose(8)
-        choices.append(gamma)
-        policy.observe([100] * gamma, [36] * gamma)
-        policy.timed(8, gamma, true[gamma])
-    assert choices[0] == 1 and choices[100:].count(0) > 90
+    policy = AdaptiveGamma({(100, 0): 1.0, (100, 1): 1.2}, prior=0.36)
+    choices = _run(policy, 100, {0: 1.0, 1: 1.6}, 200, kept=36)
+    assert choices[0] == 1 and choices[70:].count(0) > 120
+
+
+def test_at_the_largest_gamma_every_trial_is_of_the_one_below():
+    policy = AdaptiveGamma({(8, 0): 1.0, (8, 1): 1.2}, prior=0.9, explore_every=20)
+    choices = _run(policy, 8, {0: 1.0, 1: 1.2}, 200)
+    trials = [step for step, gamma in enumerate(choices) if gamma == 0][::2]
+    assert [step - trials[0] for step in trials[:7]] == [0, 8, 16, 24, 32, 52, 72]
 
 
 def test_a_machine_that_slows_down_for_a_while_changes_no_choice():
