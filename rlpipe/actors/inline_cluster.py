@@ -32,7 +32,7 @@ class InlineCluster:
         self._trainer = self._rollout = None
         if config.run.half.trains:
             self._trainer = TrainerWorker(config)
-            self._thread.submit(lambda: self._trainer.start(self._trainer.address())).result()
+            self._thread.submit(self._trainer.start).result()
         if config.run.half.rolls:
             self._rollout = RolloutWorker(config)
 

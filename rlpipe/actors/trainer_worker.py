@@ -21,7 +21,7 @@ from rlpipe.metrics.probe import COLUMNS, ProbeTable
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
 from rlpipe.pipeline.batcher import PackedBatch, pack
-from rlpipe.trainer.runtime import free_address
+from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights
 
@@ -41,12 +41,12 @@ class TrainerWorker:
         self._sender: WeightSender | None = None
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
-    def address(self, host: str = "127.0.0.1") -> str:
-        """A free rendezvous address on this rank's machine; host: how the other ranks reach it."""
-        return free_address(host)
+    def address(self, host: str = "127.0.0.1") -> str | None:
+        """Where this rank, the first, waits for the others; host: how they reach it. None if it is alone."""
+        return open_address(host, world_size=self._world_size) if self._world_size > 1 else None
 
-    def start(self, master: str) -> None:
-        """Build the model and join the other ranks."""
+    def start(self, master: str | None = None) -> None:
+        """Build the model and join the other ranks at `master`."""
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )

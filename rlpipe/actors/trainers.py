@@ -13,8 +13,8 @@ from rlpipe.trainer.megatron import MegatronTrainer
 Trainer = MegatronTrainer | DecoupledTrainer
 
 
-def make_trainer(config: Config, *, rank: int, world_size: int, master: str) -> Trainer:
-    """One rank, joined with the others at `master`.
+def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
+    """One rank, joined with the others, if any, at `master`.
 
     The draft that `mtp` trains is the one the engines use: the actor's where there is one.
     Raises ValueError for settings or models it cannot work with.

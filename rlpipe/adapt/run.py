@@ -259,7 +259,6 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
 
         return Eagle3Trainer(replace(config, mtp=mtp), trajectories)
     from rlpipe.trainer.megatron import MegatronTrainer
-    from rlpipe.trainer.runtime import free_address
 
     return MegatronTrainer(
         config.trainer,
@@ -268,7 +267,6 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
         str(resolve(config.model.path)),
         rank=0,
         world_size=1,
-        master=free_address("127.0.0.1"),
         total_steps=config.run.steps,
         adapt_only=True,
         ppow=config.ppow,

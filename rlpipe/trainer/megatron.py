@@ -105,7 +105,7 @@ class MegatronTrainer:
     ) -> None:
         """Load the model of `model_path` and get ready to train.
 
-        master: `host:port` of rank 0, where the ranks meet (not needed by one rank alone).
+        master: `runtime.open_address` of rank 0, where the ranks meet (not needed by one rank alone).
         total_steps: batches of the run; the learning rate schedules end there.
         adapt_only: freeze everything but the draft and train it by `adapt_step`; mtp.train only says whether
             by ppow or by mtp.loss.

@@ -15,7 +15,6 @@ import functools
 import inspect
 import logging
 import random
-import socket
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,8 @@ from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
+_PATIENCE = datetime.timedelta(minutes=30)
+_listening: dict[str, dist.TCPStore] = {}  # stores that this process opened and no trainer of it uses yet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,17 +64,22 @@ class Runtime:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def free_address(host: str = "127.0.0.1") -> str:
-    """`host:port` with a port of this machine that was free just now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+def open_address(host: str = "127.0.0.1", *, world_size: int) -> str:
+    """`host:port` where this process, rank 0, listens from now on for the other ranks.
+
+    The system chooses the port and it is held until `start`, so that nothing else can take it meanwhile.
+    """
+    store = _store(host, 0, world_size, listens=True)
+    address = f"{host}:{store.port}"
+    _listening[address] = store
+    return address
 
 
 def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | None) -> Runtime:
     """Join the process group, build Megatron's groups, seed everything.
 
-    master: `host:port` of rank 0, the same on every rank; one rank alone needs none.
+    master: what `open_address` said in the process of rank 0, the same on every rank; one rank alone
+        needs none.
     Raises ValueError when this process already runs a trainer, or TransformerEngine is asked for
     where it cannot run.
     """
@@ -96,11 +102,10 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
 
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        init_method=f"tcp://{master}" if master else None,
-        store=None if master else dist.HashStore(),
+        store=dist.HashStore() if master is None else _meet(master, rank, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(minutes=30),
+        timeout=_PATIENCE,
     )
     parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=False)
     random.seed(config.seed)
@@ -114,6 +119,18 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         rank=rank,
         world_size=world_size,
     )
+
+
+def _meet(master: str, rank: int, world_size: int) -> dist.Store:
+    """The store at `master`: the one this process opened, or, on the other ranks, a connection to it."""
+    if (mine := _listening.pop(master, None)) is not None:
+        return mine
+    host, _, port = master.rpartition(":")
+    return _store(host, int(port), world_size, listens=rank == 0)
+
+
+def _store(host: str, port: int, world_size: int, *, listens: bool) -> dist.TCPStore:
+    return dist.TCPStore(host, port, world_size, listens, _PATIENCE, wait_for_workers=False)
 
 
 def stop() -> None:

@@ -28,7 +28,7 @@ def streamed(
     told, shipped = {}, read_weights(path)
     narrow = {name: tensor.bfloat16() for name, tensor in shipped.items()}
     for number, (name, config) in enumerate(configs.items()):
-        master = meet(rank, folder / f"{world_size}-{number}") if world_size > 1 else None
+        master = meet(rank, world_size, folder / f"{world_size}-{number}") if world_size > 1 else None
         trainer = make_trainer(path, config, rank=rank, world_size=world_size, master=master)
         plan = trainer.bucket_plan(megabytes, torch.float32)
         export = trainer.export_weights()

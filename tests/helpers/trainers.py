@@ -20,7 +20,7 @@ from rlpipe.config.trainer import TrainerConfig
 from rlpipe.pipeline.batcher import PackedBatch, pack
 from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
-from rlpipe.trainer.runtime import free_address
+from rlpipe.trainer.runtime import open_address
 from rlpipe.types import GenerateResult, Group, Trajectory
 
 
@@ -127,7 +127,7 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     torch.set_num_threads(1)
     told = {}
     for number, (name, run) in enumerate(runs.items()):
-        master = meet(rank, folder / f"address{number}") if world_size > 1 else None
+        master = meet(rank, world_size, folder / f"address{number}") if world_size > 1 else None
         trainer = make_trainer(
             run.path, run.config, run.algo, run.mtp, rank=rank, world_size=world_size, master=master
         )
@@ -150,11 +150,11 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
     return told
 
 
-def meet(rank: int, file: Path) -> str:
-    """An address that rank 0 chooses at the last moment, so that its port is still free."""
+def meet(rank: int, world_size: int, file: Path) -> str:
+    """The address where rank 0 listens, told to the others in a file."""
     if rank == 0:
         draft = file.with_suffix(".draft")
-        draft.write_text(free_address())
+        draft.write_text(open_address(world_size=world_size))
         draft.rename(file)
     while not file.exists():
         time.sleep(0.02)

@@ -213,7 +213,7 @@ def steps_of_a_rank(rank, world_size, folder, paths, trainers):
     where, told = {"rank": rank, "world_size": world_size}, []
     for trainer, batches in trainers:
         if world_size > 1:
-            where["master"] = meet(rank, folder / f"address_{trainer.tp}_{trainer.dp}")
+            where["master"] = meet(rank, world_size, folder / f"address_{trainer.tp}_{trainer.dp}")
         pair = make_pair(paths, trainer=trainer, **where)
         told.append([figures(pair.train_step(batch)) for batch in batches])
         pair.close()

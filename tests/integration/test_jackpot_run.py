@@ -102,7 +102,7 @@ def test_the_trainer_sends_the_policy_only_where_it_is_validated():
     config = decoupled(every=2)
     config.run.steps = 3
     worker = TrainerWorker(config)
-    worker.start(worker.address())
+    worker.start()
     payloads = {version: worker.export(version) for version in (1, 2, 3)}
     worker.close()
     assert [version for version, payload in payloads.items() if payload.policy] == [2, 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -12,12 +10,11 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.metrics.probe import COLUMNS
 from rlpipe.pipeline.batcher import pack
-from rlpipe.trainer.runtime import free_address
 from rlpipe.types import Trajectory
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
-from tests.helpers.trainers import make_trainer
+from tests.helpers.trainers import make_trainer, meet
 from tests.helpers.trajectories import make_groups
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
@@ -115,19 +112,13 @@ def read(rank, world_size, path, folder, split):
     """In a rank: the tables of the same trajectories."""
     torch.set_num_threads(1)
     file = folder / f"address_{'_'.join(split)}"
-    if world_size > 1 and rank == 0:
-        draft = file.with_suffix(".draft")
-        draft.write_text(free_address())
-        draft.rename(file)
-    while world_size > 1 and not file.exists():
-        time.sleep(0.02)
     trainer = make_trainer(
         path,
         TrainerConfig(**split),
         mtp=MtpConfig(),
         rank=rank,
         world_size=world_size,
-        master=file.read_text() if world_size > 1 else None,
+        master=meet(rank, world_size, file) if world_size > 1 else None,
     )
     tables = trainer.draft_tables(pack(trajectories(), None, 4096, split.get("dp", 1)))
     trainer.close()
