@@ -148,15 +148,19 @@ class Adaptation:
         )
 
     def _evaluate(self) -> None:
-        """Measure the draft as it is, or take over what was measured before an interruption."""
-        file = self._evaluation_file(self.step)
+        """Measure the draft as it is, and tell the bus."""
         started = time.monotonic()
+        metrics = self._measured().metrics()
+        self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
+
+    def _measured(self) -> Evaluation:
+        """Of the draft as it is: now, or before an interruption."""
+        file = self._evaluation_file(self.step)
         if not file.is_file():
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
             config, weights = self._drafting()
             evaluate(config, self._domains, self.step, weights, self._forced).write(file)
-        metrics = Evaluation.read(file).metrics()
-        self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
+        return Evaluation.read(file)
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
         """How an engine drafts with the draft as it is: settings, and weights to give it."""
@@ -187,6 +191,7 @@ class Adaptation:
 
     def _finish(self) -> None:
         """What engines load, and the summary."""
+        self._measured()  # a run that was longer once, or lost the file, has the checkpoint alone
         product = self.run_dir / product_name(self.config)
         staging = product.with_suffix(".staging")
         shutil.rmtree(staging, ignore_errors=True)

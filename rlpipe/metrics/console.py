@@ -180,6 +180,8 @@ class ConsoleSink:
             if not self._fancy:
                 self._plain(f"[phase] {self._phase}")
             return
+        if event["kind"] == "resumed":
+            self._step = event["step"]
         level = Level(event["level"])
         if level is Level.INFO and event["kind"] not in SHOWN_EVENTS:
             return

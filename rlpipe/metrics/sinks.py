@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.config.metrics import WandbMode
+from rlpipe.config.mtp import MtpTrain
+from rlpipe.config.run import Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
 from rlpipe.metrics.jsonl import MetricsFile
@@ -58,18 +60,21 @@ DRAFTERS = {"mtp": "MTP draft", "eagle3": "EAGLE-3 draft", "suffix": "suffix loo
 
 def run_header(config: Config, run_dir: Path) -> Header:
     """What the console says about a run."""
-    lag = config.pipeline.max_staleness
-    loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"
     spec, drafter = config.spec, DRAFTERS[str(config.spec.drafter)]
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
-    size = f"{config.pipeline.prompts_per_step} × {config.pipeline.group_size} attempts a step"
-    facts = [
-        ("model", config.model.path),
-        ("rollout", draft),
-        ("loop", f"{loop}; {size}; {config.cluster.mode}"),
-        ("run", str(run_dir)),
-    ]
+    facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
     return Header(title=config.recipe or run_dir.name, facts=facts, total_steps=config.run.steps)
+
+
+def _work(config: Config) -> tuple[str, str]:
+    if config.task is Task.MTP_ADAPT:
+        ppow = config.mtp.train is MtpTrain.PPOW
+        objective = "ppow" if ppow else f"{config.mtp.loss}, {config.mtp.anchors} anchors"
+        return "draft", f"trained by {objective}; {config.adapt.batch} trajectories a step"
+    lag, sizes = config.pipeline.max_staleness, config.pipeline
+    loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"
+    attempts = f"{sizes.prompts_per_step} × {sizes.group_size} attempts a step"
+    return "loop", f"{loop}; {attempts}; {config.cluster.mode}"
 
 
 class WandbSink:

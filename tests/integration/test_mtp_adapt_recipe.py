@@ -54,6 +54,12 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     assert played[0] == played[1] and len(played[0]) == 2
     assert (parts / "report.html").is_file()
 
+    lost = parts / "evaluations" / "step_2.json"
+    lost.unlink()
+    adapt(tmp_path, "parts", "run.steps=2", f"adapt.rollouts={whole / 'rollouts.jsonl'}")
+    again = json.loads(lost.read_text())["domains"]["swe.held_instances"]["played"]
+    assert again["rejection"]["counts"] == played[1]
+
     with running_engine(parts / "model") as engine:
         (result,) = generate(engine, request(1, [3, 4, 5], max_new_tokens=8))
     assert result.spec.verify_steps > 0

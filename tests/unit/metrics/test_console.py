@@ -48,6 +48,15 @@ def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes()
     assert lines[4].startswith("stopped after step 2/40") and "0.400" in lines[4]
 
 
+def test_a_run_with_nothing_left_to_do_says_that_it_is_finished() -> None:
+    console = plain()
+    sink = sink_on(console)
+    sink.open()
+    sink.event({"time": 0, "kind": "resumed", "level": "info", "step": 40, "path": "step_40"})
+    sink.close()
+    assert "finished after step 40/40" in shown(console)
+
+
 def test_warnings_and_faults_are_shown_and_chatter_is_not() -> None:
     console = plain()
     sink = sink_on(console)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlpipe.config.metrics import MetricsConfig, WandbMode
+from rlpipe.config.run import Task
 from rlpipe.metrics.sinks import WandbSink, logged_in, make_sinks, run_header
 
 pytestmark = pytest.mark.unit
@@ -41,6 +42,9 @@ def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
     assert facts["loop"].startswith("synchronous") and facts["model"] == config.model.path
     config.pipeline.max_staleness = 3
     assert "staleness ≤ 3" in dict(run_header(config, tmp_path).facts)["loop"]
+    config.task, config.mtp.loss = Task.MTP_ADAPT, "kl"
+    facts = dict(run_header(config, tmp_path).facts)
+    assert "loop" not in facts and facts["draft"].startswith("trained by kl, uniform anchors")
 
 
 def test_being_logged_in_is_seen_in_the_environment_and_in_netrc(
