@@ -44,7 +44,9 @@ def verify_chain(
     num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
 
     def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        return _residual(draft_probs[rows], target_row, num_accepted[rows], out)
+        if out is None:
+            return _residual(draft_probs, target_row, num_accepted)
+        return torch.sub(target_row, row(draft_probs[rows], num_accepted[rows]), out=out).clamp_(min=0)
 
     dtype = torch.result_type(target_probs, draft_probs)
     next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, dtype)
@@ -82,13 +84,10 @@ def _accept(
 
 
 def _residual(
-    draft_probs: torch.Tensor,
-    target_row: torch.Tensor,
-    num_accepted: torch.Tensor,
-    out: torch.Tensor | None = None,
+    draft_probs: torch.Tensor, target_row: torch.Tensor, num_accepted: torch.Tensor
 ) -> torch.Tensor:
     """[B, V] unnormalised law of the token after the accepted drafts; 0 where rounding leaves nothing."""
     gamma = draft_probs.shape[1]
     draft_row = row(draft_probs, num_accepted.clamp(max=gamma - 1))
     rejected = (num_accepted < gamma).unsqueeze(1).to(draft_row.dtype)
-    return torch.addcmul(target_row, draft_row, rejected, value=-1, out=out).clamp_(min=0)
+    return torch.addcmul(target_row, draft_row, rejected, value=-1).clamp_(min=0)

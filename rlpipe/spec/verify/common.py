@@ -62,23 +62,26 @@ def draw_after(
     uniforms: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The token after the accepted drafts, by `draw`; on a CPU and a large vocabulary a few rows at a time.
+    """The token after the accepted drafts, by `draw`; on a CPU and a large vocabulary row by row.
 
     residual: (rows of the batch, their target row [m, V], out [m, V] or None) -> [m, V] of dtype, what
-    the rule samples there, written to out if there is one; the target row itself after gamma drafts.
+    the rule samples there; after gamma drafts that is the target row itself. With `out` it is written
+    there, and the rows are one that rejected a draft.
     target_probs: [B, gamma + 1, V]. num_accepted: [B]. uniforms: [B]. Returns [B] int64.
     """
     if not is_tiled(target_probs):
         target_row = row(target_probs, num_accepted)
         return draw(residual(slice(None), target_row, None), target_row, uniforms)
 
-    def rows_of_target(rows: slice) -> torch.Tensor:
-        return row(target_probs[rows], num_accepted[rows])
+    counts, gamma = num_accepted.tolist(), target_probs.shape[1] - 1
+
+    def target_row(rows: slice) -> torch.Tensor:
+        return target_probs[rows, counts[rows.start]]
 
     def fill(rows: slice, out: torch.Tensor) -> None:
-        if (num_accepted[rows] == target_probs.shape[1] - 1).all():
-            out.copy_(rows_of_target(rows))  # without reading the draft's rows
+        if counts[rows.start] == gamma:
+            out.copy_(target_row(rows))  # without reading the draft's row
         else:
-            residual(rows, rows_of_target(rows), out)
+            residual(rows, target_row(rows), out)
 
-    return sample_tiles(fill, rows_of_target, target_probs.shape[-1], dtype, uniforms)
+    return sample_tiles(fill, target_row, target_probs.shape[-1], dtype, uniforms)

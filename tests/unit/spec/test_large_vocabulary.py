@@ -24,11 +24,10 @@ EXACT = 1e-12
 
 @pytest.fixture
 def tiled(monkeypatch):
-    """Force the path: tiles of `tile` tokens, chunks of `chunk` weights, from a vocabulary of 1 on."""
+    """Force the path: tiles of `tile` tokens, from a vocabulary of 1 on."""
 
-    def force(tile: int = 2, chunk: int = 1, vocab: int = 1) -> None:
+    def force(tile: int = 2, vocab: int = 1) -> None:
         monkeypatch.setattr(sampling, "TILE", tile)
-        monkeypatch.setattr(sampling, "CHUNK", chunk)
         monkeypatch.setattr(sampling, "TILED_VOCAB", vocab)
 
     return force
@@ -47,9 +46,8 @@ def off_ties(case: Case) -> Case:
 
 @pytest.mark.parametrize("rule", ["verify_chain", "verify_block"])
 @pytest.mark.parametrize(("vocab", "gamma", "zeros"), [(5, 1, 0.0), (4, 2, 0.3), (3, 3, 0.3)])
-@pytest.mark.parametrize("chunk", [1, 9])
-def test_the_joint_law_of_the_target_is_emitted_exactly(rule, vocab, gamma, zeros, chunk, tiled):
-    tiled(chunk=chunk)
+def test_the_joint_law_of_the_target_is_emitted_exactly(rule, vocab, gamma, zeros, tiled):
+    tiled()
     target = Process.random(vocab, gamma + 1, seed=1, sharpness=1.5, zeros=zeros)
     draft = Process.random(vocab, gamma, seed=2, zeros=zeros)
     joint = draft.joint(gamma)
@@ -71,15 +69,13 @@ def test_target_only_emits_exactly_the_law_of_the_target(gamma, tiled):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("vocab", [1, 2, 3, 257])
-@pytest.mark.parametrize("chunk", [1, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_verdicts_are_those_of_one_sweep(rule, vocab, chunk, dtype, tiled):
-    """Chunks of one row, and of a few that do not divide the batch."""
+def test_verdicts_are_those_of_one_sweep(rule, vocab, dtype, tiled):
     case = off_ties(random_case(40, 3, vocab, seed=vocab, zeros=0.3 if vocab > 3 else 0.0))
     case = case.with_(draft_probs=case.draft_probs.to(dtype), target_probs=case.target_probs.to(dtype))
     case.accept_uniforms[torch.arange(40).unsqueeze(1) % 4 > torch.arange(3)] = 0.0  # all depths are reached
     wanted = verdicts(rule, case)
-    tiled(tile=16, chunk=chunk)
+    tiled(tile=16)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(verdicts(rule, case), wanted, strict=True))
     assert vocab < 257 or set(wanted[0].tolist()) == {0, 1, 2, 3}
 
@@ -96,6 +92,16 @@ def test_verdicts_are_those_of_one_sweep_at_a_production_vocabulary(rule, monkey
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, verdicts(rule, case), strict=True))
 
 
+def test_a_uniform_nearer_to_a_boundary_than_float32_resolves_is_decided_in_float64(tiled):
+    row = torch.rand(512, generator=torch.Generator().manual_seed(0)) + 0.01
+    cdf = row.double().cumsum(0)
+    edges = cdf[63:-1:64] / cdf[-1]  # of tiles: where one ends and the next begins
+    for offset in (-1e-11, 1e-11):
+        expected = torch.arange(63, 511, 64) + (offset > 0)
+        tiled(tile=64)
+        assert torch.equal(sample_cdf(row.repeat(len(edges), 1), edges + offset), expected)
+
+
 def test_both_ends_of_every_interval_give_their_token(tiled):
     row = random_case(1, 1, 50, zeros=0.3).target_probs[0, 0]
     uniforms, expected = lattice(row, row.gt(1e-7).nonzero().flatten())
@@ -106,7 +112,7 @@ def test_both_ends_of_every_interval_give_their_token(tiled):
 
 def test_any_uniform_gives_a_token_of_positive_weight(tiled):
     """Boundaries of tiles are hit exactly, and approached by a rounding error from both sides."""
-    tiled(tile=4, chunk=40)
+    tiled(tile=4)
     row = torch.tensor([0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     cdf = row.double().cumsum(0)
     edges = cdf.unique() / cdf[-1]
@@ -120,7 +126,7 @@ def test_any_uniform_gives_a_token_of_positive_weight(tiled):
 
 def test_a_start_of_a_tile_that_rounds_beyond_the_uniform_gives_no_token_without_weight(tiled):
     """Each tile opens with a zero; the uniforms lie at the ends of tiles, to a rounding error."""
-    tiled(chunk=8000)
+    tiled()
     weights = torch.rand(1000, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weights[:, ::2] = 0.0
     cdf = weights.cumsum(1)
@@ -134,7 +140,7 @@ def test_a_start_of_a_tile_that_rounds_beyond_the_uniform_gives_no_token_without
 @pytest.mark.parametrize("rule", RULES)
 def test_only_rows_without_mass_fall_back_to_the_target(rule, tiled):
     """A coin of 1 rejects all; row 0 has p = q (for target-only, all of p at the draft), row 1 has not."""
-    tiled(chunk=6)
+    tiled()
     p = torch.tensor([0.0, 1.0, 0.0]) if rule == "verify_target_only" else torch.tensor([0.25, 0.75, 0.0])
     other = torch.tensor([0.25, 0.25, 0.5])
     uniforms = torch.tensor([0.9, 0.3, 1.0], dtype=torch.float64)  # 0.3 of `other` itself would be 1
@@ -152,7 +158,7 @@ def test_only_rows_without_mass_fall_back_to_the_target(rule, tiled):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_row_does_not_depend_on_the_batch_around_it(rule, tiled):
-    tiled(tile=8, chunk=300)
+    tiled(tile=8)
     case = random_case(7, 3, 100, seed=4)
     whole = verdicts(rule, case)
     for b in range(7):
