@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.chaos.test_worker_death import LONG, check_the_end, events
 from tests.helpers.cli import start
+from tests.helpers.disturbed_runs import LONG, check_the_end, events
 
 pytestmark = pytest.mark.chaos
 

@@ -1,6 +1,5 @@
 """Processes of a real run die: rollout workers, trainer, driver, sandboxes. No prompt goes with them."""
 
-import json
 import random
 import signal
 import time
@@ -10,27 +9,10 @@ import psutil
 import pytest
 
 from rlpipe.pipeline.ledger import Ledger
-from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start
+from tests.helpers.cli import marked_processes, run, start
+from tests.helpers.disturbed_runs import LONG, check_the_end, events
 
 pytestmark = pytest.mark.chaos
-
-LONG = ["+recipe=swe_rl", *SMALL, "run.steps=12", "val.every=0", "run.save_every=2"]
-
-
-def events(directory, kind):
-    lines = (directory / "out" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
-def check_the_end(directory):
-    """12 steps of two prompts each, all trained once, none too stale, each step recorded once."""
-    assert prompt_states(directory / "out") == {"trained": 24}
-    ledger = Ledger(directory / "out" / "ledger.sqlite")
-    assert ledger.violations(ended=True) == []
-    ledger.close()
-    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["training/global_step"] for r in records] == list(range(13))
-    assert max(r.get("training/off_policy/trajectory_staleness/max", 0) for r in records) <= 1
 
 
 def victim(marker, actor):

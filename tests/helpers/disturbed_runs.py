@@ -1,0 +1,29 @@
+"""A run of the main job long enough to be disturbed, and what must hold at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlpipe.pipeline.ledger import Ledger
+from tests.helpers.cli import SMALL, prompt_states
+
+LONG = ["+recipe=swe_rl", *SMALL, "run.steps=12", "val.every=0", "run.save_every=2"]
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """What was reported of that kind, in order."""
+    lines = (directory / "out" / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def check_the_end(directory: Path) -> None:
+    """12 steps of two prompts each, all trained once, none too stale, each step recorded once."""
+    assert prompt_states(directory / "out") == {"trained": 24}
+    ledger = Ledger(directory / "out" / "ledger.sqlite")
+    assert ledger.violations(ended=True) == []
+    ledger.close()
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["training/global_step"] for r in records] == list(range(13))
+    assert max(r.get("training/off_policy/trajectory_staleness/max", 0) for r in records) <= 1
