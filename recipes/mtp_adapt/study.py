@@ -38,7 +38,6 @@ ANCHORS = ["uniform", "visit"]
 MODES = ["rejection", "target_only"]
 BASELINES = ["hard_ce/uniform", "kl/uniform"]
 WARM_SEED, SWEEP_SEED = 1001, 1000  # apart from the seeds of the result
-SELECTION = "swe.held_instances"  # the held-out set by which learning rates are chosen
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +51,8 @@ class Study:
         """One run of the main job, unless it is complete already."""
         directory = self.runs / name
         if not (directory / "results.json").is_file():
-            command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"run.dir={directory}"]
+            command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"env={self.args.env}"]
+            command += [f"run.dir={directory}"]
             command += [f"run.seed={seed}", f"run.steps={steps}", "run.save_every=100"]
             command += [f"adapt.rollouts={self.runs / f'rollouts_{seed}.jsonl'}", "adapt.eval_every=0"]
             command += [f"adapt.prompts={self.args.prompts}", f"adapt.batch={self.args.batch}"]
@@ -77,7 +77,7 @@ class Study:
         """
         objective = objective.replace("/visit", "/uniform")
         chosen_by = [
-            f"adapt.in_domain=[{SELECTION}]",
+            f"adapt.in_domain=[{self.args.select}]",
             "adapt.out_of_domain=[]",
             "adapt.eval_modes=[rejection]",
         ]
@@ -86,7 +86,7 @@ class Study:
         found = {}
         for lr in self.args.lrs:
             run = self.train(start, objective, lr, "sweep", SWEEP_SEED, chosen_by)
-            counts = last_evaluation(run, self.args.steps).counts(SELECTION, "rejection")
+            counts = last_evaluation(run, self.args.steps).counts(self.args.select, "rejection")
             found[lr] = estimate(counts, RATE).value
         best = max(found, key=found.__getitem__)
         return best, {f"{lr:g}": round(rate, 4) for lr, rate in found.items()}
@@ -225,6 +225,8 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
     parser.add_argument("--warm-lr", type=float, default=2e-3)
     parser.add_argument("--eval-prompts", type=int, default=80, help="of each held-out set")
     parser.add_argument("--sweep-prompts", type=int, default=80)
+    parser.add_argument("--env", default="swe", help="whose prompts the rollouts answer")
+    parser.add_argument("--select", default="swe.held_instances", help="held-out set that chooses the rates")
     parser.add_argument("--in-domain", nargs="+", default=["swe"])
     parser.add_argument("--out-of-domain", nargs="+", default=["reasoning"])
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run, key=value")
