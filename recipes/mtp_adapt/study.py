@@ -51,8 +51,7 @@ class Study:
         """One run of the main job, unless it is complete already."""
         directory = self.runs / name
         if not (directory / "results.json").is_file():
-            command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"env={self.args.env}"]
-            command += [f"run.dir={directory}"]
+            command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"run.dir={directory}"]
             command += [f"run.seed={seed}", f"run.steps={steps}", "run.save_every=100"]
             command += [f"adapt.rollouts={self.runs / f'rollouts_{seed}.jsonl'}", "adapt.eval_every=0"]
             command += [f"adapt.prompts={self.args.prompts}", f"adapt.batch={self.args.batch}"]
@@ -225,11 +224,12 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
     parser.add_argument("--warm-lr", type=float, default=2e-3)
     parser.add_argument("--eval-prompts", type=int, default=80, help="of each held-out set")
     parser.add_argument("--sweep-prompts", type=int, default=80)
-    parser.add_argument("--env", default="swe", help="whose prompts the rollouts answer")
     parser.add_argument("--select", default="swe.held_instances", help="held-out set that chooses the rates")
     parser.add_argument("--in-domain", nargs="+", default=["swe"])
     parser.add_argument("--out-of-domain", nargs="+", default=["reasoning"])
-    parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run, key=value")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="further overrides of every run, as env=reasoning"
+    )
     return parser
 
 
