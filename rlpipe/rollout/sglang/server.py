@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,11 +20,22 @@ from pathlib import Path
 from typing import IO
 
 _LOG_LINES = 12
+_LOWEST_PORT = 20000  # that is chosen
+_PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to outgoing connections: first, last
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def pick_port(host: str, port: int) -> int:
-    """`port` if it is free, or any free one for 0. Raises ValueError when it is taken."""
+    """`port` if it is free, or any free one for 0. Raises ValueError when it is taken.
+
+    A server listens only seconds after its port was chosen. So the choice is below the ports that the system
+    gives to outgoing connections, of which one could have taken it by then.
+    """
+    if port == 0:
+        ours = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_given_port()))
+        for guess in random.SystemRandom().sample(ours, min(20, len(ours))):
+            with contextlib.suppress(ValueError):
+                return pick_port(host, guess)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -34,6 +46,13 @@ def pick_port(host: str, port: int) -> int:
                 f"({error.strerror}). Set rollout.sglang.port=0 for a free port, or stop what uses this one."
             ) from error
         return probe.getsockname()[1]
+
+
+def _first_given_port() -> int:
+    try:
+        return int(_PORTS_GIVEN_AWAY.read_text().split()[0])
+    except OSError:
+        return 32768
 
 
 class ServerProcess:

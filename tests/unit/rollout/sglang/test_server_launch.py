@@ -1,6 +1,7 @@
 """What can be known to be wrong before a server runs, and the command line it gets."""
 
 import json
+import random
 import socket
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.rollout.sglang import server
 from rlpipe.rollout.sglang.arguments import (
     check_server_info,
     check_supported,
@@ -85,6 +87,21 @@ def test_a_taken_port_is_refused_and_zero_finds_a_free_one():
         with pytest.raises(ValueError, match=rf"port={port}: cannot listen there .*port=0"):
             pick_port("127.0.0.1", port)
         assert pick_port("127.0.0.1", 0) not in (0, port)
+
+
+@pytest.mark.parametrize("first", ["32768\t60999\n", "1024\t65535\n", None])
+def test_a_chosen_port_is_none_that_an_outgoing_connection_may_get(first, monkeypatch, tmp_path):
+    """Where the system gives away nearly all, any free one is chosen."""
+    told = tmp_path / "ip_local_port_range"
+    if first is not None:
+        told.write_text(first)
+    monkeypatch.setattr(server, "_PORTS_GIVEN_AWAY", told)
+    random.seed(0)
+    ports = {pick_port("127.0.0.1", 0) for _ in range(3)}
+    random.seed(0)
+    ports |= {pick_port("127.0.0.1", 0) for _ in range(3)}  # workers with one seed choose alike otherwise
+    assert len(ports) > 3
+    assert first == "1024\t65535\n" or all(20000 <= port < 32768 for port in ports)
 
 
 def supported(path, on_gpu=False, draft="", **spec):
