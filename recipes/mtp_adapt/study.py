@@ -226,7 +226,7 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
     parser.add_argument("--sweep-prompts", type=int, default=80)
     parser.add_argument("--select", default="swe.held_instances", help="held-out set that chooses the rates")
     parser.add_argument("--in-domain", nargs="+", default=["swe"])
-    parser.add_argument("--out-of-domain", nargs="+", default=["reasoning"])
+    parser.add_argument("--out-of-domain", nargs="*", default=["reasoning"])
     parser.add_argument(
         "--set", nargs="*", default=[], help="further overrides of every run, as env=reasoning"
     )

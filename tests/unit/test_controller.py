@@ -201,11 +201,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_only_one_is_written_at_a_
 
     async def slow(directory):
         write = await copied(directory)
+        begun = len(cluster.batches)
 
         async def slowly():
             overlapped.extend(writing)
             writing.append(directory.name)
-            begun = len(cluster.batches)
             async with asyncio.timeout(60):
                 while len(cluster.batches) < min(begun + 2, 6):
                     await asyncio.sleep(0.001)

@@ -17,10 +17,7 @@ class Trainer:
     def __init__(self, config):
         pass
 
-    def address(self):
-        return "nowhere"
-
-    def start(self, address):
+    def start(self):
         pass
 
     def export(self, version):
