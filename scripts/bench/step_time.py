@@ -6,11 +6,10 @@ engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process. T
 arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and spread of the rest are
 reported.
 
-Long tail (arms tail_*): one turn in twenty decodes 800 tokens beyond its 128, which are thrown away, so the
+Long tail (arms tail_*): one turn in twenty decodes 500 tokens beyond its 128, which are thrown away, so the
 trainer's work stays the same. A synchronous step waits for the last of them; at staleness 2 others go on.
 Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
-prompt would be most of the rollout. 16 rows run at once: on a CPU more make no more tokens, but every row,
-the longest too, slower. In slow_* the environment takes 4 s longer for one episode in twenty.
+prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
 `trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
 reward on held-out tasks before and after as well: the faster arm must not learn less. Utilisation is the
 share of the kept steps' time in which an engine generated, and in which the trainer trained.
@@ -49,8 +48,7 @@ TAIL = [
     "env.system_prompt='Answer in <answer> tags.'",
     "rollout.max_context=1024",
     "injection.long_turn_share=0.05",
-    "injection.long_turn_tokens=800",
-    "rollout.max_running=16",
+    "injection.long_turn_tokens=500",
 ]
 SLOW = ["env.threads=64", "injection.slow_env_share=0.05", "injection.slow_env_seconds=4"]
 TRAINED = [
