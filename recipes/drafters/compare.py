@@ -59,7 +59,7 @@ class DrafterStudy(adaptation.Study):
 
     def evaluation(self) -> list[str]:
         """Little: the arms are measured side by side when all are trained."""
-        found = ["adapt.in_domain=[swe.held_instances]", "adapt.out_of_domain=[]"]
+        found = [f"adapt.in_domain=[{adaptation.SELECTION}]", "adapt.out_of_domain=[]"]
         return [*found, "adapt.eval_modes=[rejection]", "adapt.eval_prompts=4", "adapt.eval_samples=1"]
 
     def trained(self, arm: str, seed: int) -> Path:

@@ -38,6 +38,7 @@ ANCHORS = ["uniform", "visit"]
 MODES = ["rejection", "target_only"]
 BASELINES = ["hard_ce/uniform", "kl/uniform"]
 WARM_SEED, SWEEP_SEED = 1001, 1000  # apart from the seeds of the result
+SELECTION = "swe.held_instances"  # the held-out set that chooses learning rates, unless told otherwise
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,7 +225,7 @@ def arguments(description: str, runs: str) -> argparse.ArgumentParser:
     parser.add_argument("--warm-lr", type=float, default=2e-3)
     parser.add_argument("--eval-prompts", type=int, default=80, help="of each held-out set")
     parser.add_argument("--sweep-prompts", type=int, default=80)
-    parser.add_argument("--select", default="swe.held_instances", help="held-out set that chooses the rates")
+    parser.add_argument("--select", default=SELECTION, help="held-out set that chooses the rates")
     parser.add_argument("--in-domain", nargs="+", default=["swe"])
     parser.add_argument("--out-of-domain", nargs="*", default=["reasoning"])
     parser.add_argument(

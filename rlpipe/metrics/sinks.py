@@ -12,11 +12,11 @@ import logging
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlpipe.config.metrics import WandbMode
 from rlpipe.config.mtp import MtpTrain
-from rlpipe.config.run import Task
+from rlpipe.config.run import Config, Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
 from rlpipe.metrics.jsonl import MetricsFile
@@ -24,9 +24,6 @@ from rlpipe.metrics.prometheus import PrometheusSink
 from rlpipe.metrics.tensorboard import TensorBoardSink
 from rlpipe.metrics.trace import NAME as TRACE
 from rlpipe.metrics.trace import TraceFile
-
-if TYPE_CHECKING:
-    from rlpipe.config.run import Config
 
 logger = logging.getLogger(__name__)
 

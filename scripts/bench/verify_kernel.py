@@ -16,7 +16,7 @@ cannot run is named under `skipped` with the reason. Before timing, every arm's 
 with the reference's; `agreement` is the share of equal rows (SGLang's coins are float32).
 
 On a CPU the goal is three times the speed of the Python loop; `goal` says for each size whether it is met.
-At a large vocabulary both are bound by reading the probabilities, and the loop reads no more of them.
+At a large vocabulary both read the same probabilities, which bounds what can be gained.
 
     python scripts/bench/verify_kernel.py --json OUT [--quick] [--sglang-wheel WHEEL] [--threads 1]
 """
