@@ -70,7 +70,7 @@ def test_what_is_given_on_stdin_is_read(runner):
 def test_a_command_over_its_time_is_ended_and_says_what_it_wrote(runner):
     started = time.monotonic()
     result, tree = runner.run(TREE, "echo before; touch made; sleep 60; echo after", timeout_s=0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "the sleep is not waited for"
     assert (result.output, result.exceeded) == ("before\n", Limit.TIME)
     assert "made" in tree
 

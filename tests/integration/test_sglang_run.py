@@ -54,9 +54,11 @@ def test_three_steps_with_real_servers_and_rejection_sampling(two_servers):
     assert [record["training/global_step"] for record in records] == [0, 1, 2, 3]
     for record in records[1:]:
         assert record["critic/rewards/mean"] is not None
-        assert 0.3 < record["spec/acceptance_rate"] <= 1 and record["spec/gamma"] == 3
+        assert 0.3 < record["spec/acceptance_rate"] <= 1
         assert record["weights/version"] == record["training/global_step"]
         assert record["training/off_policy/trajectory_staleness/max"] <= 1
+    # a step whose trajectories were all there before it began decodes nothing: it has no gamma
+    assert {record["spec/gamma"] for record in records[1:] if "spec/gamma" in record} == {3}
     if records[1]["actor/grad_norm"]:
         assert records[1]["training/rollout_probs_diff_max"] < 1e-3
     assert prompt_states(two_servers) == {"trained": 6}  # the ledger is complete

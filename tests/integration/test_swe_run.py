@@ -75,7 +75,7 @@ def test_the_reasoning_recipe_runs_on_the_same_code(tmp_path):
 
 
 def none_left(marker):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while marked_processes(marker) and time.monotonic() < deadline:
         time.sleep(0.2)
     return [p.cmdline() for p in marked_processes(marker)] == []

@@ -217,7 +217,7 @@ def test_a_hanging_sink_blocks_neither_reports_nor_the_others_nor_the_end() -> N
         bus.commit(step)
         time.sleep(0.001)  # the good one keeps up
     bus.close(timeout=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
     assert [r[STEP] for r in good.records] == list(range(50))
     assert good.kinds() == ["sink_slow"]
     gate.set()
@@ -248,7 +248,7 @@ def test_a_failure_now_and_then_does_not_switch_a_sink_off() -> None:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

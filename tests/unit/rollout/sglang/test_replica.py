@@ -78,7 +78,7 @@ def hang(fake):
 
 
 def until(condition):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

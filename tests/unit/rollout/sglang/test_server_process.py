@@ -29,7 +29,7 @@ def start(code, log):
 
 def child_of(log):
     """The pid the server printed."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "child" not in (log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -38,7 +38,7 @@ def child_of(log):
 
 def gone(pid):
     """Whether a process ends within seconds; one that is not yet reaped counts as ended."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
             return False
