@@ -3,11 +3,12 @@
 Fixed gamma 0 .. 4 and adaptive (0 .. 4) decode the same prompts at batch sizes 1 to 64, shipped model,
 rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts: held-out SWE instances, for
 which the draft was trained, and reasoning tasks, for which it was not, so that the best gamma differs. Each
-arm has a process of its own and they take turns (see rollout_speed.py). Two figures: the ratio of adaptive
-to the best fixed gamma in each cell (median over repeats of the ratio within a repeat; goal at least 0.95),
+arm has a process of its own and they take turns (see rollout_speed.py); the adaptive one runs --learning
+times more before, as it would in a run of hours. Two figures: the ratio of adaptive to the best fixed gamma
+in each cell (median over repeats of the ratio within a repeat, with its 95% interval; goal at least 0.95),
 and of adaptive to each fixed gamma over the whole range (geometric mean over cells; goal above 1 for each).
 
-    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--repeats 5] [--batches 1 2 4 ...]
+    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--repeats 25] [--batches 1 2 4 ...]
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import statistics
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
 MAX_GAMMA = 4
 
 
+def median_interval(values: list[float]) -> list[float]:
+    """95% interval of the median, from order statistics; the whole range for less than six values."""
+    ordered, n = sorted(values), len(values)
+    outside = accumulate(
+        comb(n, k) / 2**n for k in range(n)
+    )  # that at most k lie below the median
+    left = next((k for k, chance in enumerate(outside) if chance > 0.025), 0)
+    return [round(ordered[max(left - 1, 0)], 3), round(ordered[min(n - left, n - 1)], 3)]
+
+
 def arms(model: Path, batch: int, threads: int) -> dict[str, Any]:
     """Name -> how to make the arm."""
     specs = {"gamma 0": SpecConfig(mode=SpecMode.NONE)}
@@ -58,7 +70,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--learning", type=int, default=8, help="runs of adaptive before the first repeat")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
@@ -74,7 +87,12 @@ def main() -> None:
         several = [work.conversations[i % len(work.conversations)] for i in range(prompts)]
         makers = arms(args.shipped, batch, args.threads)
         speeds, counts = measure(
-            makers, replace(work, conversations=several), batch, args.threads, args.repeats
+            makers,
+            replace(work, conversations=several),
+            batch,
+            args.threads,
+            args.repeats,
+            {"adaptive": args.learning},
         )
         rows = {arm: summary(speeds[arm], counts[arm]) for arm in makers}
         fixed = [arm for arm in makers if arm != "adaptive"]
@@ -82,8 +100,14 @@ def main() -> None:
         against = {arm: paired_ratio(speeds["adaptive"], speeds[arm]) for arm in fixed}
         for arm, ratio in against.items():
             ratios.setdefault(arm, []).append(ratio)
-        results[f"{domain}, batch {batch}"] = {"arms": rows, "best": best, "adaptive / best": against[best]}
-        print(f"{domain}, batch {batch}: adaptive / best ({best}) {against[best]}", flush=True)
+        within = median_interval([a / b for a, b in zip(speeds["adaptive"], speeds[best], strict=True)])
+        results[f"{domain}, batch {batch}"] = {
+            "arms": rows,
+            "best": best,
+            "adaptive / best": against[best],
+            "adaptive / best, 95% interval": within,
+        }
+        print(f"{domain}, batch {batch}: adaptive / best ({best}) {against[best]} {within}", flush=True)
         for arm, row in rows.items():
             print(
                 f"  {arm:9s} {row['tokens_per_s']:6d} tok/s  {row.get('acceptance_length', '')}", flush=True

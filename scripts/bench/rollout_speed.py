@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -232,10 +232,21 @@ def serve_arm(pipe: Any, make: Callable[[], Any], threads: int) -> None:
 
 
 def measure(
-    arms: dict[str, Callable[[], Any]], work: Workload, batch: int, threads: int, repeats: int
+    arms: dict[str, Callable[[], Any]],
+    work: Workload,
+    batch: int,
+    threads: int,
+    repeats: int,
+    learning: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, SpecCounts]]:
-    """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns."""
+    """Speeds and counts of each arm: a warm-up run each, then `repeats` rounds in which they take turns.
+
+    learning: arms that run so many times more before anything is measured.
+    """
     running = {name: ArmProcess(make, threads) for name, make in arms.items()}
+    for name, runs in (learning or {}).items():
+        for _ in range(runs):
+            running[name].run(work, batch)
     speeds, counts = take_turns(running, work, batch, repeats)
     for arm in running.values():
         arm.close()
