@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 
 from rlpipe.spec.sampling import is_tiled
-from rlpipe.spec.verify.common import draw_after, kernel, picked, row
+from rlpipe.spec.verify.common import draw_after, kernel, picked
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -71,16 +71,14 @@ def verify_block(
     depths = torch.arange(1, gamma + 1, device=draft_tokens.device)
     num_accepted = (passed * depths).amax(1)
 
-    at = num_accepted.clamp(max=gamma - 1)
-    stopped = (num_accepted < gamma).unsqueeze(1)
-    scale = torch.where(stopped, before.gather(1, at.unsqueeze(1)), 1.0)
+    scale = before.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
 
-    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        draft_row = row(draft_probs[rows], at[rows])
-        return _residual(scale[rows], target_row, stopped[rows], draft_row, out)
+    def residual(
+        rows: slice, draft_row: torch.Tensor, target_row: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _residual(scale[rows], target_row, draft_row, out)
 
-    dtype = torch.result_type(target_probs, draft_probs)
-    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, dtype)
+    next_token = draw_after(residual, draft_probs, target_probs, num_accepted, residual_uniforms)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=weights.to(p.dtype))
 
 
@@ -103,12 +101,12 @@ def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _mass(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
     """sum_v max(w * p - q, 0) in float64: [B, K], [B, K, V], [B, K, V] -> [B, K]."""
-    scale, one = weights.unsqueeze(-1), weights.new_ones(1)
+    scale = weights.unsqueeze(-1)
     if not is_tiled(target_probs):
-        return _residual(scale, target_probs, one, draft_probs).sum(-1, dtype=torch.float64)
+        return _residual(scale, target_probs, draft_probs).sum(-1, dtype=torch.float64)
     mass, rest = torch.empty_like(weights), None
     for b in range(len(weights)):
-        rest = _residual(scale[b], target_probs[b], one, draft_probs[b], rest)
+        rest = _residual(scale[b], target_probs[b], draft_probs[b], rest)
         mass[b] = rest.sum(-1, dtype=torch.float64)
     return mass
 
@@ -116,11 +114,9 @@ def _mass(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.
 def _residual(
     scale: torch.Tensor,
     target_probs: torch.Tensor,
-    share: torch.Tensor,
     draft_probs: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """max(scale * p - share * q, 0) in the dtype of the probabilities, [..., V]; share is 1 or 0."""
+    """max(scale * p - q, 0) in the dtype of the probabilities, [..., V]."""
     scaled = torch.mul(scale.to(target_probs.dtype), target_probs, out=out)
-    share = share.to(draft_probs.dtype)
-    return torch.addcmul(scaled, draft_probs, share, value=-1, out=out).clamp_(min=0)
+    return torch.sub(scaled, draft_probs, out=out).clamp_(min=0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw_after, kernel, leading, nonempty, picked, row
+from rlpipe.spec.verify.common import draw_after, kernel, leading, picked, weights_after
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -42,14 +42,7 @@ def verify_chain(
     if fast := kernel(backend, "verify_chain"):
         return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
-
-    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if out is None:
-            return _residual(draft_probs, target_row, num_accepted)
-        return torch.sub(target_row, row(draft_probs[rows], num_accepted[rows]), out=out).clamp_(min=0)
-
-    dtype = torch.result_type(target_probs, draft_probs)
-    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, dtype)
+    next_token = draw_after(_residual, draft_probs, target_probs, num_accepted, residual_uniforms)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)
 
 
@@ -68,8 +61,7 @@ def verify_chain_gumbel(
     drafter's own Gumbel-max breaks the law), so that noise is finite and tokens with w = 0 cannot win.
     """
     num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
-    target_row = row(target_probs, num_accepted)
-    weights = nonempty(_residual(draft_probs, target_row, num_accepted), target_row).double()
+    weights = weights_after(_residual, draft_probs, target_probs, num_accepted).double()
     uniforms = gumbel_uniforms.double().clamp(torch.finfo(torch.float64).tiny, 1 - 2**-53)
     scores = weights.log() - uniforms.log().neg().log()
     return Verdict(num_accepted=num_accepted, next_token=scores.argmax(-1), accept_prob=accept_prob)
@@ -84,10 +76,7 @@ def _accept(
 
 
 def _residual(
-    draft_probs: torch.Tensor, target_row: torch.Tensor, num_accepted: torch.Tensor
+    rows: slice, draft_row: torch.Tensor, target_row: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, V] unnormalised law of the token after the accepted drafts; 0 where rounding leaves nothing."""
-    gamma = draft_probs.shape[1]
-    draft_row = row(draft_probs, num_accepted.clamp(max=gamma - 1))
-    rejected = (num_accepted < gamma).unsqueeze(1).to(draft_row.dtype)
-    return torch.addcmul(target_row, draft_row, rejected, value=-1).clamp_(min=0)
+    """max(p - q, 0)."""
+    return torch.sub(target_row, draft_row, out=out).clamp_(min=0)

@@ -28,10 +28,8 @@ def leading(accepted: torch.Tensor) -> torch.Tensor:
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
+    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]."""
     batch, rows, vocab = probs.shape
-    if batch == 1 and probs.device.type == "cpu":
-        return probs[:, index.item()]
     flat = torch.arange(batch, device=probs.device) * rows + index
     return probs.reshape(batch * rows, vocab).index_select(0, flat)
 
@@ -50,28 +48,42 @@ def nonempty(residual: torch.Tensor, target_row: torch.Tensor) -> torch.Tensor:
     return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_row)
 
 
-def draw(residual: torch.Tensor, target_row: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A token from `nonempty(residual, target_row)` by inverse CDF. [B, V], [B, V], [B] -> [B] int64."""
-    return sample_cdf(nonempty(residual, target_row), uniforms)
+# (rows of the batch, their draft row [m, V], their target row [m, V], out) -> [m, V] unnormalised, all m of
+# them rows that rejected a draft. With `out` [m, V] it is written there.
+Residual = Callable[[slice, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def weights_after(
+    residual: Residual,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    num_accepted: torch.Tensor,
+) -> torch.Tensor:
+    """[B, V] unnormalised law of the token after the accepted drafts: the residual, or p_{gamma+1}.
+
+    Arguments as of `draw_after`. What `residual` says of rows that accepted everything is not used.
+    """
+    gamma = target_probs.shape[1] - 1
+    target_row = row(target_probs, num_accepted)
+    draft_row = None if draft_probs is None else row(draft_probs, num_accepted.clamp(max=gamma - 1))
+    rest = nonempty(residual(slice(None), draft_row, target_row, None), target_row)
+    return torch.where((num_accepted < gamma).unsqueeze(1), rest, target_row)
 
 
 def draw_after(
-    residual: Callable[[slice, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    residual: Residual,
+    draft_probs: torch.Tensor | None,
     target_probs: torch.Tensor,
     num_accepted: torch.Tensor,
     uniforms: torch.Tensor,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The token after the accepted drafts, by `draw`; on a CPU and a large vocabulary row by row.
+    """A token from `weights_after` by inverse CDF; on a CPU and a large vocabulary row by row.
 
-    residual: (rows of the batch, their target row [m, V], out [m, V] or None) -> [m, V] of dtype, what
-    the rule samples there; after gamma drafts that is the target row itself. With `out` it is written
-    there, and the rows are one that rejected a draft.
-    target_probs: [B, gamma + 1, V]. num_accepted: [B]. uniforms: [B]. Returns [B] int64.
+    draft_probs: [B, gamma, V], None for a residual that reads none. target_probs: [B, gamma + 1, V].
+    num_accepted: [B]. uniforms: [B]. Returns [B] int64.
     """
     if not is_tiled(target_probs):
-        target_row = row(target_probs, num_accepted)
-        return draw(residual(slice(None), target_row, None), target_row, uniforms)
+        return sample_cdf(weights_after(residual, draft_probs, target_probs, num_accepted), uniforms)
 
     counts, gamma = num_accepted.tolist(), target_probs.shape[1] - 1
 
@@ -79,9 +91,11 @@ def draw_after(
         return target_probs[rows, counts[rows.start]]
 
     def fill(rows: slice, out: torch.Tensor) -> None:
-        if counts[rows.start] == gamma:
+        if (accepted := counts[rows.start]) == gamma:
             out.copy_(target_row(rows))  # without reading the draft's row
         else:
-            residual(rows, target_row(rows), out)
+            draft_row = None if draft_probs is None else draft_probs[rows, accepted]
+            residual(rows, draft_row, target_row(rows), out)
 
+    dtype = target_probs.dtype if draft_probs is None else torch.result_type(target_probs, draft_probs)
     return sample_tiles(fill, target_row, target_probs.shape[-1], dtype, uniforms)

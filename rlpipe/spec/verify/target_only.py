@@ -32,13 +32,11 @@ def verify_target_only(
     gamma = draft_tokens.shape[1]
     p = picked(target_probs[:, :-1], draft_tokens)
     num_accepted = leading(accept_uniforms < p)
-    accepted_all = (num_accepted == gamma).unsqueeze(1)
     drafted = draft_tokens.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
 
-    def residual(rows: slice, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        kept = target_row.gather(1, drafted[rows]) * accepted_all[rows]
-        return torch.scatter(target_row, 1, drafted[rows], kept, out=out)
+    def residual(rows: slice, _: None, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return torch.scatter(target_row, 1, drafted[rows], 0.0, out=out)
 
-    next_token = draw_after(residual, target_probs, num_accepted, residual_uniforms, target_probs.dtype)
+    next_token = draw_after(residual, None, target_probs, num_accepted, residual_uniforms)
     accept_prob = p.nan_to_num(0.0).clamp(max=1)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import torch
 
+from rlpipe.spec.sampling import sample_cdf
 from rlpipe.spec.tree import Tree
-from rlpipe.spec.verify.common import draw, row
+from rlpipe.spec.verify.common import nonempty, row
 from rlpipe.spec.verify.verdict import TreeVerdict
 
 
@@ -74,7 +75,7 @@ def verify_tree(
     target_row = row(target_probs, reached)
     inner = torch.tensor([bool(tree.children(n)) for n in range(tree.num_drafts + 1)], device=reached.device)
     weights = torch.where(inner[reached].unsqueeze(1), residual, target_row)
-    next_token = draw(weights, target_row, residual_uniforms)
+    next_token = sample_cdf(nonempty(weights, target_row), residual_uniforms)
     return _verdict(tree, reached, next_token, torch.stack(accept_prob, 1))
 
 
