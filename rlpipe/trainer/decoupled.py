@@ -30,7 +30,8 @@ from rlpipe.config.decoupled import DecoupledConfig, DistillKl
 from rlpipe.metrics.values import Mean, Value
 from rlpipe.mtp.loss.rows import Rows, resolve_backend, row_statistics
 from rlpipe.trainer.batch import MicroBatch, PackedBatch
-from rlpipe.trainer.megatron import MegatronTrainer, Predictions
+from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.passes import Predictions
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,7 +1,8 @@
 """The trainer: packed batches in, optimizer steps and weights out, on Megatron-core.
 
 Owns one rank of the policy, its optimizer and its version. The algorithm (loss, correction) is
-`rlpipe.algo`, CPU or GPU is `runtime`, weights are `hf_bridge`, files are `checkpoint`.
+`rlpipe.algo`, forward and backward passes are `passes`, CPU or GPU is `runtime`, weights are `hf_bridge`,
+files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
@@ -13,8 +14,8 @@ With adapt_only the draft alone learns (`adapt_step`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,7 @@ from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
 from rlpipe.trainer import runtime
 from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
+from rlpipe.trainer.passes import Passes, Predictions, Scores, schedule
 
 if TYPE_CHECKING:
     from rlpipe.mtp.loss import MtpStats
@@ -41,25 +43,6 @@ if TYPE_CHECKING:
     from rlpipe.trainer.draft import Table
     from rlpipe.trainer.hf_bridge import Bucket
     from rlpipe.trainer.layers import BranchLayout
-
-
-@dataclass(slots=True, kw_only=True)
-class Predictions:
-    """What a forward pass over a micro-batch says of its sampled tokens.
-
-    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
-    states, logits: [P, H] and [P, V_local], of the places that predict the P sampled tokens.
-    logprobs, entropies: [B, R] float32, 0 where there is no token.
-    of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
-    """
-
-    hidden: torch.Tensor
-    layout: BranchLayout | None
-    states: torch.Tensor
-    logits: torch.Tensor
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
-    of: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Companion(Protocol):
@@ -70,14 +53,6 @@ class Companion(Protocol):
     ) -> tuple[torch.Tensor, dict[str, Value]]:
         """The loss to descend in place of the policy's, which is given, and further metrics."""
         ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Scores:
-    """Of one micro-batch under some policy: logprobs [B, R]; of its candidates [P, K], where asked for."""
-
-    logprobs: torch.Tensor
-    candidates: torch.Tensor | None
 
 
 class MegatronTrainer:
@@ -127,6 +102,7 @@ class MegatronTrainer:
             self._runtime = beside._runtime
         else:
             self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
+        self._passes = Passes(self._runtime)
         try:
             self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps), ppow, seed)
         except BaseException:
@@ -195,8 +171,8 @@ class MegatronTrainer:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether batches may share prefixes: TransformerEngine's attention reads padded rows only."""
-        return not self._runtime.te
+        """See `Passes`."""
+        return self._passes.shares_prefixes
 
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
         """One or more optimizer steps on a batch (ppo_epochs * minibatches).
@@ -226,8 +202,9 @@ class MegatronTrainer:
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
         scored, ahead = self._algo.needs_start_logprobs, self._algo.needs_start_candidates
-        old = [self._scores(self.model, s, candidates=ahead) if scored else None for s in shards]
-        reference = [self._scores(self._reference, s) if self._reference else None for s in shards]
+        score = partial(self._passes.scores, temperature=batch.temperature)
+        old = [score(self.model, s, candidates=ahead) if scored else None for s in shards]
+        reference = [score(self._reference, s) if self._reference else None for s in shards]
         mine: list[dict[str, Value]] = []
         shared: list[dict[str, Value]] = []
         for _ in range(self._algo.ppo_epochs):
@@ -288,14 +265,14 @@ class MegatronTrainer:
         with torch.no_grad():
             for minibatch in batch.minibatches:
                 shard = minibatch.shards[self._dp_rank]
-                for part in self._schedule(self.model, shard, self._tabled, forward_only=True):
+                for part in schedule(self.model, shard, self._tabled, forward_only=True):
                     found |= part
         everywhere = {row: table for part in self._gather(found) for row, table in part.items()}
         return [everywhere.get(row) for row in range(len(batch.lengths))]
 
     def _tabled(self, index: int, micro: MicroBatch) -> Any:
         """A step of Megatron's schedule that ends in `Draft.tables`."""
-        hidden, *_ = self._hidden(self.model, micro)
+        hidden, *_ = self._passes.hidden(self.model, micro)
 
         def finish_micro(hidden: torch.Tensor) -> Any:
             return hidden.sum(), self._draft.tables(self.model, micro, hidden, self._temperature)
@@ -307,11 +284,10 @@ class MegatronTrainer:
 
         0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
         """
-        self._temperature = batch.temperature
         found: dict[int, np.ndarray] = {}
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
-            scores = self._scores(self.model, shard)
+            scores = self._passes.scores(self.model, shard, temperature=batch.temperature)
             for micro, score in zip(shard, scores, strict=True):
                 values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
                 for b in np.flatnonzero(micro.rows >= 0):
@@ -421,7 +397,9 @@ class MegatronTrainer:
             return loss * len(shard), (metrics, stats)  # Megatron divides by the number of micro-batches
 
         keep = drafts and self._ppow is not None
-        told = self._run(self._wrapped, shard, loss_of, forward_only=False, keep=keep)
+        told = self._passes.run(
+            self._wrapped, shard, loss_of, temperature=self._temperature, forward_only=False, keep=keep
+        )
         metrics = [metrics for metrics, _ in told]
         return metrics, self._learned(stats for _, stats in told) if drafts else None
 
@@ -483,55 +461,6 @@ class MegatronTrainer:
         self.policy_version += bool(outcome.applied)
         return metrics if self._adapt_only else metrics | optimizer_step_count(self._algo)
 
-    def _scores(self, model: Any, shard: Sequence[MicroBatch], *, candidates: bool = False) -> list[Scores]:
-        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph."""
-
-        def keep(index: int, micro: MicroBatch, found: Predictions) -> Any:
-            own = micro.candidates if candidates else None
-            top = None if own is None else found.of(self._runtime.to_device(own.ids))
-            return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
-
-        with torch.no_grad():
-            return self._run(model, shard, keep, forward_only=True)
-
-    def _run(
-        self, model: Any, shard: Sequence[MicroBatch], use: Any, forward_only: bool, keep: bool = False
-    ) -> list:
-        """The policy over micro-batches; `use(index, micro, predictions)` ends each one. keep: its keys."""
-        from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
-
-        policy = getattr(model, "module", model)
-        move = self._runtime.to_device
-
-        def forward(index: int, micro: MicroBatch) -> Any:
-            select = move(micro.mask) > 0
-            hidden, sources, layout = self._hidden(policy, micro, keep)
-            states = hidden.index_select(0, sources)
-
-            def finish_micro(output: torch.Tensor) -> Any:
-                softmax = {
-                    "temperature": self._temperature,
-                    "vocab_start": policy.vocab_start,
-                    "group": policy.pg_collection.tp,
-                }
-                targets = move(micro.targets)
-                logprobs, entropies = token_logprobs(output, targets, **softmax)
-                grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
-                found = Predictions(
-                    hidden=hidden,
-                    layout=layout,
-                    states=states,
-                    logits=output,
-                    logprobs=grid.masked_scatter(select, logprobs),
-                    entropies=grid.masked_scatter(select, entropies),
-                    of=lambda ids: candidate_logprobs(output, ids, targets, logprobs, **softmax),
-                )
-                return use(index, micro, found)
-
-            return policy.head(states), finish_micro
-
-        return self._schedule(model, shard, forward, forward_only)
-
     def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
         """The draft over micro-batches, from a backbone without gradients; statistics of each.
 
@@ -542,7 +471,7 @@ class MegatronTrainer:
         def forward(index: int, micro: MicroBatch) -> Any:
             keep = self._ppow is not None and not forward_only
             with torch.no_grad():
-                hidden, _, layout = self._hidden(policy, micro, keep)
+                hidden, _, layout = self._passes.hidden(policy, micro, keep)
 
             def finish_micro(hidden: torch.Tensor) -> Any:
                 if forward_only:
@@ -552,40 +481,7 @@ class MegatronTrainer:
 
             return hidden, finish_micro
 
-        return self._schedule(model, shard, forward, forward_only)
-
-    def _schedule(self, model: Any, shard: Sequence[MicroBatch], forward: Any, forward_only: bool) -> list:
-        """Megatron's schedule; `forward(index, micro)` gives an output and what makes of it (loss, anything).
-
-        Returns the anythings, one per micro-batch.
-        """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        return get_forward_backward_func()(
-            forward_step_func=lambda numbered, _: forward(*next(numbered)),
-            data_iterator=enumerate(shard),
-            model=model,
-            num_microbatches=len(shard),
-            seq_length=1,  # the schedule without pipelining reads neither size
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    def _hidden(
-        self, policy: Any, micro: MicroBatch, keep: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
-        """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
-
-        keep: the layout keeps keys and values.
-        """
-        from rlpipe.trainer.layers import BranchLayout
-
-        move = self._runtime.to_device
-        if not self.shares_prefixes:
-            tokens, sources = micro.padded()
-            return policy.hidden_states(move(tokens)), move(sources), None
-        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype, keep)
-        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
+        return schedule(model, shard, forward, forward_only=forward_only)
 
     def _total(self, parts: Iterable[MtpStats]) -> MtpStats:
         """The draft's statistics over micro-batches and ranks."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
-from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.passes import Passes
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
@@ -137,7 +137,7 @@ def test_layers_that_read_rows_only_get_the_same_step_from_a_batch_without_shari
     path, algo = write_random_checkpoint(tmp_path / "model", "mimo"), AlgoConfig(kl_coef=0.1)
     groups, told = make_groups(common=9), {}
     for share in (True, False):
-        monkeypatch.setattr(MegatronTrainer, "shares_prefixes", share)
+        monkeypatch.setattr(Passes, "shares_prefixes", share)
         trainer, batch = make_trainer(path, algo=algo), make_batch(groups, algo, share=share)
         assert bool(batch.shared_tokens) is share and bool(batch.padding_tokens)
         logprobs = [x for line in trainer.logprobs(batch) for x in line]
@@ -152,7 +152,7 @@ def test_layers_that_read_rows_only_get_the_same_step_from_a_batch_without_shari
 
 def test_a_shared_batch_is_refused_by_layers_that_read_rows_only(tmp_path, trainer_of, monkeypatch):
     trainer = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo"))
-    monkeypatch.setattr(MegatronTrainer, "shares_prefixes", False)
+    monkeypatch.setattr(Passes, "shares_prefixes", False)
     with pytest.raises(ValueError, match=r"share_prefixes=trainer\.shares_prefixes"):
         trainer.train_step(make_batch(make_groups(common=9), AlgoConfig()))
 

@@ -74,7 +74,7 @@ def rollouts(trainer, batch, step=0):
     found = []
     for micro in batch.minibatches[0].shards[0]:
         with torch.no_grad():
-            hidden, _, layout = trainer._hidden(trainer.model, micro, keep=True)
+            hidden, _, layout = trainer._passes.hidden(trainer.model, micro, keep=True)
         rollout = trainer._ppow.rollout(trainer.model, micro, hidden, layout.release(), T, step)
         if rollout is not None:
             found.append((micro, rollout))

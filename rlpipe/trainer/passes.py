@@ -1,0 +1,153 @@
+"""Forward and backward passes of a policy over micro-batches, by Megatron's schedule.
+
+Owns how a micro-batch reaches a model and what comes back; what is made of it, a loss or scores, is the
+caller's. The draft's passes end in `draft`, the policy's here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlpipe.trainer.batch import MicroBatch
+from rlpipe.trainer.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlpipe.trainer.layers import BranchLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class Predictions:
+    """What a forward pass over a micro-batch says of its sampled tokens.
+
+    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
+    states, logits: [P, H] and [P, V_local], of the places that predict the P sampled tokens.
+    logprobs, entropies: [B, R] float32, 0 where there is no token.
+    of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
+    """
+
+    hidden: torch.Tensor
+    layout: BranchLayout | None
+    states: torch.Tensor
+    logits: torch.Tensor
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    of: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Scores:
+    """Of one micro-batch under some policy: logprobs [B, R]; of its candidates [P, K], where asked for."""
+
+    logprobs: torch.Tensor
+    candidates: torch.Tensor | None
+
+
+class Passes:
+    """Runs the models of a runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether batches may share prefixes: TransformerEngine's attention reads padded rows only."""
+        return not self._runtime.te
+
+    def scores(
+        self, model: Any, shard: Sequence[MicroBatch], *, temperature: float, candidates: bool = False
+    ) -> list[Scores]:
+        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph."""
+
+        def keep(index: int, micro: MicroBatch, found: Predictions) -> Any:
+            own = micro.candidates if candidates else None
+            top = None if own is None else found.of(self._runtime.to_device(own.ids))
+            return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
+
+        with torch.no_grad():
+            return self.run(model, shard, keep, temperature=temperature, forward_only=True)
+
+    def run(
+        self,
+        model: Any,
+        shard: Sequence[MicroBatch],
+        use: Callable[[int, MicroBatch, Predictions], Any],
+        *,
+        temperature: float,
+        forward_only: bool,
+        keep: bool = False,
+    ) -> list:
+        """The policy over micro-batches; `use` ends each one with (loss, anything). keep: its keys.
+
+        Returns the anythings.
+        """
+        from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
+
+        policy = getattr(model, "module", model)
+        move = self._runtime.to_device
+
+        def forward(index: int, micro: MicroBatch) -> Any:
+            select = move(micro.mask) > 0
+            hidden, sources, layout = self.hidden(policy, micro, keep)
+            states = hidden.index_select(0, sources)
+
+            def finish_micro(output: torch.Tensor) -> Any:
+                softmax = {
+                    "temperature": temperature,
+                    "vocab_start": policy.vocab_start,
+                    "group": policy.pg_collection.tp,
+                }
+                targets = move(micro.targets)
+                logprobs, entropies = token_logprobs(output, targets, **softmax)
+                grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
+                found = Predictions(
+                    hidden=hidden,
+                    layout=layout,
+                    states=states,
+                    logits=output,
+                    logprobs=grid.masked_scatter(select, logprobs),
+                    entropies=grid.masked_scatter(select, entropies),
+                    of=lambda ids: candidate_logprobs(output, ids, targets, logprobs, **softmax),
+                )
+                return use(index, micro, found)
+
+            return policy.head(states), finish_micro
+
+        return schedule(model, shard, forward, forward_only=forward_only)
+
+    def hidden(
+        self, policy: Any, micro: MicroBatch, keep: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
+        """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
+
+        keep: the layout keeps keys and values.
+        """
+        from rlpipe.trainer.layers import BranchLayout
+
+        move = self._runtime.to_device
+        if not self.shares_prefixes:
+            tokens, sources = micro.padded()
+            return policy.hidden_states(move(tokens)), move(sources), None
+        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype, keep)
+        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
+
+
+def schedule(model: Any, shard: Sequence[MicroBatch], forward: Any, *, forward_only: bool) -> list:
+    """Megatron's schedule; `forward(index, micro)` gives an output and what makes of it (loss, anything).
+
+    Returns the anythings, one per micro-batch.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=lambda numbered, _: forward(*next(numbered)),
+        data_iterator=enumerate(shard),
+        model=model,
+        num_microbatches=len(shard),
+        seq_length=1,  # the schedule without pipelining reads neither size
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
