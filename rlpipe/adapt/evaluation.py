@@ -101,7 +101,10 @@ class Evaluation:
         return found
 
     def summary(self, against: Evaluation | None = None) -> dict[str, Any]:
-        """Figures with errors by domain and mode; with `against` also the paired differences to it."""
+        """Figures with errors by domain and mode; with `against` also the paired differences to it.
+
+        A set that was added later has none.
+        """
         return {
             name: {
                 "in_domain": domain.in_domain,
@@ -117,7 +120,7 @@ class Evaluation:
         for figure in figures(self.gamma):
             found = estimate(played.counts, figure)
             rows[figure] = [_rounded(found.value), _rounded(found.se)]
-            if against is not None:
+            if against is not None and name in against.domains:
                 change = difference(played.counts, against.counts(name, mode), figure)
                 rows[figure] += [_rounded(change.value), _rounded(change.se)]
         return rows

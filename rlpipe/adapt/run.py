@@ -154,12 +154,16 @@ class Adaptation:
         self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
 
     def _measured(self) -> Evaluation:
-        """Of the draft as it is: now, or before an interruption."""
+        """Of the draft as it is; what was measured before an interruption, or without some sets, stays."""
         file = self._evaluation_file(self.step)
-        if not file.is_file():
+        known = Evaluation.read(file) if file.is_file() else None
+        missing = [d for d in self._domains if known is None or d.name not in known.domains]
+        if missing:
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
             config, weights = self._drafting()
-            evaluate(config, self._domains, self.step, weights, self._forced).write(file)
+            found = evaluate(config, missing, self.step, weights, self._forced)
+            found.domains = (known.domains if known else {}) | found.domains
+            found.write(file)
         return Evaluation.read(file)
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
@@ -191,7 +195,7 @@ class Adaptation:
 
     def _finish(self) -> None:
         """What engines load, and the summary."""
-        self._measured()  # a run that was longer once, or lost the file, has the checkpoint alone
+        self._measured()  # a run that was longer once has the checkpoint alone; a set may have been added
         product = self.run_dir / product_name(self.config)
         staging = product.with_suffix(".staging")
         shutil.rmtree(staging, ignore_errors=True)
