@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,30 @@ def test_a_uniform_nearer_to_a_boundary_than_float32_resolves_is_decided_in_floa
         expected = torch.arange(63, 511, 64) + (offset > 0)
         tiled(tile=64)
         assert torch.equal(sample_cdf(row.repeat(len(edges), 1), edges + offset), expected)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_error_that_float32_sums_may_have_changes_the_token(sign, tiled, monkeypatch):
+    """The worst: tiles before a boundary too heavy by the bound, those behind too light, or the reverse."""
+    tiled(tile=16)
+    row = torch.rand(256, generator=torch.Generator().manual_seed(0)) + 0.01
+    cdf = row.double().cumsum(0)
+    exact, bound, in_float64 = sampling._mass, sampling.ROUNDING, []
+    for boundary in range(5, 255, 11):
+
+        def mass(tiles, dtype, at=boundary // 16):
+            found = exact(tiles, torch.float64)
+            if dtype is torch.float64:
+                in_float64.append(at)
+                return found
+            return found * (1 + bound * sign * np.where(np.arange(len(found)) < at, 1, -1))
+
+        monkeypatch.setattr(sampling, "_mass", mass)
+        for offset in (0.01, 0.1, 0.3, 0.49, 0.6, 1.0, 3.0):
+            edge = cdf[boundary] / cdf[-1]
+            uniforms = torch.stack([edge - offset * bound, edge + offset * bound])
+            assert sample_cdf(row.repeat(2, 1), uniforms).tolist() == [boundary, boundary + 1]
+    assert 0 < len(in_float64) < 23 * 14 / 2  # most that are near a boundary, and few of the others
 
 
 def test_both_ends_of_every_interval_give_their_token(tiled):
