@@ -49,18 +49,10 @@ class Study:
     runs: Path
     args: argparse.Namespace
 
-    def run(
-        self,
-        name: str,
-        *overrides: str,
-        seed: int,
-        steps: int,
-        evaluate: Sequence[str],
-        domains: Sequence[str] = (),
-    ) -> Path:
-        """One run of the main job, unless it is complete already and knows those domains."""
+    def run(self, name: str, *overrides: str, seed: int, steps: int, evaluate: Sequence[str]) -> Path:
+        """One run of the main job, unless it is complete already."""
         directory = self.runs / name
-        if not is_complete(directory, steps, domains):
+        if not is_complete(directory, steps, evaluate):
             command = [sys.executable, "-m", "rlpipe.run", "+recipe=mtp_adapt", f"run.dir={directory}"]
             command += [f"run.seed={seed}", f"run.steps={steps}", "run.save_every=100"]
             command += [f"adapt.rollouts={self.runs / f'rollouts_{seed}.jsonl'}", "adapt.eval_every=0"]
@@ -76,12 +68,7 @@ class Study:
             write_fresh_draft(resolve(self.args.model), fresh)
         start = [f"model.path={fresh}", f"mtp.loss={self.args.warm_loss}", f"mtp.lr={self.args.warm_lr}"]
         return self.run(
-            "warm",
-            *start,
-            seed=WARM_SEED,
-            steps=self.args.warm_steps,
-            evaluate=self.evaluation(),
-            domains=self.domains,
+            "warm", *start, seed=WARM_SEED, steps=self.args.warm_steps, evaluate=self.evaluation()
         )
 
     def sweep(self, start: Path, objective: str) -> tuple[float, dict[str, float]]:
@@ -106,28 +93,14 @@ class Study:
         return best, {f"{lr:g}": round(rate, 4) for lr, rate in found.items()}
 
     def train(
-        self,
-        start: Path,
-        objective: str,
-        lr: float,
-        stage: str,
-        seed: int,
-        evaluate: Sequence[str],
-        domains: Sequence[str] = (),
+        self, start: Path, objective: str, lr: float, stage: str, seed: int, evaluate: Sequence[str]
     ) -> Path:
         """One objective from the warm-up."""
         kind, anchors = objective.split("/")
         name = f"{stage}/{kind}_{anchors}_lr{lr:g}_seed{seed}"
         overrides = [f"model.path={start / 'model'}", f"mtp.loss={kind}", f"mtp.anchors={anchors}"]
         overrides += [f"mtp.lr={lr}", "mtp.min_lr=0"]
-        return self.run(
-            name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate, domains=domains
-        )
-
-    @property
-    def domains(self) -> list[str]:
-        """Held-out sets of the result, or what they are parts of."""
-        return [*self.args.in_domain, *self.args.out_of_domain]
+        return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 
     def evaluation(self) -> list[str]:
         """What the result is measured on."""
@@ -165,12 +138,17 @@ def evaluation_file(run: Path, step: int) -> Path:
     return run / "evaluations" / f"step_{step}.json"
 
 
-def is_complete(run: Path, step: int, domains: Sequence[str]) -> bool:
-    """Whether a run has its summary, and its last evaluation these held-out sets or parts of them (`swe`)."""
+def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:
+    """Whether a run has its summary, and its last evaluation the held-out sets that the overrides name."""
     if not (run / "results.json").is_file() or not evaluation_file(run, step).is_file():
         return False
     known = [f"{name}." for name in last_evaluation(run, step).domains]
-    return all(any(name.startswith(f"{domain}.") for name in known) for domain in domains)
+    wanted = [o.split("=")[1].strip("[]") for o in evaluate if o.split("=")[0].endswith("_domain")]
+    return all(
+        any(name.startswith(f"{domain}.") for name in known)  # `swe` stands for all of its parts
+        for domain in ",".join(wanted).split(",")
+        if domain
+    )
 
 
 def summarise(
@@ -285,10 +263,7 @@ def compare(study: Study, objectives: Sequence[str], baselines: Sequence[str]) -
         if len(args.lrs) > 1:
             lr, results["sweep"][objective] = study.sweep(warm, objective)
         results["lr"][objective] = f"{lr:g}"
-        runs = [
-            study.train(warm, objective, lr, "cells", seed, study.evaluation(), study.domains)
-            for seed in args.seeds
-        ]
+        runs = [study.train(warm, objective, lr, "cells", seed, study.evaluation()) for seed in args.seeds]
         cells[objective] = [last_evaluation(run, args.steps) for run in runs]
         measured = last_evaluation(warm, args.warm_steps)
         results["table"] = summarise(measured, cells, baselines)
