@@ -2,9 +2,11 @@
 
 Every arm trains the same model on the same work in the same run: 8 prompts x 8 completions of exactly
 128 sampled tokens, one optimizer step. Ours runs the real command line (Ray, Megatron, the embedded
-engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process. The first steps of each
-arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and spread of the rest are
-reported.
+engine) with max_staleness 1 and 0; TRL runs `GRPOTrainer` in its own process on the same conversations,
+system prompt and chat template included; the mean length of prompts is reported and must agree. In short_*
+the system prompt is one line: ours runs a prompt that siblings share once, so a long one favours it. The
+first steps of each arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and
+spread of the rest are reported.
 
 Long tail (arms tail_*): one turn in twenty decodes 500 tokens beyond its 128, which are thrown away, so the
 trainer's work stays the same. A synchronous step waits for the last of them; at staleness 2 others go on.
@@ -15,6 +17,7 @@ reward on held-out tasks before and after as well: the faster arm must not learn
 share of the kept steps' time in which an engine generated, and in which the trainer trained.
 
     python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
+    python scripts/bench/step_time.py --json OUT --arms async_none trl short_none short_trl
     python scripts/bench/step_time.py --json OUT --arms tail_async tail_sync slow_async slow_sync --steps 18
     python scripts/bench/step_time.py --json OUT --arms trained_async trained_sync --steps 40 --repeats 3
 """
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +48,9 @@ FIXED = [
     f"rollout.max_new_tokens={TOKENS}",
     "algo.skip_zero_advantage=false",
 ]
+SHORT = "Answer in <answer> tags."  # system prompt
 TAIL = [
-    "env.system_prompt='Answer in <answer> tags.'",
+    f"env.system_prompt='{SHORT}'",
     "rollout.max_context=1024",
     "injection.long_turn_share=0.05",
     "injection.long_turn_tokens=500",
@@ -64,6 +69,7 @@ OURS = {
     "sync": ["pipeline.max_staleness=0", "spec.mode=rejection", "rollout.threads=2", "trainer.threads=2"],
     "async_none": ["pipeline.max_staleness=1", "spec.mode=none"],
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
+    "short_none": ["pipeline.max_staleness=1", "spec.mode=none", f"env.system_prompt='{SHORT}'"],
     "tail_async": [*STALE_2, "spec.mode=none", *TAIL],
     "tail_sync": [*SYNCHRONOUS, "spec.mode=none", *TAIL],
     "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
@@ -79,7 +85,9 @@ RATIOS = (
     ("trained_sync", "trained_async"),
     ("trl", "async"),
     ("trl", "async_none"),
+    ("short_trl", "short_none"),
 )
+TRL = ("trl", "short_trl")
 
 
 def run_ours(arm: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -112,8 +120,8 @@ def run_ours(arm: str, steps: int, seed: int = 0) -> list[dict[str, Any]]:
     return records
 
 
-def run_trl(steps: int) -> list[float]:
-    """Seconds of each GRPOTrainer step on the same model, batch and completion length."""
+def run_trl(steps: int, short: bool) -> dict[str, Any]:
+    """Seconds of each GRPOTrainer step on the same model, batch and completion length, and prompt tokens."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, Qwen2ForCausalLM, TrainerCallback
@@ -128,8 +136,10 @@ def run_trl(steps: int) -> list[float]:
     from rlpipe.config.env import EnvConfig, EnvName
     from rlpipe.envs import make_suite
 
-    suite = make_suite(EnvConfig(name=EnvName.REASONING), seed=0)
-    prompts = [suite.episode(i).messages()[-1]["content"] for i in suite.instance_ids("train")[:256]]
+    config = EnvConfig(name=EnvName.REASONING)
+    suite = make_suite(replace(config, system_prompt=SHORT) if short else config, seed=0)
+    prompts = [suite.episode(i).messages() for i in suite.instance_ids("train")[:256]]
+    formatted = [tokenizer.apply_chat_template(p, add_generation_prompt=True) for p in prompts]
     clock: list[float] = []
 
     class Clock(TrainerCallback):
@@ -143,7 +153,7 @@ def run_trl(steps: int) -> list[float]:
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
-            reward_funcs=lambda completions, **_: [float(len(c) % 2) for c in completions],
+            reward_funcs=lambda completions, **_: [float(len(c[-1]["content"]) % 2) for c in completions],
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             callbacks=[Clock()],
             args=GRPOConfig(
@@ -164,17 +174,18 @@ def run_trl(steps: int) -> list[float]:
             ),
         )
         trainer.train()
-    return clock
+    return {"seconds": clock, "prompt_tokens": statistics.fmean(len(f["input_ids"]) for f in formatted)}
 
 
 def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
     """One arm, with its median and spread after warm-up; repeats are runs with seeds of their own."""
-    if arm == "trl":
-        command = [sys.executable, __file__, "--trl-child", "--steps", str(steps)]
+    if arm in TRL:
+        command = [sys.executable, __file__, "--trl-child", arm, "--steps", str(steps)]
         printed = subprocess.run(
             command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
-        return _summary(json.loads(printed.stdout.splitlines()[-1])[WARM_UP:])
+        found = json.loads(printed.stdout.splitlines()[-1])
+        return {**_summary(found["seconds"][WARM_UP:]), "prompt_tokens": round(found["prompt_tokens"], 1)}
     runs = [run_ours(arm, steps, seed) for seed in range(repeats)]
     timed = [[r for r in records if "timing_s/step" in r][WARM_UP:-COOL_DOWN] for records in runs]
     kept = [record for records in timed for record in records]
@@ -188,6 +199,8 @@ def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
         who: round(sum(r[f"perf/utilisation/{who}"] * r["timing_s/step"] for r in kept) / whole, 3)
         for who in ("rollout", "trainer")
     }
+    lengths = [record["prompt_length/mean"] for record in kept]
+    told["prompt_tokens"] = round(statistics.fmean(lengths), 1)
     ages = [record["training/off_policy/trajectory_staleness/mean"] for record in kept]
     told["staleness_mean"] = round(statistics.fmean(ages), 3)
     if arm.startswith("trained"):
@@ -220,18 +233,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     usual = ["async", "sync", "async_none", "sync_none", "trl"]
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--arms", nargs="+", choices=[*OURS, "trl"], default=usual)
-    parser.add_argument("--trl-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--arms", nargs="+", choices=[*OURS, *TRL], default=usual)
+    parser.add_argument("--trl-child", choices=TRL, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl_child:
-        print(json.dumps(run_trl(args.steps)))
+        print(json.dumps(run_trl(args.steps, short=args.trl_child == "short_trl")))
         return
     arms = list(args.arms)
-    if "trl" in arms and not _installed("trl"):
-        print("trl is not installed: that arm is left out (pip install trl)")
-        arms.remove("trl")
+    if set(TRL) & set(arms) and not _installed("trl"):
+        print("trl is not installed: its arms are left out (pip install trl)")
+        arms = [arm for arm in arms if arm not in TRL]
     load = [round(one, 2) for one in os.getloadavg()]
     results = {arm: measure(arm, args.steps, args.repeats) for arm in arms}
+    for trl, ours in RATIOS:
+        if trl in TRL and {trl, ours} <= results.keys():
+            lengths = [results[arm]["prompt_tokens"] for arm in (trl, ours)]
+            assert max(lengths) < 1.03 * min(lengths), f"not the same work: prompts of {lengths} tokens"
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
