@@ -31,6 +31,7 @@ from typing import Any
 
 from rlpipe.adapt.estimates import LENGTH, RATE, TOKENS, Counts, Estimate, difference, estimate, pooled
 from rlpipe.adapt.evaluation import Evaluation
+from rlpipe.adapt.run import evaluation_file
 from rlpipe.config.paths import resolve
 from rlpipe.hf_layout import MTP_PREFIX, read_weights, write_checkpoint
 
@@ -131,11 +132,6 @@ def write_fresh_draft(model: Path, out: Path) -> None:
 def last_evaluation(run: Path, step: int) -> Evaluation:
     """What a finished run measured after its last step."""
     return Evaluation.read(evaluation_file(run, step))
-
-
-def evaluation_file(run: Path, step: int) -> Path:
-    """Where a run keeps what it measured after a step."""
-    return run / "evaluations" / f"step_{step}.json"
 
 
 def is_complete(run: Path, step: int, evaluate: Sequence[str]) -> bool:

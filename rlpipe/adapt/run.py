@@ -155,14 +155,13 @@ class Adaptation:
 
     def _measured(self) -> Evaluation:
         """Of the draft as it is; what was measured before an interruption, or without some sets, stays."""
-        file = self._evaluation_file(self.step)
-        known = Evaluation.read(file) if file.is_file() else None
-        missing = [d for d in self._domains if known is None or d.name not in known.domains]
-        if missing:
+        file = evaluation_file(self.run_dir, self.step)
+        known = Evaluation.read(file).domains if file.is_file() else {}
+        if missing := [domain for domain in self._domains if domain.name not in known]:
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
             config, weights = self._drafting()
             found = evaluate(config, missing, self.step, weights, self._forced)
-            found.domains = (known.domains if known else {}) | found.domains
+            found.domains = known | found.domains
             found.write(file)
         return Evaluation.read(file)
 
@@ -178,9 +177,6 @@ class Adaptation:
     def _forced(self, trajectories: Sequence[Trajectory]) -> MtpStats:
         return self._trainer.mtp_stats(self._pack(trajectories))
 
-    def _evaluation_file(self, step: int) -> Path:
-        return evaluations(self.run_dir) / f"step_{step}.json"
-
     def _save(self) -> None:
         started = time.monotonic()
 
@@ -195,7 +191,7 @@ class Adaptation:
 
     def _finish(self) -> None:
         """What engines load, and the summary."""
-        self._measured()  # a run that was longer once has the checkpoint alone; a set may have been added
+        self._measured()  # of a run that was longer once, or lost the file, or has new sets, more is missing
         product = self.run_dir / product_name(self.config)
         staging = product.with_suffix(".staging")
         shutil.rmtree(staging, ignore_errors=True)
@@ -214,6 +210,11 @@ def product_name(config: Config) -> str:
 def evaluations(run_dir: Path) -> Path:
     """Where a run keeps its evaluations."""
     return run_dir / "evaluations"
+
+
+def evaluation_file(run_dir: Path, step: int) -> Path:
+    """What was measured after a step; see `Evaluation`."""
+    return evaluations(run_dir) / f"step_{step}.json"
 
 
 def forget_evaluations(run_dir: Path, after: int | None) -> None:

@@ -54,10 +54,16 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     assert played[0] == played[1] and len(played[0]) == 2
     assert (parts / "report.html").is_file()
 
+    lost = parts / "evaluations" / "step_2.json"
+    lost.unlink()
+    adapt(tmp_path, "parts", "run.steps=2", f"adapt.rollouts={whole / 'rollouts.jsonl'}")
+    again = json.loads(lost.read_text())["domains"]["swe.held_instances"]
+    assert again["played"]["rejection"]["counts"] == played[1]
+
     more = ["run.steps=2", f"adapt.rollouts={whole / 'rollouts.jsonl'}", "adapt.out_of_domain=[reasoning]"]
     adapt(tmp_path, "parts", *more)  # a finished run measures the set it lacks, and only that
-    domains = json.loads((parts / "evaluations" / "step_2.json").read_text())["domains"]
-    assert domains["swe.held_instances"] == counts[1]["domains"]["swe.held_instances"]
+    domains = json.loads(lost.read_text())["domains"]
+    assert domains["swe.held_instances"] == again
     assert len(domains["reasoning.held_out"]["played"]["rejection"]["counts"]) == 2
 
     with running_engine(parts / "model") as engine:

@@ -28,8 +28,10 @@ def leading(accepted: torch.Tensor) -> torch.Tensor:
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]."""
+    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
     batch, rows, vocab = probs.shape
+    if batch == 1 and probs.device.type == "cpu":
+        return probs[:, index.item()]
     flat = torch.arange(batch, device=probs.device) * rows + index
     return probs.reshape(batch * rows, vocab).index_select(0, flat)
 
