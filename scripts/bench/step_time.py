@@ -49,8 +49,9 @@ FIXED = [
     "algo.skip_zero_advantage=false",
 ]
 SHORT = "Answer in <answer> tags."  # system prompt
+SHORT_PROMPT = f"env.system_prompt='{SHORT}'"
 TAIL = [
-    f"env.system_prompt='{SHORT}'",
+    SHORT_PROMPT,
     "rollout.max_context=1024",
     "injection.long_turn_share=0.05",
     "injection.long_turn_tokens=500",
@@ -69,7 +70,7 @@ OURS = {
     "sync": ["pipeline.max_staleness=0", "spec.mode=rejection", "rollout.threads=2", "trainer.threads=2"],
     "async_none": ["pipeline.max_staleness=1", "spec.mode=none"],
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
-    "short_none": ["pipeline.max_staleness=1", "spec.mode=none", f"env.system_prompt='{SHORT}'"],
+    "short_none": ["pipeline.max_staleness=1", "spec.mode=none", SHORT_PROMPT],
     "tail_async": [*STALE_2, "spec.mode=none", *TAIL],
     "tail_sync": [*SYNCHRONOUS, "spec.mode=none", *TAIL],
     "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
