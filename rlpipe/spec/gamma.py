@@ -48,11 +48,12 @@ class AdaptiveGamma:
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
     are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
-    in use sets the pace, and its neighbours, tried in turn for two steps every `explore_every`, are judged
-    by it. The first trials of each follow one another quickly.
+    in use sets the pace, and its neighbours, tried in turn for two steps at a time, are judged by it. The
+    first trials of each follow one another quickly, later ones come every `explore_every` steps.
     Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must promise `margin` more
-    throughput. A depth that was not drafted for `probe_every` steps is tried once, so that speculation can
-    come back after an update made it worth its cost.
+    throughput. When the deepest draft was not made for `probe_every` steps, some steps make it, so that
+    speculation can come back after an update made it worth its cost. Probes that do not bring it back
+    come ever more rarely: in each the draft reads what it missed.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -61,9 +62,12 @@ class AdaptiveGamma:
     """
 
     MEMORY = 4096  # verified rows after which a count has decayed to 1/e
-    PACE, LESSON = 0.1, 0.3  # weight of one step in the pace, and in what is thought of another gamma
+    PACE, LESSON = 0.1, 0.1  # weight of one step in the pace, least weight in what another gamma costs
+    MEASURED = 2  # so many lessons the cost measured at the start counts for: the first ones weigh more
     EARLY, SOON = 4, 8  # so many trials of a neighbour come so many steps after the one before
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
+    PROBE, RARER = 8, 8  # steps of a probe; its interval doubles up to so many times the first
+    STALE = 0.75  # what is left of the counts of acceptance when a probe begins
 
     def __init__(
         self,
@@ -72,20 +76,23 @@ class AdaptiveGamma:
         prior: float = 0.75,
         margin: float = 0.02,
         probe_every: int = 512,
-        explore_every: int = 32,
+        explore_every: int = 128,
     ) -> None:
         self._batches = sorted({batch for batch, _ in seconds})
         self._max = max(gamma for _, gamma in seconds)
         self._seconds = dict(seconds)
+        self._expected: dict[int, list[float]] = {}  # seconds by gamma, of the batches asked for
         self._margin, self._probe_every, self._explore_every = margin, probe_every, explore_every
         self._drafted = [16.0] * self._max
         self._accepted = [16.0 * prior] * self._max
-        self._unseen = [0] * self._max  # steps since a depth was drafted
+        self._steps, self._deepest = 0, 0  # steps so far, and at the last that drafted to the full depth
+        self._probe_after, self._probing = probe_every, 0  # steps without drafts; steps of a probe to go
         self._last: dict[int, int] = {}  # choice by batch bucket
         self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
-        self._steps, self._next_trial = 0, explore_every
+        self._next_trial = min(explore_every, self.SOON * self.EARLY)
         self._trial: tuple[int, int] | None = None  # (bucket, gamma) whose trial has a step to go
         self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
+        self._lessons: Counter[tuple[int, int]] = Counter()  # learnt, by (bucket, gamma)
         self._upwards = False  # the side of the last one
         self._before: tuple[int, int] | None = None  # (bucket, gamma) of the step before
 
@@ -96,10 +103,7 @@ class AdaptiveGamma:
 
     def seconds(self, batch: int, gamma: int) -> float:
         """Measured or interpolated duration of a step; beyond the largest batch, in proportion."""
-        low, high, part = self._nodes(batch)
-        if part is None:
-            return self._seconds[low, gamma] * batch / low
-        return (1 - part) * self._seconds[low, gamma] + part * self._seconds[high, gamma]
+        return self._costs(batch)[gamma]
 
     def throughput(self, batch: int, gamma: int) -> float:
         """Predicted tokens per second."""
@@ -108,18 +112,20 @@ class AdaptiveGamma:
     def choose(self, batch: int) -> int:
         """See `GammaPolicy.choose`."""
         self._steps += 1
-        for depth in range(self._max):
-            self._unseen[depth] += 1
-        if self._unseen[-1] > self._probe_every:
-            return self._max
+        if self._probing or self._steps - self._deepest > self._probe_after:
+            return self._probe()
         bucket = batch.bit_length()
         if (neighbour := self._explore(bucket)) is not None:
             return neighbour
-        best = max(range(self._max + 1), key=lambda gamma: self.throughput(batch, gamma))
+        reach, costs = accumulate(self.alphas, mul, initial=1.0), self._costs(batch)
+        speeds = [tokens / cost for tokens, cost in zip(accumulate(reach), costs, strict=True)]
+        best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
-        if self.throughput(batch, best) < (1 + self._margin) * self.throughput(batch, last):
+        if speeds[best] < (1 + self._margin) * speeds[last]:
             best = last
         self._last[bucket] = best
+        if best == self._max:
+            self._probe_after = self._probe_every
         return best
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -128,7 +134,8 @@ class AdaptiveGamma:
             decay = max(0.0, 1 - reached / self.MEMORY)
             self._drafted[depth] = self._drafted[depth] * decay + reached
             self._accepted[depth] = self._accepted[depth] * decay + kept
-            self._unseen[depth] = 0
+        if len(drafted) == self._max:
+            self._deepest = self._steps
 
     def timed(self, batch: int, gamma: int, seconds: float) -> None:
         """What a step took in which nobody joined.
@@ -139,20 +146,31 @@ class AdaptiveGamma:
         before, self._before = self._before, (bucket, gamma)
         if before != (bucket, gamma):
             return
-        ratio = log(
-            min(seconds / self.seconds(batch, gamma), self.OUTLIER * exp(self._pace.get(bucket, 0.0)))
-        )
+        known = self._pace.get(bucket)
+        ratio = min(log(seconds / self._costs(batch)[gamma]), (known or 0.0) + log(self.OUTLIER))
         if gamma == self._last.get(bucket):
-            pace = self._pace.setdefault(bucket, ratio)
-            self._pace[bucket] = pace + self.PACE * (ratio - pace)
-        elif bucket in self._pace:
+            self._pace[bucket] = ratio if known is None else known + self.PACE * (ratio - known)
+        elif known is not None:
+            lesson = max(self.LESSON, 1 / (1 + self.MEASURED + self._lessons[bucket, gamma]))
+            self._lessons[bucket, gamma] += 1
             low, high, part = self._nodes(batch)
             for node, weight in ((low, 1 - (part or 0)), (high, part or 0)):
-                self._seconds[node, gamma] *= exp(self.LESSON * weight * (ratio - self._pace[bucket]))
+                self._seconds[node, gamma] *= exp(lesson * weight * (ratio - known))
+            self._expected.clear()
 
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
         return self.throughput(batch, gamma) / self.throughput(batch, 0)
+
+    def _probe(self) -> int:
+        """Draft as deep as possible for some steps: is it still not worth it?"""
+        if not self._probing:
+            self._probing = self.PROBE
+            self._probe_after = min(2 * self._probe_after, self.RARER * self._probe_every)
+            self._drafted = [self.STALE * count for count in self._drafted]
+            self._accepted = [self.STALE * count for count in self._accepted]
+        self._probing -= 1
+        return self._max
 
     def _explore(self, bucket: int) -> int | None:
         """A neighbour of the gamma in use, above and below in turn, for two steps; None while none is due."""
@@ -168,6 +186,17 @@ class AdaptiveGamma:
         self._next_trial = self._steps + (self.SOON if early else self._explore_every)
         self._trials[trial] += 1
         return trial[1]
+
+    def _costs(self, batch: int) -> list[float]:
+        """Expected seconds of a step of `batch` rows, by gamma."""
+        if batch not in self._expected:
+            low, high, part = self._nodes(batch)
+            scale, part = (batch / low, 0.0) if part is None else (1.0, part)
+            self._expected[batch] = [
+                scale * ((1 - part) * self._seconds[low, gamma] + part * self._seconds[high, gamma])
+                for gamma in range(self._max + 1)
+            ]
+        return self._expected[batch]
 
     def _nodes(self, batch: int) -> tuple[int, int, float | None]:
         """The measured batches around one, and how far it is from the lower; None beyond the largest."""

@@ -4,11 +4,12 @@ Fixed gamma 0 .. 4 and adaptive (0 .. 4) decode the same prompts at batch sizes 
 rejection, 128 tokens a prompt, sampled at temperature 1. Two kinds of prompts: held-out SWE instances, for
 which the draft was trained, and reasoning tasks, for which it was not, so that the best gamma differs. Each
 arm has a process of its own and they take turns (see rollout_speed.py); the adaptive one runs --learning
-times more before, as it would in a run of hours. Two figures: the ratio of adaptive to the best fixed gamma
+times more before, as it would in a run of hours. All are launched --launches times, because two processes
+of one arm differ by 2% for as long as they live. Two figures: the ratio of adaptive to the best fixed gamma
 in each cell (median over repeats of the ratio within a repeat, with its 95% interval; goal at least 0.95),
 and of adaptive to each fixed gamma over the whole range (geometric mean over cells; goal above 1 for each).
 
-    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--repeats 25] [--batches 1 2 4 ...]
+    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--launches 3] [--repeats 8] [--batches 1 ..]
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from rollout_speed import (  # noqa: E402
     provenance,
     summary,
     swe_workloads,
+    total,
 )
 
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
+from rlpipe.types import SpecCounts  # noqa: E402
 
 MAX_GAMMA = 4
 
@@ -68,7 +71,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=8, help="of each launch")
     parser.add_argument("--learning", type=int, default=8, help="runs of adaptive before the first repeat")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
@@ -84,14 +88,17 @@ def main() -> None:
         prompts = max(batch, 8)  # a run of a small batch would be too short to time
         several = [work.conversations[i % len(work.conversations)] for i in range(prompts)]
         makers = arms(args.shipped, batch, args.threads)
-        speeds, counts = measure(
-            makers,
-            replace(work, conversations=several),
-            batch,
-            args.threads,
-            args.repeats,
-            {"adaptive": args.learning},
-        )
+        work = replace(work, conversations=several)
+        speeds: dict[str, list[float]] = {arm: [] for arm in makers}
+        found: dict[str, list[SpecCounts]] = {arm: [] for arm in makers}
+        for _ in range(args.launches):
+            measured, counted = measure(
+                makers, work, batch, args.threads, args.repeats, {"adaptive": args.learning}
+            )
+            for arm in makers:
+                speeds[arm] += measured[arm]
+                found[arm].append(counted[arm])
+        counts = {arm: total(each) for arm, each in found.items()}
         rows = {arm: summary(speeds[arm], counts[arm]) for arm in makers}
         fixed = [arm for arm in makers if arm != "adaptive"]
         best = max(fixed, key=lambda arm: rows[arm]["tokens_per_s"])

@@ -90,31 +90,57 @@ def test_the_margin_is_kept_apart_for_small_and_large_batches():
     assert [policy.choose(batch) for batch in (1, 64, 1, 64)] == [2, 0, 2, 0]
 
 
-def test_drafting_that_was_given_up_is_tried_again_once_and_comes_back_when_it_pays():
-    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.4, (1, 2): 1.8}, prior=0.1, probe_every=10)
-
-    def choose_and_draft(alpha: float) -> int:
-        gamma = policy.choose(1)
+def _draft(policy: AdaptiveGamma, steps: int, alpha: float) -> list[int]:
+    """Choices for one row, while each depth that is drafted is accepted at this rate."""
+    choices = []
+    for _ in range(steps):
+        choices.append(gamma := policy.choose(1))
         if gamma:
             _teach(policy, [alpha] * gamma, rows=64, steps=1)
-        return gamma
+    return choices
 
-    choices = [choose_and_draft(0.0) for _ in range(33)]
-    assert choices == ([0] * 10 + [2]) * 3
-    for _ in range(400):  # an update made the draft good
-        last = choose_and_draft(0.95)
-    assert last == 2
+
+def test_drafting_that_was_given_up_is_tried_again_ever_more_rarely():
+    """Each probe costs what the draft has missed; it does not come more rarely than RARER times the first."""
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.4, (1, 2): 1.8}, prior=0.1, probe_every=10)
+    choices = _draft(policy, 1000, 0.0)
+    assert set(choices) == {0, 2}
+    runs = [(gamma, len(list(run))) for gamma, run in itertools.groupby(choices)]
+    assert [length for gamma, length in runs if gamma == 2] == [AdaptiveGamma.PROBE] * (len(runs) // 2)
+    between = [length for gamma, length in runs if gamma == 0][:-1]
+    assert between == [10, 20, 40] + [10 * AdaptiveGamma.RARER] * (len(between) - 3)
+
+
+def test_drafting_comes_back_when_it_pays_and_is_then_tried_early_again():
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.4, (1, 2): 1.8}, prior=0.1, probe_every=10)
+    _draft(policy, 400, 0.0)
+    assert _draft(policy, 800, 0.95)[-1] == 2  # an update made the draft good
+    after = _draft(policy, 800, 0.0)  # and another one bad
+    last = next(step for step, gamma in enumerate(after) if gamma == 0 and after[step + 1] == 0)
+    assert after[last : last + 10] == [0] * 10 and after[last + 10 :].index(2) <= 1
+
+
+def test_a_draft_that_became_good_is_noticed_within_a_few_probes_of_one_row():
+    """Long acceptance of nothing does not outweigh the few rows of a probe for ever."""
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.4, (1, 2): 1.8}, prior=0.1, probe_every=10)
+    _teach(policy, [0.0, 0.0], rows=64, steps=400)
+    probes = 0
+    while policy.alphas[0] < 0.45:
+        if gamma := policy.choose(1):
+            probes += gamma
+            policy.observe([1] * gamma, [1] * gamma)
+    assert probes <= 2 * 20 * AdaptiveGamma.PROBE
 
 
 def test_the_probe_counts_steps_since_the_deepest_draft():
     """A gamma of 1 in use does not keep depth 2 known."""
     policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.1, (1, 2): 5.0}, probe_every=5)
     seen = []
-    for _ in range(12):
+    for _ in range(18):
         gamma = policy.choose(1)
         seen.append(gamma)
         policy.observe([1] * gamma, [1] * gamma)
-    assert seen == [1] * 5 + [2] + [1] * 5 + [2]
+    assert seen == [1] * 5 + [2] * AdaptiveGamma.PROBE + [1] * 5
 
 
 def test_old_acceptance_is_forgotten_with_the_stated_memory():
