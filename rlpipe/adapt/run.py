@@ -65,6 +65,7 @@ class Adaptation:
     def run(self) -> bool:
         """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
         config = self.config
+        check_evaluations(config, self.run_dir)
         suites = make_suites(config.adapt, config.env, config.run.seed)
         self._domains = make_domains(config.adapt, config.env, suites)
         trajectories = self._load(suites)
@@ -215,6 +216,19 @@ def evaluations(run_dir: Path) -> Path:
 def evaluation_file(run_dir: Path, step: int) -> Path:
     """What was measured after a step; see `Evaluation`."""
     return evaluations(run_dir) / f"step_{step}.json"
+
+
+def check_evaluations(config: Config, run_dir: Path) -> None:
+    """Raise ValueError if the run has evaluations under another gamma or temperature: they do not compare."""
+    asked = {"spec.gamma": config.spec.gamma, "rollout.temperature": config.rollout.temperature}
+    for file in sorted(evaluations(run_dir).glob("step_*.json")):
+        found = Evaluation.read(file)
+        for (name, value), known in zip(asked.items(), (found.gamma, found.temperature), strict=True):
+            if value != known:
+                raise ValueError(
+                    f"{name}={value}, but {file} was measured with {name}={known}, and one run's evaluations "
+                    f"must compare: set {name}={known}, or give this run a directory of its own (run.dir)."
+                )
 
 
 def forget_evaluations(run_dir: Path, after: int | None) -> None:

@@ -1,7 +1,8 @@
 """The plots of the report, as plotly figure dicts.
 
-Owns what is plotted and the words beside it, those of acceptance apart (figures_acceptance.py). One run: a
-colour per series. Several: a colour per run, so that a colour always means one thing on the page.
+Owns what is plotted and the words beside it; those of acceptance are in figures_acceptance.py, of adaptation
+in figures_adapt.py. One run: a colour per series. Several: a colour per run, so that a colour always means
+one thing on the page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, SECTIONS, SPEED, Figure, line, short, smooth
 from rlpipe.metrics.figures_acceptance import acceptance_figures
+from rlpipe.metrics.figures_adapt import adaptation_figures
 from rlpipe.metrics.figures_cuts import cut_figures
 from rlpipe.metrics.runs import RunData
 
@@ -155,6 +157,7 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
     if (steps := window(runs)) > 1:
         runs = [run.coarse(steps) for run in runs]
     built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, whole), _timing(runs)]
+    built += adaptation_figures(runs)
     built += [_lines(chart, runs) for chart in _LINES]
     if any((run.path / "rollouts").is_dir() for run in whole):
         built += cut_figures(whole)

@@ -21,6 +21,7 @@ from typing import Any
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.drawing import SECTIONS, WHY, Figure
 from rlpipe.metrics.figures import figures, window
+from rlpipe.metrics.figures_adapt import held_out
 from rlpipe.metrics.names import Level, declared
 from rlpipe.metrics.report_page import LIVE, PAGE, SCRIPT, STYLE
 from rlpipe.metrics.runs import RunData, dump, load_run
@@ -190,6 +191,7 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
     for split in splits:
         if run.series(f"val/{split}/reward") != run.series("val/reward"):
             cards.append(_validation_card(run, f"val/{split}", f"Validation: {split.replace('_', ' ')}"))
+    cards += [_adaptation_card(run, domain, modes[0]) for domain, modes in held_out(run).items()]
     cards += [
         _gauge_card(run, "spec/acceptance_length", "Acceptance length", ".2f", "tokens a verify step"),
         _gauge_card(run, "perf/tokens_per_s/rollout", "Rollout tokens / s", ",.0f", "of a busy engine"),
@@ -208,10 +210,20 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _validation_card(run: RunData, prefix: str, label: str) -> tuple[str, str, str] | None:
-    steps, values = run.series(f"{prefix}/reward")
+    return _measured_card(run, f"{prefix}/reward", label)
+
+
+def _adaptation_card(run: RunData, domain: str, mode: str) -> tuple[str, str, str] | None:
+    label = f"Acceptance length: {domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
+    return _measured_card(run, f"adapt/{domain}/{mode}/acceptance_length", label)
+
+
+def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
+    """First and last value of what carries a standard error, `name`_se."""
+    steps, values = run.series(name)
     if not values:
         return None
-    errors = dict(zip(*run.series(f"{prefix}/reward_se"), strict=True))
+    errors = dict(zip(*run.series(f"{name}_se"), strict=True))
     ends = [(steps[0], values[0]), (steps[-1], values[-1])] if len(values) > 1 else [(steps[0], values[0])]
     *before, (_, last) = ends
     big = "".join(f'<span class="from">{v:.3f} → </span>' for _, v in before) + f"{last:.3f}"

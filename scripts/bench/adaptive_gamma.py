@@ -9,7 +9,7 @@ of one arm differ by 2% for as long as they live. Two figures: the ratio of adap
 in each cell (median over repeats of the ratio within a repeat, with its 95% interval; goal at least 0.95),
 and of adaptive to each fixed gamma over the whole range (geometric mean over cells; goal above 1 for each).
 
-    python scripts/bench/adaptive_gamma.py --json OUT [--threads 1] [--launches 3] [--repeats 8] [--batches 1 ..]
+    python scripts/bench/adaptive_gamma.py --json OUT [--launches 3] [--repeats 8] [--batches 1 2 4 ...]
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ the system prompt is one line: ours runs a prompt that siblings share once, so a
 first steps of each arm are warm-up, and the last ones of ours start no rollouts any more; median, mean and
 spread of the rest are reported.
 
-Long tail (arms tail_*): one turn in twenty decodes 500 tokens beyond its 128, which are thrown away, so the
-trainer's work stays the same. A synchronous step waits for the last of them; at staleness 2 others go on.
+Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes so many tokens beyond its 128,
+which are thrown away, so the trainer's work stays the same. A synchronous step waits for the last of them; at
+staleness 2 others go on, but a long one must be there two steps after it was admitted.
 Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
 prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
 `trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
@@ -18,7 +19,8 @@ share of the kept steps' time in which an engine generated, and in which the tra
 
     python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
     python scripts/bench/step_time.py --json OUT --arms async_none trl short_none short_trl
-    python scripts/bench/step_time.py --json OUT --arms tail_async tail_sync slow_async slow_sync --steps 18
+    python scripts/bench/step_time.py --json OUT --arms tail300_async tail300_sync --steps 18 --repeats 3
+    python scripts/bench/step_time.py --json OUT --arms slow_async slow_sync --steps 18
     python scripts/bench/step_time.py --json OUT --arms trained_async trained_sync --steps 40 --repeats 3
 """
 
@@ -50,12 +52,8 @@ FIXED = [
 ]
 SHORT = "Answer in <answer> tags."  # system prompt
 SHORT_PROMPT = f"env.system_prompt='{SHORT}'"
-TAIL = [
-    SHORT_PROMPT,
-    "rollout.max_context=1024",
-    "injection.long_turn_share=0.05",
-    "injection.long_turn_tokens=500",
-]
+TAIL = [SHORT_PROMPT, "rollout.max_context=1024", "spec.mode=none", "injection.long_turn_share=0.05"]
+TAILS = (200, 300, 500)
 SLOW = ["env.threads=64", "injection.slow_env_share=0.05", "injection.slow_env_seconds=4"]
 TRAINED = [
     "+recipe=swe_rl",
@@ -71,8 +69,8 @@ OURS = {
     "async_none": ["pipeline.max_staleness=1", "spec.mode=none"],
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
     "short_none": ["pipeline.max_staleness=1", "spec.mode=none", SHORT_PROMPT],
-    "tail_async": [*STALE_2, "spec.mode=none", *TAIL],
-    "tail_sync": [*SYNCHRONOUS, "spec.mode=none", *TAIL],
+    **{f"tail{n}_async": [*STALE_2, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
+    **{f"tail{n}_sync": [*SYNCHRONOUS, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
     "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
     "slow_sync": [*SYNCHRONOUS, "spec.mode=none", *SLOW],
     "trained_async": STALE_2,
@@ -81,7 +79,7 @@ OURS = {
 RATIOS = (
     ("sync", "async"),
     ("sync_none", "async_none"),
-    ("tail_sync", "tail_async"),
+    *((f"tail{n}_sync", f"tail{n}_async") for n in TAILS),
     ("slow_sync", "slow_async"),
     ("trained_sync", "trained_async"),
     ("trl", "async"),

@@ -66,6 +66,11 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     assert domains["swe.held_instances"] == again
     assert len(domains["reasoning.held_out"]["played"]["rejection"]["counts"]) == 2
 
+    for other in ("spec.gamma=2", "rollout.temperature=0.5"):  # what was measured would not compare
+        refused = run("+recipe=mtp_adapt", "run.dir=parts", *SMALL, *more, other, cwd=tmp_path)
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr
+        assert f"{other}, but" in refused.stderr and "run.dir" in refused.stderr
+
     with running_engine(parts / "model") as engine:
         (result,) = generate(engine, request(1, [3, 4, 5], max_new_tokens=8))
     assert result.spec.verify_steps > 0

@@ -333,6 +333,51 @@ def test_drafts_kept_are_shares_of_the_whole_run(tmp_path: Path) -> None:
     assert bars["x"] == [0, 1] and bars["y"] == [0.25, 0.75]
 
 
+def adapting(path: Path) -> Path:
+    """An adaptation of two steps, measured before and after it on two held-out sets."""
+    records: list[dict[str, Any]] = [
+        {STEP: 0, "time": T0},
+        {STEP: 1, "time": T0 + 1},
+        {STEP: 2, "time": T0 + 2},
+    ]
+    for record, length in ((records[0], 2.0), (records[2], 3.5)):
+        for domain, less in (("swe.held_families", 0.0), ("reasoning.held_out", 0.9)):
+            for mode in ("rejection", "target_only"):
+                name = f"adapt/{domain}/{mode}/"
+                record |= {f"{name}acceptance_length": length - less, f"{name}acceptance_length_se": 0.1}
+                record |= {f"{name}tokens_per_step": length - less - 0.1}
+            record[f"adapt/{domain}/predicted_tokens_per_step"] = length - less - 0.11
+    records[1]["timing_s/step"] = records[2]["timing_s/step"] = 1.0
+    path.mkdir()
+    write(path / "metrics.jsonl", records)
+    write(path / "events.jsonl", [{"time": T0, "kind": "start", "level": "info", "recipe": "mtp_adapt"}])
+    (path / "config.yaml").write_text("recipe: mtp_adapt\nrun:\n  steps: 2\n")
+    return path
+
+
+def test_an_adaptation_shows_acceptance_on_each_held_out_set_with_intervals(tmp_path: Path) -> None:
+    run = adapting(tmp_path / "run")
+    traces = {t["name"]: t for t in figure_of([run], "Acceptance on held-out sets").traces}
+    assert len(traces) == 4
+    known = traces["swe.held_families, rejection"]
+    assert (known["x"], known["y"]) == ([0, 2], [2.0, 3.5])
+    assert known["error_y"]["array"] == pytest.approx([0.196, 0.196])
+    assert known["line"]["color"] != traces["reasoning.held_out, rejection"]["line"]["color"]
+    assert known["line"]["dash"] != traces["swe.held_families, target_only"]["line"]["dash"]
+    both = {t["name"]: t["y"] for t in figure_of([run], "Predicted and seen").traces}
+    assert both["reasoning.held_out, predicted"] == [0.99, 2.49]
+    assert both["reasoning.held_out, seen"] == [1.0, 2.5]
+    text = page_of([run], tmp_path / "page.html").text
+    assert "Acceptance length: swe.held families, rejection" in text and "2.000 → 3.500" in text
+
+
+def test_adaptations_are_compared_with_a_colour_each(tmp_path: Path) -> None:
+    runs = [adapting(tmp_path / "first"), adapting(tmp_path / "second")]
+    traces = figure_of(runs, "Acceptance on held-out sets").traces
+    assert len({t["line"]["color"] for t in traces}) == 2 and len(traces) == 4
+    page_of(runs, tmp_path / "page.html")
+
+
 def test_sections_come_in_order_and_advice_stands_where_it_belongs(tmp_path: Path) -> None:
     run = drafting(tmp_path)
     with (run / "events.jsonl").open("a") as file:
