@@ -56,7 +56,7 @@ def verify_block(
     if fast := kernel(backend, "verify_block"):
         return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     gamma = draft_tokens.shape[1]
-    p, q = picked(target_probs[:, :-1], draft_tokens), picked(draft_probs, draft_tokens)
+    p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
     weights = running_weights(p, q)
     before = torch.cat([torch.ones_like(weights[:, :1]), weights[:, :-1]], 1)
     inner = weights[:, :-1]

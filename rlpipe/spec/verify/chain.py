@@ -71,7 +71,7 @@ def _accept(
     draft_tokens: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor, coins: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """num_accepted [B] and accept_prob [B, gamma]."""
-    p, q = picked(target_probs[:, :-1], draft_tokens), picked(draft_probs, draft_tokens)
+    p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
     return leading(coins * q < p), (p / q).nan_to_num_(0.0).clamp_(max=1)
 
 

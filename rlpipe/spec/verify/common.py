@@ -24,7 +24,7 @@ def kernel(backend: str, name: str) -> Callable | None:
 
 def leading(accepted: torch.Tensor) -> torch.Tensor:
     """Number of leading True per row: [B, gamma] bool -> [B] int64."""
-    return accepted.long().cumprod(1).sum(1)
+    return accepted.cumprod(1, dtype=torch.int64).sum(1)
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def picked(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs[..., tokens]: [B, K, V], [B, K] -> [B, K]."""
+    """probs[b, k, tokens[b, k]]: [B, at least K, V], [B, K] -> [B, K]."""
     return probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 

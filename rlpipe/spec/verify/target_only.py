@@ -30,7 +30,7 @@ def verify_target_only(
     if fast := kernel(backend, "verify_target_only"):
         return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     gamma = draft_tokens.shape[1]
-    p = picked(target_probs[:, :-1], draft_tokens)
+    p = picked(target_probs, draft_tokens)
     num_accepted = leading(accept_uniforms < p)
     drafted = draft_tokens.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
 
