@@ -10,7 +10,8 @@ spread of the rest are reported.
 
 Long tails (arms tail200_*, tail300_*, tail500_*): one turn in twenty decodes so many tokens beyond its 128,
 which are thrown away, so the trainer's work stays the same. A synchronous step waits for the last of them; at
-staleness 2 others go on, but a long one must be there two steps after it was admitted.
+staleness 2 others go on, but a long one must be there two steps after it was admitted. `sync` gives each
+phase both cores, as if all devices changed roles; `apart` changes the staleness alone, a core for each role.
 Prompts are short there, as they are against the answers of a reasoning model: attention to 280 tokens of
 prompt would be most of the rollout. In slow_* the environment takes 4 s longer for one episode in twenty.
 `trained` arms are whole runs of the main job (swe_rl, one turn in fifty 200 tokens longer) that tell the
@@ -19,7 +20,8 @@ share of the kept steps' time in which an engine generated, and in which the tra
 
     python scripts/bench/step_time.py --json OUT [--steps 15] [--arms async sync async_none sync_none trl]
     python scripts/bench/step_time.py --json OUT --arms async_none trl short_none short_trl
-    python scripts/bench/step_time.py --json OUT --arms tail300_async tail300_sync --steps 18 --repeats 3
+    python scripts/bench/step_time.py --json OUT --arms tail300_async tail300_sync tail300_apart \
+        --steps 18 --repeats 3
     python scripts/bench/step_time.py --json OUT --arms slow_async slow_sync --steps 18
     python scripts/bench/step_time.py --json OUT --arms trained_async trained_sync --steps 40 --repeats 3
 """
@@ -62,6 +64,7 @@ TRAINED = [
     "injection.long_turn_tokens=200",
 ]
 STALE_2 = ["pipeline.max_staleness=2"]
+APART = ["pipeline.max_staleness=0"]  # synchronous, rollout and trainer keep a core each
 SYNCHRONOUS = ["pipeline.max_staleness=0", "rollout.threads=2", "trainer.threads=2"]
 OURS = {
     "async": ["pipeline.max_staleness=1", "spec.mode=rejection"],
@@ -71,15 +74,16 @@ OURS = {
     "short_none": ["pipeline.max_staleness=1", "spec.mode=none", SHORT_PROMPT],
     **{f"tail{n}_async": [*STALE_2, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
     **{f"tail{n}_sync": [*SYNCHRONOUS, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
+    **{f"tail{n}_apart": [*APART, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
     "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
     "slow_sync": [*SYNCHRONOUS, "spec.mode=none", *SLOW],
     "trained_async": STALE_2,
-    "trained_sync": ["pipeline.max_staleness=0"],  # a second thread makes its short turns slower
+    "trained_sync": APART,  # a second thread makes its short turns slower
 }
 RATIOS = (
     ("sync", "async"),
     ("sync_none", "async_none"),
-    *((f"tail{n}_sync", f"tail{n}_async") for n in TAILS),
+    *((f"tail{n}_{sync}", f"tail{n}_async") for n in TAILS for sync in ("sync", "apart")),
     ("slow_sync", "slow_async"),
     ("trained_sync", "trained_async"),
     ("trl", "async"),
