@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.integration
 MODES = ("none", "rejection")
 PROMPT = [3, 14, 15, 9, 26, 5]
 LONG = 100
+SLOW_STEP = 0.02  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +27,39 @@ def checkpoints(tmp_path_factory):
     return [write_random_checkpoint(tmp_path_factory.mktemp(f"m{seed}"), seed=seed) for seed in (0, 1)]
 
 
+@contextmanager
+def _slowed(engine):
+    """Steps are slow until the event is set: on a busy machine a request would be over before a test acts."""
+    step, over = engine._decoder.step, threading.Event()
+
+    def slowed(*args, **kwargs):
+        over.wait(SLOW_STEP)
+        return step(*args, **kwargs)
+
+    engine._decoder.step = slowed
+    try:
+        yield over
+    finally:
+        engine._decoder.step = step
+
+
+async def _tokens_exist(engine, tokens):
+    while engine.stats().generated_tokens < tokens:
+        await asyncio.sleep(0.0005)
+
+
 def _while_decoding(engine, act, *requests, after_tokens: int = 20):
     """Start requests, run `act` in a thread once some tokens exist, return the results."""
 
-    async def run():
+    async def run(over):
         tasks = [asyncio.ensure_future(engine.generate(one)) for one in requests]
-        while engine.stats().generated_tokens < after_tokens:
-            await asyncio.sleep(0.0005)
+        await _tokens_exist(engine, after_tokens)
         await asyncio.to_thread(act)
+        over.set()
         return await asyncio.gather(*tasks)
 
-    return asyncio.run(run())
+    with _slowed(engine) as over:
+        return asyncio.run(run(over))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -135,17 +159,17 @@ def test_abort_returns_what_exists_and_leaves_the_others_alone(checkpoints, mode
 
 
 def test_a_cancelled_caller_frees_its_row(checkpoints):
-    async def run(engine):
+    async def run(engine, over):
         task = asyncio.ensure_future(engine.generate(request(0, PROMPT, max_new_tokens=LONG)))
-        while engine.stats().generated_tokens < 5:
-            await asyncio.sleep(0.0005)
+        await _tokens_exist(engine, 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        over.set()
         return await engine.generate(request(0, PROMPT, max_new_tokens=5))
 
-    with running_engine(checkpoints[0], max_running=1) as engine:
-        assert len(asyncio.run(run(engine)).output_ids) == 5
+    with running_engine(checkpoints[0], max_running=1) as engine, _slowed(engine) as over:
+        assert len(asyncio.run(run(engine, over)).output_ids) == 5
         assert engine.stats().generated_tokens < LONG
 
 
@@ -206,7 +230,7 @@ def test_an_exception_in_the_thread_reaches_every_caller(checkpoints, monkeypatc
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         monkeypatch.setattr(engine._decoder, "step", broken)
-        errors = asyncio.run(asyncio.wait_for(run(), 10))
+        errors = asyncio.run(asyncio.wait_for(run(), 60))
         assert [str(error) for error in errors] == ["planted"] * 4
         with pytest.raises(RuntimeError, match="planted"):
             generate(engine, request(9, PROMPT))
