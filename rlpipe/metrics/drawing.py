@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpipe.metrics.runs import RunData
+
 COLOURS = 7
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+Z95 = 1.96  # half width of a 95% interval, in standard errors
 ACCEPTANCE, WHY, SPEED = "Acceptance", "Why acceptance moved", "Speed"
 SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 
@@ -40,6 +44,27 @@ def line(points: tuple[list[int], list[float]], name: str, colour: int, **more: 
     line = {"color": f"${colour % COLOURS}", "width": 2} | more.pop("line", {})
     y = [short(v) for v in points[1]]
     return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": line, **more}
+
+
+def line_with_errors(run: RunData, metric: str, name: str, colour: int, **more: Any) -> list[dict[str, Any]]:
+    """A metric with 95% intervals from its standard errors, `metric`_se; nothing if it was not observed."""
+    steps, values = run.series(metric)
+    if not steps:
+        return []
+    by_step = dict(zip(*run.series(f"{metric}_se"), strict=True))
+    errors = [short(Z95 * by_step.get(step, 0.0)) for step in steps]
+    slot = f"${colour % COLOURS}"
+    return [
+        line(
+            (steps, values),
+            name,
+            colour,
+            mode="lines+markers",
+            marker={"size": 8, "color": slot},
+            error_y={"type": "data", "array": errors, "thickness": 1.5, "width": 4, "color": slot},
+            **more,
+        )
+    ]
 
 
 def short(value: float) -> float:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, SECTIONS, SPEED, Figure, line, short, smooth
+from rlpipe.metrics.drawing import (
+    ACCEPTANCE,
+    COLOURS,
+    SECTIONS,
+    SPEED,
+    Figure,
+    line,
+    line_with_errors,
+    short,
+    smooth,
+)
 from rlpipe.metrics.figures_acceptance import acceptance_figures
 from rlpipe.metrics.figures_adapt import adaptation_figures
 from rlpipe.metrics.figures_cuts import cut_figures
@@ -20,7 +30,6 @@ from rlpipe.metrics.runs import RunData
 
 MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
-Z95 = 1.96  # half width of a 95% interval, in standard errors
 STEP_PHASES = (  # they follow one another in the trainer; the rest of the step is "other"
     ("timing_s/wait_rollout", "wait for rollouts"),
     ("timing_s/old_log_prob", "old logprobs"),
@@ -193,7 +202,7 @@ def _reward(runs: Sequence[RunData]) -> Figure:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
         splits = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in _splits(runs))]
         for m, (prefix, words) in enumerate(splits if one else splits[:1], 1):
-            traces += _validation(run, prefix, f"{label}{words}", n + m if one else n)
+            traces += line_with_errors(run, f"{prefix}/reward", f"{label}{words}", n + m if one else n)
     return Figure(
         title="Reward",
         note="Held-out points carry 95% intervals (standard errors clustered by instance).",
@@ -201,25 +210,6 @@ def _reward(runs: Sequence[RunData]) -> Figure:
         layout={"yaxis": {"title": {"text": "reward"}, "rangemode": "tozero"}, "height": 380},
         wide=True,
     )
-
-
-def _validation(run: RunData, prefix: str, name: str, colour: int) -> list[dict[str, Any]]:
-    steps, values = run.series(f"{prefix}/reward")
-    if not steps:
-        return []
-    by_step = dict(zip(*run.series(f"{prefix}/reward_se"), strict=True))
-    errors = [short(Z95 * by_step.get(step, 0.0)) for step in steps]
-    slot = f"${colour % COLOURS}"
-    return [
-        line(
-            (steps, values),
-            name,
-            colour,
-            mode="lines+markers",
-            marker={"size": 8, "color": slot},
-            error_y={"type": "data", "array": errors, "thickness": 1.5, "width": 4, "color": slot},
-        )
-    ]
 
 
 def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:

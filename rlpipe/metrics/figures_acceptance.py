@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, WHY, Figure, line, short
+from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, line, short
 from rlpipe.metrics.runs import RunData
 
 if TYPE_CHECKING:
     from rlpipe.metrics.decomposition import Decomposition
     from rlpipe.metrics.regression import Estimate
 
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 PARTS = (("total", "change", 6), ("entropy", "by entropy", 1), ("mismatch", "by draft mismatch", 2))
 CAUSES = (
     ("total", "change", 6),

@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rlpipe.metrics.drawing import ACCEPTANCE, COLOURS, Figure, line, short
+from rlpipe.metrics.drawing import ACCEPTANCE, DASHES, Figure, line, line_with_errors
 from rlpipe.metrics.runs import RunData
 
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 LENGTH = re.compile(r"adapt/(?P<domain>.+)/(?P<mode>[^/]+)/acceptance_length")
-Z95 = 1.96  # half width of a 95% interval, in standard errors
 
 
 def held_out(run: RunData) -> dict[str, list[str]]:
@@ -36,26 +34,10 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
         for m, (domain, modes) in enumerate(held_out(run).items()):
             for k, mode in enumerate(modes if one else modes[:1]):
                 name = f"adapt/{domain}/{mode}/acceptance_length"
-                steps, values = run.series(name)
-                errors = dict(zip(*run.series(f"{name}_se"), strict=True))
                 label = f"{domain}, {mode}" if one else f"{run.name}: {domain}, {mode}"
                 colour, dash = (m, k) if one else (n, m)
-                traces.append(
-                    line(
-                        (steps, values),
-                        label,
-                        colour,
-                        mode="lines+markers",
-                        line={"dash": DASHES[dash % len(DASHES)]},
-                        marker={"size": 8, "color": f"${colour % COLOURS}"},
-                        error_y={
-                            "type": "data",
-                            "array": [short(Z95 * errors.get(step, 0.0)) for step in steps],
-                            "thickness": 1.5,
-                            "width": 4,
-                        },
-                    )
-                )
+                style = {"dash": DASHES[dash % len(DASHES)]}
+                traces += line_with_errors(run, name, label, colour, line=style)
     return Figure(
         title="Acceptance on held-out sets",
         note="Tokens per verify step in real generation, bonus included, by step of the adaptation, with 95% "

@@ -107,7 +107,7 @@ class AdaptiveGamma:
 
     def throughput(self, batch: int, gamma: int) -> float:
         """Predicted tokens per second."""
-        return batch * (1 + sum(accumulate(self.alphas[:gamma], mul))) / self.seconds(batch, gamma)
+        return batch * self._speeds(batch)[gamma]
 
     def choose(self, batch: int) -> int:
         """See `GammaPolicy.choose`."""
@@ -117,8 +117,7 @@ class AdaptiveGamma:
         bucket = batch.bit_length()
         if (neighbour := self._explore(bucket)) is not None:
             return neighbour
-        reach, costs = accumulate(self.alphas, mul, initial=1.0), self._costs(batch)
-        speeds = [tokens / cost for tokens, cost in zip(accumulate(reach), costs, strict=True)]
+        speeds = self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
         if speeds[best] < (1 + self._margin) * speeds[last]:
@@ -160,7 +159,8 @@ class AdaptiveGamma:
 
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
-        return self.throughput(batch, gamma) / self.throughput(batch, 0)
+        speeds = self._speeds(batch)
+        return speeds[gamma] / speeds[0]
 
     def _probe(self) -> int:
         """Draft as deep as possible for some steps: is it still not worth it?"""
@@ -186,6 +186,11 @@ class AdaptiveGamma:
         self._next_trial = self._steps + (self.SOON if early else self._explore_every)
         self._trials[trial] += 1
         return trial[1]
+
+    def _speeds(self, batch: int) -> list[float]:
+        """Predicted tokens per second of one row, by gamma."""
+        tokens = accumulate(accumulate(self.alphas, mul, initial=1.0))
+        return [count / cost for count, cost in zip(tokens, self._costs(batch), strict=True)]
 
     def _costs(self, batch: int) -> list[float]:
         """Expected seconds of a step of `batch` rows, by gamma."""

@@ -65,16 +65,18 @@ TRAINED = [
 ]
 STALE_2 = ["pipeline.max_staleness=2"]
 APART = ["pipeline.max_staleness=0"]  # synchronous, rollout and trainer keep a core each
-SYNCHRONOUS = ["pipeline.max_staleness=0", "rollout.threads=2", "trainer.threads=2"]
+SYNCHRONOUS = [*APART, "rollout.threads=2", "trainer.threads=2"]
 OURS = {
     "async": ["pipeline.max_staleness=1", "spec.mode=rejection"],
     "sync": ["pipeline.max_staleness=0", "spec.mode=rejection", "rollout.threads=2", "trainer.threads=2"],
     "async_none": ["pipeline.max_staleness=1", "spec.mode=none"],
     "sync_none": ["pipeline.max_staleness=0", "spec.mode=none", "rollout.threads=2", "trainer.threads=2"],
     "short_none": ["pipeline.max_staleness=1", "spec.mode=none", SHORT_PROMPT],
-    **{f"tail{n}_async": [*STALE_2, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
-    **{f"tail{n}_sync": [*SYNCHRONOUS, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
-    **{f"tail{n}_apart": [*APART, *TAIL, f"injection.long_turn_tokens={n}"] for n in TAILS},
+    **{
+        f"tail{n}_{kind}": [*loop, *TAIL, f"injection.long_turn_tokens={n}"]
+        for n in TAILS
+        for kind, loop in (("async", STALE_2), ("sync", SYNCHRONOUS), ("apart", APART))
+    },
     "slow_async": [*STALE_2, "spec.mode=none", *SLOW],
     "slow_sync": [*SYNCHRONOUS, "spec.mode=none", *SLOW],
     "trained_async": STALE_2,
