@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rlpipe.metrics.probe import ProbeTable
+from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.metrics.values import Value
 from rlpipe.types import Group, Prompt, Trajectory
 

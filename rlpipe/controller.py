@@ -31,16 +31,16 @@ from rlpipe.config.run import Config
 from rlpipe.metrics.bus import NO_ROOM, MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
-from rlpipe.metrics.monitor import Monitor
-from rlpipe.metrics.report import write_report
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.pipeline.backlog import Backlog
 from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.report.write import write_report
 from rlpipe.saving import Saving
 from rlpipe.types import Group, Prompt
+from rlpipe.watch.monitor import Monitor
 
 T = TypeVar("T")
 

@@ -249,7 +249,7 @@ def _exit_now(bus: MetricsBus, cluster: Any) -> None:
 
 
 def _write_report(run_dir: Path) -> Path:
-    from rlpipe.metrics.report import write_report
+    from rlpipe.report.write import write_report
 
     report = run_dir / "report.html"
     write_report([run_dir], report)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.metrics.report import load_runs
 from rlpipe.metrics.sinks import default_entity, logged_in
+from rlpipe.report.write import load_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(given: argparse.Namespace) -> int:
-    from rlpipe.metrics import workspace
+    from rlpipe.report import workspace
 
     if bool(given.runs) == bool(given.spec):
         raise ValueError("name run directories to make a spec of, or --spec FILE to send one.")
@@ -63,7 +63,7 @@ def _make(given: argparse.Namespace) -> int:
 
 def _send(spec: dict[str, Any], out: Path) -> int:
     """Create what a spec says; when the server refuses or cannot be reached, the spec can be sent again."""
-    from rlpipe.metrics import workspace
+    from rlpipe.report import workspace
 
     try:
         spec["entity"] = spec["entity"] or default_entity()

@@ -24,12 +24,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalL
 
 from rlpipe.config.paths import shipped
 from rlpipe.config.warmstart import StageConfig
+from rlpipe.drafts.layer import MtpLayer
 from rlpipe.envs.tools.demonstrators import NAMES, Demonstrator, demonstrate
 from rlpipe.envs.tools.generate import TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import make_tools
 from rlpipe.envs.tools.suite import WARM_START, ids
 from rlpipe.hf_layout import MTP_PREFIX, read_weights
-from rlpipe.mtp.layer import MtpLayer
 from rlpipe.warmstart.data import Batches, Trace, encode_all
 from rlpipe.warmstart.model import save_checkpoint
 from rlpipe.warmstart.mtp import mtp_loss

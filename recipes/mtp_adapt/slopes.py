@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runs import play
 
-from rlpipe.metrics.attribution import cross_section
-from rlpipe.metrics.decomposition import decompose, decompose_each, paired
-from rlpipe.metrics.fixed_contexts import Pooled, pool
-from rlpipe.metrics.probe import read_probes
-from rlpipe.metrics.regression import Estimate
+from rlpipe.acceptance.attribution import cross_section
+from rlpipe.acceptance.decomposition import decompose, decompose_each, paired
+from rlpipe.acceptance.fixed_contexts import Pooled, pool
+from rlpipe.acceptance.probe import read_probes
+from rlpipe.acceptance.regression import Estimate
 from rlpipe.metrics.runs import load_run
 
 RULES = ("rejection", "target_only")

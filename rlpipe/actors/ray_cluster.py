@@ -25,12 +25,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.cluster import TrainerLost
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
-from rlpipe.metrics.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.rollout.sglang.collective import Offer, Rendezvous
 from rlpipe.types import Group, Prompt, Trajectory

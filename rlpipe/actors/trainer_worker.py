@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlpipe.acceptance.probe import COLUMNS, ProbeTable
 from rlpipe.actors.trainers import make_trainer
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.obrs import token_uniforms
 from rlpipe.config.algo import Correction
 from rlpipe.config.run import Config
-from rlpipe.metrics.probe import COLUMNS, ProbeTable
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
-from rlpipe.pipeline.batcher import PackedBatch, pack
+from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
 from rlpipe.weights.sync import WeightPayload, pack_weights

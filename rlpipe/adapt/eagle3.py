@@ -2,7 +2,7 @@
 
 Owns the draft, its optimizer, and the way from a packed batch to its loss. The target is the engine's own
 model, so the features trained on are the ones drafted from; it runs without gradients, a few rows at a time.
-Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.mtp.loss`.
+Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.drafts.loss`.
 
     micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
                                                      | head of the target                | head of the draft
@@ -29,18 +29,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.adapt.eagle3_ppow import Eagle3Ppow, draft_cost, window_slots
-from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.eagle3 import Eagle3Shape
 from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
+from rlpipe.drafts.eagle3 import Eagle3, frequent_ids
+from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
+from rlpipe.drafts.loss.alignment import DepthTargets
+from rlpipe.drafts.loss.stats import no_stats
+from rlpipe.drafts.ppow import PpowTotals
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value
-from rlpipe.mtp.eagle3 import Eagle3, frequent_ids
-from rlpipe.mtp.loss import MtpStats, depth_targets, mtp_loss
-from rlpipe.mtp.loss.alignment import DepthTargets
-from rlpipe.mtp.loss.stats import no_stats
 from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.batch import MicroBatch, PackedBatch, as_rows

@@ -1,7 +1,7 @@
 """PPOW for an EAGLE-3 draft: its windows over rows of texts, drafted by its own steps, read by the target.
 
 Owns the passes of draft and target over a micro-batch and its windows. Which windows, the verdict on them and
-the loss are `rlpipe.trainer.ppow_windows`', the same as for an MTP layer.
+the loss are `rlpipe.drafts.ppow.step`', the same as for an MTP layer.
 
     target over some rows          -> hidden states, features; its cache keeps the keys
     step 1 of the draft, all texts -> Q along the text, keys      criticality -> W anchors t
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpipe.algo.ppow import PpowTotals, criticality, hard_share, window_scores
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.mtp.eagle3 import Eagle3, Windows
-from rlpipe.mtp.loss import depth_targets
+from rlpipe.drafts.eagle3 import Eagle3, Windows
+from rlpipe.drafts.loss import depth_targets
+from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
+from rlpipe.drafts.ppow.step import Drawn, Judged, draw_windows, judge_windows, sampled, windows_loss
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.batch import MicroBatch, as_rows
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
-from rlpipe.trainer.ppow_windows import Drawn, Judged, draw_windows, judge_windows, sampled, windows_loss
 
 LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while places are scored
 ReadTarget = Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor]]

@@ -39,7 +39,7 @@ from rlpipe.metrics.values import Last, Ratio, Value
 from rlpipe.types import Trajectory
 
 if TYPE_CHECKING:
-    from rlpipe.mtp.loss.stats import MtpStats
+    from rlpipe.drafts.loss.stats import MtpStats
 
 Forced = Callable[[Sequence[Trajectory]], "MtpStats"]
 FROM_Q = (SpecMode.REJECTION.value, SpecMode.BLOCK.value)  # modes that sample their drafts

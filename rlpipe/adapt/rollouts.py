@@ -26,8 +26,8 @@ from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
 from rlpipe.hf_layout import is_mtp_weight
 from rlpipe.metrics.jsonl import read_jsonl
-from rlpipe.pipeline.batcher import trainable
 from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.trainer.packing import trainable
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 PLAIN = ("trajectory_id", "group_id", "instance_id", "reward", "truncated", "prompt_length", "num_turns")

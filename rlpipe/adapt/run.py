@@ -36,15 +36,15 @@ from rlpipe.config.spec import Drafter
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
-from rlpipe.pipeline.batcher import pack
 from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
 
 if TYPE_CHECKING:
     import torch
 
     from rlpipe.adapt.eagle3 import Eagle3Trainer
-    from rlpipe.mtp.loss.stats import MtpStats
+    from rlpipe.drafts.loss.stats import MtpStats
     from rlpipe.trainer.batch import PackedBatch
     from rlpipe.trainer.megatron import MegatronTrainer
 

@@ -25,7 +25,7 @@ class MtpConfig:
     """The MTP layer's objective and its own parameter group.
 
     train: whether it learns in RL; ppow is the objective of mtp_adapt, too.
-    loss, anchors: see the enums; equations in rlpipe.mtp.loss. Not used by ppow.
+    loss, anchors: see the enums; equations in rlpipe.drafts.loss. Not used by ppow.
     depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
     interval: co-train in every n-th optimizer step only.
     lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.

@@ -1,4 +1,4 @@
-"""Names of the objectives that can train a draft. Imports no torch; the equations are in rlpipe.mtp.loss."""
+"""Names of the objectives that can train a draft. Equations: rlpipe.drafts.loss. No torch."""
 
 from __future__ import annotations
 

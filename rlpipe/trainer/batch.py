@@ -1,6 +1,6 @@
 """What the trainer is handed: flat micro-batches in which siblings share what they have in common.
 
-Owns the layout of a micro-batch; `rlpipe.pipeline.batcher` fills it. numpy only; knows no model.
+Owns the layout of a micro-batch; `rlpipe.trainer.packing` fills it. numpy only; knows no model.
 
 A micro-batch is one flat list of tokens. Trajectories lie in it one after another, each as a `Branch`:
 the tokens it does not share with an earlier one. What it shares is its context, read where it already

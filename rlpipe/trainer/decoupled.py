@@ -27,8 +27,8 @@ import torch
 from rlpipe.algo.policy_loss import LossTotals, distillation_loss
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.decoupled import DecoupledConfig, DistillKl
+from rlpipe.drafts.loss.rows import Rows, resolve_backend, row_statistics
 from rlpipe.metrics.values import Mean, Value
-from rlpipe.mtp.loss.rows import Rows, resolve_backend, row_statistics
 from rlpipe.trainer.batch import MicroBatch, PackedBatch
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.passes import Predictions

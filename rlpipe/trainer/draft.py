@@ -1,7 +1,7 @@
 """The draft's part of a micro-batch: from hidden states of the backbone to the loss of the MTP layer.
 
 Owns the way from a micro-batch to `linear_mtp_loss` and the sums over micro-batches and ranks. The layout
-is `draft_batch`, the layer's unrolling `rlpipe.mtp.head`, the objective `rlpipe.mtp.loss`. Nothing flows back
+is `draft_batch`, the layer's unrolling `drafts.head`, the objective `drafts.loss`. Nothing flows back
 into the backbone, the embedding or the head.
 
 The loss of a micro-batch is the numerator alone. Its denominator (with visit weights) is known only after
@@ -20,14 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.mtp import MtpConfig
-from rlpipe.mtp.chunked import linear_draft_rows, linear_mtp_loss
-from rlpipe.mtp.head import draft_hidden_states
-from rlpipe.mtp.loss import MtpStats, depth_targets
-from rlpipe.mtp.loss.alignment import DepthTargets
-from rlpipe.mtp.loss.stats import no_stats
-from rlpipe.mtp.visit import accept_probabilities
+from rlpipe.drafts.chunked import linear_draft_rows, linear_mtp_loss
+from rlpipe.drafts.head import draft_hidden_states
+from rlpipe.drafts.loss import MtpStats, depth_targets
+from rlpipe.drafts.loss.alignment import DepthTargets
+from rlpipe.drafts.loss.stats import no_stats
+from rlpipe.drafts.ppow import PpowTotals
+from rlpipe.drafts.visit import accept_probabilities
 from rlpipe.trainer.batch import MicroBatch, as_rows
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
 from rlpipe.trainer.layers import BranchLayout

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from rlpipe.algo.correction import next_kappa
 from rlpipe.algo.obrs import ObrsInputs
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
-from rlpipe.algo.ppow import PpowTotals
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
+from rlpipe.drafts.ppow import PpowTotals
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
 from rlpipe.trainer import runtime
@@ -38,7 +38,7 @@ from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.trainer.passes import Passes, Predictions, Scores, schedule
 
 if TYPE_CHECKING:
-    from rlpipe.mtp.loss import MtpStats
+    from rlpipe.drafts.loss import MtpStats
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
     from rlpipe.trainer.hf_bridge import Bucket

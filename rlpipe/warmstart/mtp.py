@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlpipe.mtp.layer import MtpLayer, unroll
+from rlpipe.drafts.layer import MtpLayer, unroll
 
 
 def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:

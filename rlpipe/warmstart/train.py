@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from rlpipe.config.warmstart import StageConfig, WarmstartConfig
+from rlpipe.drafts.layer import MtpLayer
 from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
-from rlpipe.mtp.layer import MtpLayer
 from rlpipe.warmstart.data import Batches, CopyDrill, load_instances, traces_of
 from rlpipe.warmstart.model import build_backbone, save_checkpoint
 from rlpipe.warmstart.mtp import build_mtp, mtp_loss

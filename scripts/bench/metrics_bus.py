@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 from rlpipe.metrics.bus import MetricsBus  # noqa: E402
 from rlpipe.metrics.distributions import Histogram, Sketch  # noqa: E402
 from rlpipe.metrics.jsonl import MetricsFile  # noqa: E402
-from rlpipe.metrics.report import write_report  # noqa: E402
 from rlpipe.metrics.trace import TraceFile  # noqa: E402
 from rlpipe.metrics.values import Mean, Ratio, Stats, Sum, Value, reduce  # noqa: E402
+from rlpipe.report.write import write_report  # noqa: E402
 from tests.helpers.long_run import make_long_run  # noqa: E402
 
 STEP_REPORTS = 1000

@@ -61,7 +61,7 @@ PARTS = {
         "rlpipe.metrics.rollouts:RolloutFiles.write",
         "rlpipe.controller:Controller._record_trajectories",
     ],
-    "judging": ["rlpipe.metrics.monitor:Monitor.see"],
+    "judging": ["rlpipe.watch.monitor:Monitor.see"],
     "trajectory metrics": ["rlpipe.controller:trajectory_metrics", "rlpipe.pipeline.backlog:Backlog.metrics"],
 }
 _inside = threading.local()

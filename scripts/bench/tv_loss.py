@@ -3,13 +3,13 @@
 Arms, each in a process of its own, in turn; logits and hidden states are made before the clock starts:
 
 from logits [N, V]:
-`ours`         rlpipe.mtp.loss.mtp_loss: Triton kernels on a GPU, the chunked torch backend on the CPU
+`ours`         rlpipe.drafts.loss.mtp_loss: Triton kernels on a GPU, the chunked torch backend on the CPU
 `eager`        softmax, minimum, sum, in float32, by autograd
 `compile`      the same through torch.compile
 `speculators`  its fused TV loss (GPU only)
 `liger`        Liger's TVD on softmax probabilities (GPU only)
 from hidden states [N, H], head included:
-`fused`        rlpipe.mtp.chunked.linear_mtp_loss
+`fused`        rlpipe.drafts.chunked.linear_mtp_loss
 `eager_head`   two products, then `eager`
 
 A peer that is not installed is reported so. Memory is the peak beyond the inputs: of the allocator on a GPU,
@@ -42,8 +42,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rlpipe.mtp.chunked import linear_mtp_loss  # noqa: E402
-from rlpipe.mtp.loss import mtp_loss  # noqa: E402
+from rlpipe.drafts.chunked import linear_mtp_loss  # noqa: E402
+from rlpipe.drafts.loss import mtp_loss  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 HIDDEN_ARMS = ("fused", "eager_head")

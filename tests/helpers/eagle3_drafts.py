@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.drafts.eagle3 import Eagle3
 from rlpipe.hf_layout import read_config
-from rlpipe.mtp.eagle3 import Eagle3
 
 
 def random_draft(

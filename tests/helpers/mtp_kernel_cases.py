@@ -13,9 +13,9 @@ import torch
 from torch.testing import assert_close
 
 from rlpipe.config.mtp_loss import MtpLossKind
-from rlpipe.mtp.chunked import linear_mtp_loss
-from rlpipe.mtp.loss import MtpStats, mtp_loss
-from rlpipe.mtp.loss.torch_rows import Sums
+from rlpipe.drafts.chunked import linear_mtp_loss
+from rlpipe.drafts.loss import MtpStats, mtp_loss
+from rlpipe.drafts.loss.torch_rows import Sums
 from tests.helpers.mtp_reference import Case, random_case
 
 
@@ -94,7 +94,7 @@ def fused(device: str) -> None:
 
 def planted(device: str) -> None:
     """The comparison notices a bug: bits that give ties, or S, to the wrong side."""
-    from rlpipe.mtp.kernels import tv
+    from rlpipe.drafts.kernels import tv
 
     right = tv.overlaps
 

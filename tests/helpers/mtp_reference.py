@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.mtp_loss import MtpLossKind
-from rlpipe.mtp.loss import depth_targets
+from rlpipe.drafts.loss import depth_targets
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlpipe.metrics.probe import ProbeTable
+from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.metrics.rollouts import Recorder
 from rlpipe.types import DraftStep, Trajectory
 

@@ -17,9 +17,9 @@ from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.pipeline.batcher import PackedBatch, pack
 from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import GenerateResult, Group, Trajectory
 

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 
 import rlpipe.adapt.eagle3 as eagle3
 from rlpipe.adapt.eagle3 import Eagle3Trainer
-from rlpipe.algo.ppow import criticality, group_advantages, window_scores
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.drafts.ppow import criticality, group_advantages, window_scores
 from rlpipe.hf_layout import read_weights
 from rlpipe.metrics.values import reduce
-from rlpipe.pipeline.batcher import pack
+from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.eagle3_drafts import write_random_draft

@@ -18,9 +18,9 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task, check
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.drafts.loss import depth_targets, mtp_loss
 from rlpipe.metrics.values import reduce
-from rlpipe.mtp.loss import depth_targets, mtp_loss
-from rlpipe.pipeline.batcher import pack
+from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.engines import request

@@ -34,7 +34,7 @@ def test_kernels_under_the_interpreter_equal_the_torch_backend(group):
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from rlpipe.mtp.kernels import tv
+from rlpipe.drafts.kernels import tv
 
 class Hopper:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))

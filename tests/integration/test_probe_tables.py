@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.acceptance.probe import COLUMNS
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.metrics.probe import COLUMNS
-from rlpipe.pipeline.batcher import pack
+from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.parallel import run_ranks

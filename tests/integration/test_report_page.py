@@ -13,10 +13,10 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from rlpipe.metrics.bus import STEP
-from rlpipe.metrics.figures import figures
 from rlpipe.metrics.runs import load_run
-from rlpipe.metrics.watch import make_server
-from rlpipe.report import main
+from rlpipe.report.__main__ import main
+from rlpipe.report.figures import figures
+from rlpipe.report.live import make_server
 from tests.helpers.browser import chromium, opened
 from tests.helpers.long_run import make_long_run
 

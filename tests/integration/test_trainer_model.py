@@ -160,8 +160,8 @@ def test_a_shared_batch_is_refused_by_layers_that_read_rows_only(tmp_path, train
 def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_of):
     from transformers import AutoConfig
 
-    from rlpipe.mtp.head import draft_hidden_states, shifted
-    from rlpipe.mtp.layer import MtpLayer, unroll
+    from rlpipe.drafts.head import draft_hidden_states, shifted
+    from rlpipe.drafts.layer import MtpLayer, unroll
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path)
@@ -184,7 +184,7 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
 @pytest.mark.parametrize("recompute", Recompute)
 def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of, recompute):
     """A detached input plus recomputation silently gives zero gradients, unless the input requires one."""
-    from rlpipe.mtp.head import draft_hidden_states, shifted
+    from rlpipe.drafts.head import draft_hidden_states, shifted
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path, TrainerConfig(recompute=recompute))

@@ -11,9 +11,9 @@ from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
 from rlpipe.config.trainer import LrSchedule, Precision, Recompute, TrainerConfig
+from rlpipe.drafts.loss import MtpStats
 from rlpipe.hf_layout import read_weights
-from rlpipe.mtp.loss import MtpStats
-from rlpipe.pipeline.batcher import pack
+from rlpipe.trainer.packing import pack
 from tests.helpers.draft_oracle import draft_loss, read_layers
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer

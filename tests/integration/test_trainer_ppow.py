@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpipe.algo.ppow import group_advantages, window_law, window_scores
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.drafts.ppow import group_advantages, window_law, window_scores
 from rlpipe.hf_layout import read_weights
-from rlpipe.pipeline.batcher import pack
 from rlpipe.trainer import continuation, runtime
+from rlpipe.trainer.packing import pack
 from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.ppow_oracle import check_verdict, greedy_logprob

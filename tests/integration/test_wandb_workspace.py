@@ -9,7 +9,7 @@ import pytest
 
 from rlpipe.metrics.names import declared
 from rlpipe.metrics.runs import load_run
-from rlpipe.metrics.workspace import NAME, build, make_spec, write_spec
+from rlpipe.report.workspace import NAME, build, make_spec, write_spec
 from rlpipe.wandb_workspace import main
 from tests.helpers.long_run import make_long_run
 
@@ -113,9 +113,7 @@ def test_a_server_that_cannot_be_reached_leaves_a_spec_that_can_be_sent_later(
         capsys.readouterr().err
     )
     sent = []
-    monkeypatch.setattr(
-        "rlpipe.metrics.workspace.apply", lambda spec: sent.append(spec) or ["https://host/w"]
-    )
+    monkeypatch.setattr("rlpipe.report.workspace.apply", lambda spec: sent.append(spec) or ["https://host/w"])
     assert main(["--spec", str(spec), "--entity", "team"]) == 0
     assert sent == [json.loads(spec.read_text()) | {"entity": "team"}]
     assert "created: https://host/w" in capsys.readouterr().out

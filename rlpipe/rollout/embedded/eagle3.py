@@ -1,6 +1,6 @@
 """The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
 
-Owns the draft's weights and its step; the equations are stated in `rlpipe.mtp.eagle3`, which trains it. The
+Owns the draft's weights and its step; the equations are stated in `drafts.eagle3`, which trains it. The
 draft comes from a directory of its own and stays as it is when the target's weights are replaced; only the
 embedding is the target's. So after an update of the policy it drafts for an older one: losslessly, and at an
 acceptance that falls until it is trained again.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlpipe.config.eagle3 import Eagle3Shape
-from rlpipe.mtp.eagle3 import draft_ids, read_draft
+from rlpipe.drafts.eagle3 import draft_ids, read_draft
 from rlpipe.rollout.embedded.linear import Linear
 
 if TYPE_CHECKING:

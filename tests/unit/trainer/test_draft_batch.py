@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.pipeline.batcher import pack
-from rlpipe.pipeline.layout import nothing
 from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
+from rlpipe.trainer.layout import nothing
+from rlpipe.trainer.packing import pack
 from tests.helpers.trajectories import make_groups, make_trajectory
 
 pytestmark = pytest.mark.unit

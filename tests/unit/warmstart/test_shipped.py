@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.config.paths import shipped
+from rlpipe.drafts.layer import MtpLayer
 from rlpipe.hf_layout import MTP_PREFIX, is_mtp_weight, read_config, read_weights
-from rlpipe.mtp.layer import MtpLayer
 
 pytestmark = pytest.mark.unit
 

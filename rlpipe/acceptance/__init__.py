@@ -1,0 +1,1 @@
+"""Why acceptance moved: the probe set, decomposition, attribution and regression. No torch."""

@@ -1,0 +1,287 @@
+"""Fused head and loss: from hidden states to the loss without a [N, K, V] tensor.
+
+Owns the walk over anchors; the passes over the vocabulary and the objectives are those of `mtp_loss`. Per
+chunk of C anchors there are K * C draft rows and one target row per position, shared by the depths through
+a halo (depth k at anchor n is compared with position n + k):
+
+    z = draft_hidden[n : n + C] W^T         [C, K, V]
+    y = target_hidden[n + 1 : n + C + K] W^T       [C + K - 1, V], seen as [C, K, V] by strides
+    measure(z, y) -> rows -> coefficients -> dz -> dz W added to the hidden gradient, chunk freed
+
+Stretches without an unmasked anchor (prompts, padding) are skipped; finding them reads the mask on the host.
+No product is computed twice, unless the gradient of an anchor depends on all others (`verify_steps`, visit
+weights): then a first walk measures and a second one recomputes the logits. The gradient is ready when the
+forward pass ends; backward only scales it. Retained: [N, K, H] and, on request, the head's gradient.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.drafts.loss.api import check_rows, statistics
+from rlpipe.drafts.loss.definitions import Objective
+from rlpipe.drafts.loss.rows import Backend, Measured, Rows, measure, resolve_backend
+from rlpipe.drafts.loss.stats import MtpStats
+from rlpipe.drafts.loss.torch_rows import compute_dtype
+
+CHUNK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of draft logits held at once
+HEAD_BLOCK = 2**14  # rows of the head whose gradient is computed at once
+
+
+def linear_mtp_loss(
+    kind: MtpLossKind | str,
+    draft_hidden: Tensor,
+    target_hidden: Tensor,
+    head_weight: Tensor,
+    mask: Tensor,
+    *,
+    tokens: Tensor | None = None,
+    anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM,
+    turn_starts: Tensor | None = None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    normalizer: float | Tensor | None = None,
+    lk_decay: float = 3.0,
+    train_head: bool = False,
+    vocab: int | None = None,
+    chunk_bytes: int | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> tuple[Tensor, MtpStats]:
+    """`mtp_loss` of the logits `draft_hidden W^T` and `target_hidden W^T`, which never exist at once.
+
+    draft_hidden: [N, K, H]; index k - 1 is depth k at each anchor. target_hidden: [N + extra, H], extra >= 0,
+    the backbone at each position, a constant: depth k at anchor n is compared with row n + k. Rows beyond
+    the end must be masked; so must rows that cross sequences, when several are laid end to end.
+    head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
+    hidden states are whole and equal on all ranks, and so is their gradient.
+    vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never drawn.
+    chunk_bytes: bound on the draft logits held at once, None for the device's. The rest as `mtp_loss`.
+    """
+    objective = Objective(
+        kind=MtpLossKind(kind),
+        anchors=anchors,
+        turn_starts=turn_starts,
+        normalizer=normalizer,
+        lk_decay=lk_decay,
+    )
+    if draft_hidden.dim() != 3 or target_hidden.dim() != 2 or len(target_hidden) < len(draft_hidden):
+        raise ValueError(
+            f"draft_hidden must be [N, K, H] and target_hidden [N + extra, H], got "
+            f"{list(draft_hidden.shape)} and {list(target_hidden.shape)}. Flatten [B, T] into N."
+        )
+    check_rows(objective, mask, tokens, draft_hidden.shape[:2], temperature)
+    walk = _Walk(
+        objective=objective,
+        target_hidden=target_hidden.detach(),
+        mask=mask,
+        tokens=tokens,
+        temperature=temperature,
+        group=tp_group,
+        backend=resolve_backend(backend, draft_hidden),
+        vocab=vocab,
+        chunk_bytes=chunk_bytes,
+    )
+    head_weight = head_weight if train_head else head_weight.detach()
+    total = _LinearTotal.apply(draft_hidden, head_weight, walk, torch.is_grad_enabled())
+    weight, stats = walk.result
+    return objective.divide(total, weight), stats
+
+
+@torch.no_grad()
+def linear_draft_rows(
+    draft_hidden: Tensor,
+    target_hidden: Tensor,
+    head_weight: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    vocab: int | None = None,
+    chunk_bytes: int | None = None,
+    backend: Backend | str = Backend.AUTO,
+) -> tuple[Rows, Tensor, Tensor]:
+    """Statistics of every row instead of their sums; arguments as in `linear_mtp_loss`.
+
+    Returns the rows, p(argmax q), which is acceptance under target-only, and 1 where the realised token is
+    the draft's argmax; [N, K], 0 where masked.
+    """
+    walk = _Walk(
+        objective=Objective(kind=MtpLossKind.TV, anchors=AnchorWeighting.UNIFORM, turn_starts=None),
+        target_hidden=target_hidden,
+        mask=mask,
+        tokens=tokens,
+        temperature=temperature,
+        group=tp_group,
+        backend=resolve_backend(backend, draft_hidden),
+        vocab=vocab,
+        chunk_bytes=chunk_bytes,
+    )
+    rows = Rows.zeros(mask, compute_dtype(draft_hidden))
+    top = torch.zeros(2, *mask.shape, dtype=rows.alpha.dtype, device=mask.device)
+    for part, draft, target in walk.chunks(draft_hidden, head_weight):
+        found = walk.measured(part, draft, target)
+        rows.put(part, found.rows)
+        largest, choice = draft.max(-1)
+        here = torch.ones_like(largest, dtype=torch.bool)
+        if tp_group is not None:
+            whole = largest.clone()
+            dist.all_reduce(whole, dist.ReduceOp.MAX, tp_group)
+            here = largest == whole
+        logit = target.gather(-1, choice[..., None])[..., 0].to(top.dtype) / temperature
+        chosen = torch.stack([(logit - found.lse[1]).exp(), (choice == found.tokens).to(top.dtype)]) * here
+        if tp_group is not None:
+            dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
+        top[:, part] = chosen.clamp(0, 1) * mask[part]
+    return rows, *top
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """The constants of one call, and its result besides the numerator: weight and statistics."""
+
+    objective: Objective
+    target_hidden: Tensor
+    mask: Tensor
+    tokens: Tensor | None
+    temperature: float
+    group: dist.ProcessGroup | None
+    backend: ModuleType
+    vocab: int | None
+    chunk_bytes: int | None
+    anchors: list[int] = field(init=False)  # those with a row that counts
+    result: tuple[Tensor, MtpStats] | None = None
+
+    def __post_init__(self) -> None:
+        self.chunk_bytes = self.chunk_bytes or CHUNK_BYTES["cuda" if self.mask.is_cuda else "cpu"]
+        self.anchors = self.mask.any(1).nonzero().flatten().tolist()
+
+    def chunks(self, draft_hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Anchors, draft logits [C, K, V], and the target's as a strided view [C, K, V] of [C + K - 1, V]."""
+        depths = draft_hidden.shape[1]
+        step = max(1, self.chunk_bytes // (depths * weight.shape[0] * draft_hidden.element_size()))
+        for part in spans(self.anchors, step):
+            rows = torch.arange(part.start + 1, part.stop + depths, device=weight.device)
+            target = self.target_hidden[rows.clamp(max=len(self.target_hidden) - 1)] @ weight.T
+            draft = draft_hidden[part] @ weight.T
+            if self.vocab is not None:
+                for logits in (draft, target):
+                    logits[..., self.vocab :] = -torch.inf
+            shared = target.unfold(0, part.stop - part.start, 1).permute(2, 0, 1)
+            yield part, draft, shared
+
+    def measured(self, part: slice, draft: Tensor, target: Tensor) -> Measured:
+        """Row statistics of a chunk."""
+        return measure(
+            draft,
+            target,
+            self.mask[part],
+            None if self.tokens is None else self.tokens[part],
+            self.temperature,
+            group=self.group,
+            backend=self.backend,
+            keep_bits=False,
+        )
+
+    def coefficients(self, rows: Rows, part: slice) -> Tensor:
+        """[len(Coefficients), C, K] derivatives of the summed loss by the statistics of some anchors."""
+        objective = self.objective
+        if isinstance(objective.anchors, Tensor):
+            objective = replace(objective, anchors=objective.anchors[part])
+        with torch.enable_grad():
+            leaves = [leaf.detach().requires_grad_() for leaf in rows.leaves()]
+            total, _ = objective.total_and_weight(rows.with_leaves(leaves), self.mask[part])
+            return torch.stack(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+    def add_gradient(
+        self,
+        part: slice,
+        logits: tuple[Tensor, Tensor],
+        found: Measured,
+        coefficients: Tensor,
+        inputs: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor | None],
+    ) -> None:
+        """Write a chunk's gradient by the hidden states; add that by the head, in float32."""
+        dz = self.backend.gradient(
+            logits[0],
+            found.lse[0],
+            found.sums,
+            coefficients,
+            self.mask[part],
+            self.temperature,
+            tokens=found.tokens,
+            bits=None,
+            target=logits[1],
+            target_lse=found.lse[1],
+        )
+        hidden, weight = inputs
+        torch.matmul(dz, weight, out=grads[0][part])
+        if grads[1] is not None:
+            flat, rows = hidden[part].flatten(0, 1), dz.flatten(0, 1)
+            for block, columns in zip(grads[1].split(HEAD_BLOCK), rows.split(HEAD_BLOCK, dim=1), strict=True):
+                block += columns.T @ flat
+
+
+def spans(anchors: list[int], step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover ascending anchors and begin and end with one.
+
+    >>> list(spans([2, 3, 4, 9, 20, 21], step=8))
+    [slice(2, 10, None), slice(20, 22, None)]
+    """
+    first = 0
+    while first < len(anchors):
+        end = bisect_left(anchors, anchors[first] + step)
+        yield slice(anchors[first], anchors[end - 1] + 1)
+        first = end
+
+
+class _LinearTotal(torch.autograd.Function):
+    """Numerator of the loss; the gradient is computed on the way forward."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, walk: _Walk, grad_enabled: bool) -> Tensor:
+        objective = walk.objective
+        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
+        # Under tensor parallelism a rank's share of the hidden gradient is summed at the end.
+        grads = (
+            torch.zeros_like(hidden) if any(wanted) else None,
+            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
+        )
+        at_once = any(wanted) and not objective.whole_sequence
+        rows = Rows.zeros(walk.mask, compute_dtype(hidden))
+        for part, *logits in walk.chunks(hidden, weight):
+            found = walk.measured(part, *logits)
+            rows.put(part, found.rows)
+            if at_once:
+                by_row = walk.coefficients(found.rows, part)
+                walk.add_gradient(part, logits, found, by_row, (hidden, weight), grads)
+        if any(wanted) and objective.whole_sequence:
+            by_row = walk.coefficients(rows, slice(None))
+            for part, *logits in walk.chunks(hidden, weight):
+                found = walk.measured(part, *logits)
+                walk.add_gradient(part, logits, found, by_row[:, part], (hidden, weight), grads)
+        if wanted[0] and walk.group is not None:
+            dist.all_reduce(grads[0], group=walk.group)
+        total, divisor = objective.total_and_weight(rows, walk.mask)
+        has_tokens = walk.tokens is not None
+        walk.result = divisor, statistics(objective, rows, walk.mask, total, divisor, has_tokens=has_tokens)
+        ctx.save_for_backward(*grads)
+        ctx.head_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        by_hidden, by_weight = ctx.saved_tensors
+        by_hidden = by_hidden * grad_total if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            by_weight = (by_weight * grad_total).to(ctx.head_dtype)
+        return by_hidden, by_weight, None, None

@@ -1,0 +1,18 @@
+"""Objectives that train a draft, with what they need: row statistics, per-depth sums, alignment."""
+
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.drafts.loss.alignment import DepthTargets, depth_targets, stack_depths
+from rlpipe.drafts.loss.api import mtp_loss
+from rlpipe.drafts.loss.rows import Backend
+from rlpipe.drafts.loss.stats import MtpStats
+
+__all__ = [
+    "AnchorWeighting",
+    "Backend",
+    "DepthTargets",
+    "MtpLossKind",
+    "MtpStats",
+    "depth_targets",
+    "mtp_loss",
+    "stack_depths",
+]

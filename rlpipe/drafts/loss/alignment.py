@@ -1,0 +1,70 @@
+"""Which token and which anchors a loss compares: from sequences to [N, K] tokens and masks.
+
+Depth k (1-based) at anchor t read tokens up to t + k; draft and target (the backbone at position t + k)
+both predict token t + k + 1. An engine's verify step at anchor t knows token t + 1 and drafts t + 2
+onwards, so the first step of a turn that begins at token s has the anchor s - 1, the last prompt token:
+the turn's first token comes from the prefill and is never drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class DepthTargets:
+    """Alignment of B sequences of T tokens with K depths; N = B * T anchors, row-major.
+
+    tokens: [N, K] int64, the token that depth k + 1 (0-based k) predicts; 0 where masked.
+    mask: [N, K] bool, whether that token was drafted for: sampled, in the turn the anchor drafts.
+    turn_starts: [B, T] bool, anchors at which a turn's first verify step starts.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    turn_starts: Tensor
+
+
+def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
+    """Tokens, mask and turn starts of all anchors.
+
+    tokens: [B, T] int64. sampled: [B, T] bool, the tokens that the model sampled (not prompt, not
+    padding); turns are its runs. Sequences packed into one row need an unsampled token between turns.
+
+    >>> found = depth_targets(torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]]).bool(), depths=2)
+    >>> found.mask.int().tolist()  # token 2 is sampled by the prefill; 3 and 4 are drafted
+    [[0, 0], [1, 1], [1, 0], [0, 0], [0, 0], [0, 0]]
+    >>> found.tokens[1].tolist(), found.turn_starts.nonzero().tolist()
+    ([3, 4], [[0, 1]])
+    """
+    batch, length = tokens.shape
+    width = length + depths + 1
+    drafted = torch.zeros(batch, width, dtype=torch.bool, device=tokens.device)
+    drafted[:, 1:length] = sampled[:, 1:] & sampled[:, :-1]  # its turn goes on: not a turn's first token
+    padded = torch.nn.functional.pad(tokens, (0, width - length))
+    columns = torch.arange(length, device=tokens.device)[:, None] + torch.arange(2, depths + 2).to(
+        tokens.device
+    )
+    mask = drafted[:, columns].cumprod(-1).bool()  # [B, T, K]; a chain ends with its turn
+    active = mask[..., 0]
+    starts = active.clone()
+    starts[:, 1:] &= ~active[:, :-1]
+    return DepthTargets(
+        tokens=(padded[:, columns] * mask).flatten(0, 1), mask=mask.flatten(0, 1), turn_starts=starts
+    )
+
+
+def stack_depths(states: list[Tensor], length: int) -> Tensor:
+    """[N, K, H] hidden states of a draft from one tensor per depth, N = B * length.
+
+    states: K tensors [B, T_k, H] of anchors 0..T_k - 1, T_k <= length, as `drafts.layer.unroll` returns
+    them; from [S, B, H] transpose first. Missing anchors are 0: `depth_targets` masks them.
+
+    >>> stack_depths([torch.ones(2, 3, 4), torch.ones(2, 2, 4)], length=4).shape
+    torch.Size([8, 2, 4])
+    """
+    padded = [torch.nn.functional.pad(state, (0, 0, 0, length - state.shape[1])) for state in states]
+    return torch.stack(padded, 2).flatten(0, 1)

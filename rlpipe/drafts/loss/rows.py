@@ -1,0 +1,226 @@
+"""Row statistics as one differentiable function, over vocabulary shards and backends.
+
+Owns the order of passes, reductions and what is saved; the passes are the backends' (`torch_rows`,
+`rlpipe.drafts.kernels.tv`), the objectives are `definitions`'. Flow:
+
+    normalizers --MAX, SUM--> overlaps --SUM--> Rows [N, K] --objective--> coefficients --> gradient
+
+Three packed all-reduces over the tensor-parallel group forward, none backward. Saved for the backward pass:
+the draft's logits, one bit per token and [N, K] numbers; the target's logits only for a KL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpipe.config.choice import Choice
+from rlpipe.drafts.loss import torch_rows
+from rlpipe.drafts.loss.torch_rows import Sums
+
+
+class Backend(Choice):
+    """Who passes over the vocabulary."""
+
+    AUTO = "auto"  # triton for CUDA tensors where it is installed, else torch
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """What an objective may depend on, each [N, K]; masked rows hold 0.
+
+    Differentiable by the draft: alpha (overlap, in [0, 1]), kl (target || draft), reverse_kl, and
+    draft_logprob of the realised token. Constant: the others; see `MtpStats` for their meaning.
+    """
+
+    alpha: Tensor
+    kl: Tensor
+    reverse_kl: Tensor
+    draft_logprob: Tensor
+    target_logprob: Tensor
+    draft_entropy: Tensor
+    target_entropy: Tensor
+    target_above: Tensor
+    draft_above: Tensor
+    top1: Tensor
+
+    def leaves(self) -> list[Tensor]:
+        """The differentiable ones, in the order of `Coefficients`."""
+        return [self.alpha, self.kl, self.reverse_kl, self.draft_logprob]
+
+    def with_leaves(self, leaves: list[Tensor]) -> Rows:
+        """The same rows with these tensors as the differentiable ones."""
+        alpha, kl, reverse_kl, draft_logprob = leaves
+        return replace(self, alpha=alpha, kl=kl, reverse_kl=reverse_kl, draft_logprob=draft_logprob)
+
+    @classmethod
+    def zeros(cls, mask: Tensor, dtype: torch.dtype) -> Rows:
+        """Rows of an all-masked `mask`, to be filled."""
+        return cls(**{f.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for f in fields(cls)})
+
+    def put(self, part: slice, rows: Rows) -> None:
+        """Write the rows of some anchors."""
+        for field in fields(Rows):
+            getattr(self, field.name)[part] = getattr(rows, field.name)
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Rows, and what the gradient needs besides the logits.
+
+    sums: [len(Sums), N, K]. lse: of draft and of target. tokens: in the shard's numbering.
+    """
+
+    rows: Rows
+    sums: Tensor
+    lse: tuple[Tensor, Tensor]
+    bits: Tensor | None
+    tokens: Tensor | None
+
+
+def resolve_backend(backend: Backend | str, logits: Tensor) -> ModuleType:
+    """The module with `normalizers`, `overlaps` and `gradient`."""
+    backend = Backend(backend)
+    if backend is Backend.AUTO:
+        backend = Backend.TRITON if logits.is_cuda and find_spec("triton") else Backend.TORCH
+    if backend is Backend.TORCH:
+        return torch_rows
+    from rlpipe.drafts.kernels import tv
+
+    return tv
+
+
+def measure(
+    draft: Tensor,
+    target: Tensor,
+    mask: Tensor,
+    tokens: Tensor | None,
+    temperature: float,
+    *,
+    group: dist.ProcessGroup | None,
+    backend: ModuleType,
+    keep_bits: bool,
+) -> Measured:
+    """Statistics of all rows, complete over the shards of `group`. draft, target: [N, K, V of the shard]."""
+    (z_max, z_lse), (y_max, y_lse) = (backend.normalizers(x, temperature) for x in (draft, target))
+    if group is not None:
+        extremes = torch.stack([z_lse, y_lse, z_max, y_max])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+        largest_lse, (z_max, y_max) = extremes[:2], extremes[2:].unbind(0)
+        shares = (torch.stack([z_lse, y_lse]) - largest_lse).exp()
+        dist.all_reduce(shares, group=group)
+        z_lse, y_lse = (largest_lse + shares.log()).unbind(0)
+    sums, bits = backend.overlaps(
+        draft, target, (z_max, y_max), (z_lse, y_lse), temperature, keep_bits=keep_bits
+    )
+    local = None
+    if tokens is not None:
+        offset = 0 if group is None else dist.get_rank(group) * draft.shape[2]
+        local = tokens - offset
+    picked = [_picked(x, local, temperature) for x in (draft, target)]
+    if group is not None:
+        packed = torch.cat([sums, torch.stack(picked)])
+        dist.all_reduce(packed, group=group)
+        sums, picked = packed[: len(Sums)], packed[len(Sums) :].unbind(0)
+    rows = _rows(sums, [logit - lse for logit, lse in zip(picked, (z_lse, y_lse), strict=True)], mask)
+    if tokens is None:
+        rows.draft_logprob, rows.target_logprob = (torch.zeros_like(rows.alpha) for _ in range(2))
+    return Measured(rows=rows, sums=sums, lse=(z_lse, y_lse), bits=bits, tokens=local)
+
+
+def _picked(logits: Tensor, local: Tensor | None, temperature: float) -> Tensor:
+    """[N, K] logit / temperature of the realised token where this shard has it, else 0."""
+    dtype = torch_rows.compute_dtype(logits)
+    if local is None:
+        return torch.zeros(logits.shape[:2], dtype=dtype, device=logits.device)
+    here = (local >= 0) & (local < logits.shape[2])
+    values = logits.gather(-1, local.where(here, 0)[..., None])[..., 0].to(dtype) / temperature
+    return torch.where(here, values, 0)
+
+
+def _rows(sums: Tensor, logprobs: list[Tensor], mask: Tensor) -> Rows:
+    def kept(x: Tensor) -> Tensor:
+        return torch.where(mask, x, 0)
+
+    return Rows(
+        alpha=kept(sums[Sums.ALPHA].clamp(0, 1)),
+        kl=kept(sums[Sums.KL]),
+        reverse_kl=kept(sums[Sums.REVERSE_KL]),
+        draft_logprob=kept(logprobs[0].clamp(min=torch_rows.FLOOR)),
+        target_logprob=kept(logprobs[1].clamp(min=torch_rows.FLOOR)),
+        draft_entropy=kept(sums[Sums.DRAFT_ENTROPY]),
+        target_entropy=kept(sums[Sums.TARGET_ENTROPY]),
+        target_above=kept(sums[Sums.TARGET_ABOVE]),
+        draft_above=kept((1 - sums[Sums.COVERED]).clamp(0, 1)),
+        top1=kept((sums[Sums.TOP1] > 0).to(sums.dtype)),
+    )
+
+
+def row_statistics(
+    draft: Tensor,
+    target: Tensor,
+    mask: Tensor,
+    tokens: Tensor | None,
+    temperature: float,
+    *,
+    group: dist.ProcessGroup | None,
+    backend: ModuleType,
+    needs_target: bool,
+) -> Rows:
+    """Rows that are differentiable by `draft`, [N, K, V]; the target is a constant.
+
+    needs_target: whether the objective has a KL term, whose gradient reads the target again.
+    """
+    names = [f.name for f in fields(Rows)]
+    out = _RowStatistics.apply(
+        draft, target.detach(), mask, tokens, temperature, group, backend, needs_target, names
+    )
+    return Rows(**dict(zip(names, out, strict=True)))
+
+
+class _RowStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, draft, target, mask, tokens, temperature, group, backend, needs_target, names
+    ) -> tuple[Tensor, ...]:
+        found = measure(
+            draft,
+            target,
+            mask,
+            tokens,
+            temperature,
+            group=group,
+            backend=backend,
+            keep_bits=not needs_target and draft.requires_grad,
+        )
+        ctx.temperature, ctx.backend = temperature, backend
+        kept = (target, found.lse[1]) if needs_target else (None, None)
+        ctx.save_for_backward(draft, found.lse[0], found.sums, mask, found.tokens, found.bits, *kept)
+        out = tuple(getattr(found.rows, name) for name in names)
+        ctx.mark_non_differentiable(*out[4:])
+        return out
+
+    @staticmethod
+    def backward(ctx, *grads) -> tuple[Tensor | None, ...]:
+        draft, lse, sums, mask, tokens, bits, target, target_lse = ctx.saved_tensors
+        coefficients = torch.stack(grads[:4])
+        grad = ctx.backend.gradient(
+            draft,
+            lse,
+            sums,
+            coefficients,
+            mask,
+            ctx.temperature,
+            tokens=tokens,
+            bits=bits,
+            target=target,
+            target_lse=target_lse,
+        )
+        return grad, *[None] * 8

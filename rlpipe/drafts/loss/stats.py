@@ -1,0 +1,114 @@
+"""Per-depth statistics of a draft, as sums with counts: they add over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpipe.drafts.loss.rows import Rows
+from rlpipe.drafts.visit import VisitForecast
+from rlpipe.metrics.values import Mean, Ratio, Value
+
+BY_DEPTH = (
+    "alpha",
+    "draft_entropy",
+    "target_entropy",
+    "kl",
+    "reverse_kl",
+    "target_above",
+    "draft_above",
+    "top1",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class MtpStats:
+    """Sums over the unmasked rows of each depth, [K] float64 unless said; nothing waits for the device.
+
+    count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
+    target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target
+    where p > q, of the draft where q > p. top1: draft and target share a most likely token.
+    alpha_lower: with `top_k` the overlap without the tail bucket, alpha being the upper bound; else alpha.
+    drafted, accepted: expected counts of an engine on these sequences, as `SpecCounts`; zeros without
+    turns. verify_steps, emitted: scalars, expected verify steps and the tokens they emit.
+    loss, weight: scalars, numerator and denominator of the loss.
+    """
+
+    count: Tensor
+    alpha: Tensor
+    alpha_lower: Tensor
+    draft_entropy: Tensor
+    target_entropy: Tensor
+    kl: Tensor
+    reverse_kl: Tensor
+    target_above: Tensor
+    draft_above: Tensor
+    top1: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    verify_steps: Tensor
+    emitted: Tensor
+    loss: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(
+        cls, rows: Rows, mask: Tensor, loss: Tensor, weight: Tensor, visits: VisitForecast | None
+    ) -> MtpStats:
+        """Sums of rows whose masked entries are 0."""
+        depth = {name: getattr(rows, name).detach().double().sum(0) for name in BY_DEPTH}
+        nothing = torch.zeros_like(depth["alpha"])
+        return cls(
+            **depth,
+            count=mask.sum(0).double(),
+            alpha_lower=depth["alpha"].clone(),
+            drafted=nothing.clone() if visits is None else visits.drafted.sum(0),
+            accepted=nothing.clone() if visits is None else visits.accepted.sum(0),
+            verify_steps=nothing[0].clone() if visits is None else visits.verify_steps.sum(),
+            emitted=nothing[0].clone() if visits is None else visits.emitted.sum(),
+            loss=loss.detach().double(),
+            weight=weight.detach().double(),
+        )
+
+    def __add__(self, other: MtpStats) -> MtpStats:
+        """Sums of both; depths must agree."""
+        return MtpStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(MtpStats)})
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> MtpStats:
+        """Sums over ranks that saw different rows (data parallel, not tensor parallel), in one message."""
+        values = [getattr(self, f.name) for f in fields(MtpStats)]
+        packed = torch.cat([value.flatten() for value in values])
+        dist.all_reduce(packed, group=group)
+        parts = packed.split([value.numel() for value in values])
+        return MtpStats(
+            **{
+                f.name: part.view_as(value)
+                for f, part, value in zip(fields(MtpStats), parts, values, strict=True)
+            }
+        )
+
+    def metrics(self) -> dict[str, Value]:
+        """Flat names as `mtp/alpha/depth_1`; reads the device once."""
+        found: dict[str, Value] = {"mtp/loss": Mean(self.loss, self.weight)}
+        names = [*BY_DEPTH, "alpha_lower"]
+        table = torch.stack([getattr(self, name) for name in names] + [self.count]).tolist()
+        for name, sums in zip(names, table[:-1], strict=True):
+            for depth, (total, count) in enumerate(zip(sums, table[-1], strict=True), 1):
+                found[f"mtp/{name}/depth_{depth}"] = Mean(total, count)
+        if self.emitted > 0:
+            found["mtp/predicted_acceptance_length"] = Ratio(self.emitted, self.verify_steps)
+        return found
+
+
+def no_stats(depths: int, device: torch.device) -> MtpStats:
+    """Statistics of nothing."""
+    scalars = ("verify_steps", "emitted", "loss", "weight")
+    return MtpStats(
+        **{
+            f.name: torch.zeros(() if f.name in scalars else depths, dtype=torch.float64, device=device)
+            for f in fields(MtpStats)
+        }
+    )

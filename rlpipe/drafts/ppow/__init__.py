@@ -1,0 +1,48 @@
+"""PPOW: reinforcement learning of a drafter on windows of drafts (arXiv 2605.14978).
+
+    windows    which windows are worth training on: criticality, scores, ADAW with its curriculum
+    reward     what a verified window earns: accepted tokens per cost, or closeness to the target
+    objective  group-relative advantages and the clipped loss, anchored to the target
+    totals     what a step reports
+
+Pure functions over distributions and tokens; nothing here drafts or verifies.
+"""
+
+from rlpipe.drafts.ppow.objective import PpowStats, group_advantages, ppow_loss
+from rlpipe.drafts.ppow.reward import (
+    acceptance_law,
+    expected_reward,
+    proximity_gap,
+    proximity_reward,
+    speedup_reward,
+    window_reward,
+)
+from rlpipe.drafts.ppow.totals import PpowTotals, Total
+from rlpipe.drafts.ppow.windows import (
+    confidence,
+    criticality,
+    hard_share,
+    sample_windows,
+    window_law,
+    window_scores,
+)
+
+__all__ = [
+    "PpowStats",
+    "PpowTotals",
+    "Total",
+    "acceptance_law",
+    "confidence",
+    "criticality",
+    "expected_reward",
+    "group_advantages",
+    "hard_share",
+    "ppow_loss",
+    "proximity_gap",
+    "proximity_reward",
+    "sample_windows",
+    "speedup_reward",
+    "window_law",
+    "window_reward",
+    "window_scores",
+]

@@ -1,0 +1,86 @@
+"""The plots of acceptance where it happens: by turn, kind of token, entropy and position (Bebop Fig. 12b).
+
+Owns these figures and the sample of rollouts they are made of; the cuts are analysis.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.metrics.runs import RunData
+from rlpipe.report.drawing import ACCEPTANCE, COLOURS, Figure, short
+
+if TYPE_CHECKING:
+    from rlpipe.report.analysis import Judged
+
+MAX_FILES = 80  # of a run's rollouts, spread evenly over it
+MAX_BINS = 16
+CUTS = (
+    ("kind", "by kind of token", "Commands and code are easier to foresee than prose.", "kind of token"),
+    ("entropy", "by entropy of the target", "Where the target itself is undecided, drafts fail.", "nat"),
+    ("turn", "by turn", "Of the trajectory, the first one is 0.", "turn"),
+    ("position", "by position", "Sampled tokens before it in the trajectory.", "position (tokens)"),
+)
+
+
+def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
+    """A figure per cut with more than one bin; [] for runs that recorded no drafts."""
+    from rlpipe.report.analysis import acceptance_by
+
+    drafts = {run.name: _judged(run) for run in runs}
+    figures = []
+    for key, title, note, axis in CUTS:
+        traces = []
+        for n, run in enumerate(runs):
+            cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
+            if len(cuts) > 1:
+                traces.append(
+                    {
+                        "type": "bar",
+                        "name": run.name,
+                        "x": [cut.label for cut in cuts],
+                        "y": [short(cut.rate) for cut in cuts],
+                        "error_y": {
+                            "type": "data",
+                            "array": [short(cut.se or 0.0) for cut in cuts],
+                            "thickness": 1.2,
+                            "width": 3,
+                            "color": "$text",
+                        },
+                        "text": [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts],
+                        "textposition": "none",
+                        "marker": {"color": f"${n % COLOURS}"},
+                    }
+                )
+        figures.append(
+            Figure(
+                title=f"Acceptance {title}",
+                note=f"Σ kept / Σ judged drafts of recorded rollouts, ± standard error. {note}",
+                traces=traces,
+                layout={
+                    "hovermode": "closest",
+                    "xaxis": {"title": {"text": axis}, "type": "category"},
+                    "yaxis": {"title": {"text": "share kept"}, "range": [0, 1.02]},
+                },
+                section=ACCEPTANCE,
+            )
+        )
+    return [figure for figure in figures if figure.traces]
+
+
+def _judged(run: RunData) -> Judged:
+    """Drafts of rollouts spread evenly over the run."""
+    from rlpipe.report.analysis import judged
+
+    env = run.settings.get("env") or {}
+    plain = env.get("name") == "swe" and env.get("action_mode", "plain") == "plain"
+    return judged(_sample(run), plain_commands=plain)
+
+
+def _sample(run: RunData) -> Iterator[dict[str, Any]]:
+    files = sorted((run.path / "rollouts").glob("step_*.jsonl"))
+    for file in files[:: max(1, ceil(len(files) / MAX_FILES))]:
+        yield from read_jsonl(file)[0]

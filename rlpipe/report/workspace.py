@@ -1,0 +1,173 @@
+"""A W&B workspace and report about acceptance and entropy: panels like Bebop Fig. 2, 3, 6, 7 and 8.
+
+Owns what the panels show and the spec file; the schema is that of wandb-workspaces, the login is sinks.py's.
+Offline first: `make_spec` reads run directories, `write_spec` checks the spec by building W&B's objects of it
+and writes JSON, `apply` creates what the file says once there is a login.
+
+Fig. 3 needs numbers that no run logs: the slope and the means of its early phase (decomposition.py). They go
+into expressions over metrics that are logged, so the panel of a run goes on with the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.acceptance.decomposition import ENTROPY, LENGTH, RATE, decompose_run, paired
+from rlpipe.metrics.bus import STEP
+from rlpipe.metrics.names import declared
+from rlpipe.metrics.runs import RunData
+from rlpipe.report.figures import STEP_PHASES
+
+NAME = "wandb_workspace.json"
+PHASES = tuple(name for name, _ in STEP_PHASES)
+
+
+def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -> dict[str, Any]:
+    """What to create, as JSON.
+
+    entity: "" is filled in when it is sent. project: "" takes the one the runs were logged to. Returns
+    {"title", "entity", "project", "runs": [{"name", "id"}], "sections": [{"name", "runs", "panels"}]}; a
+    panel is {"figure", "title", "x", "y"} with maybe "points", "area" or "expressions". A section's "runs"
+    are the ids it shows, [] for all.
+
+    Raises ValueError when the runs were logged to different projects.
+    """
+    projects = {(run.settings.get("metrics") or {}).get("wandb_project", "rlpipe") for run in runs}
+    if not project and len(projects) > 1:
+        raise ValueError(f"the runs are in different W&B projects {sorted(projects)}. Choose one: --project.")
+    depths = sorted(
+        {name for run in runs for name in run.names() if name.startswith(f"{RATE}/depth_")},
+        key=lambda name: int(name.rpartition("_")[2]),
+    )
+    sections = [
+        {
+            "name": "Acceptance",
+            "runs": [],
+            "panels": [
+                *(_panel("Fig. 2", f"Acceptance rate, depth {d.rpartition('_')[2]}", [d]) for d in depths),
+                _panel("Fig. 6", "Acceptance length", [LENGTH]),
+                _panel("Fig. 8", "Acceptance length against entropy", [LENGTH], x=ENTROPY, points=True),
+                _panel("", "Entropy of the target", [ENTROPY]),
+            ],
+        },
+        {
+            "name": "Step latency",
+            "runs": [],
+            "panels": [
+                _panel("Fig. 7", "Seconds per step", ["timing_s/step"]),
+                _panel("Fig. 7", "Where a step's time goes", list(PHASES), area=True),
+                _panel("", "Rollout tokens per second", ["perf/tokens_per_s/rollout"]),
+                _panel("", "Utilisation", ["perf/utilisation/rollout", "perf/utilisation/trainer"]),
+            ],
+        },
+        *(section for run in runs if (section := _why(run))),
+    ]
+    return {
+        "title": "Acceptance and entropy",
+        "entity": entity,
+        "project": project or projects.pop(),
+        "runs": [{"name": run.name, "id": run_id(run)} for run in runs],
+        "sections": sections,
+    }
+
+
+def run_id(run: RunData) -> str:
+    """The id under which the run logs to W&B; "" when it did not."""
+    file = run.path / "wandb" / "run_id"
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def write_spec(spec: dict[str, Any], path: Path) -> None:
+    """Check against the schema of wandb-workspaces and write. Raises ValueError when it does not fit."""
+    build(spec)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(spec, indent=2) + "\n")
+
+
+def apply(spec: dict[str, Any]) -> list[str]:
+    """Create the workspace and the report on the server; needs a login. Returns their addresses."""
+    workspace, report = build(spec)
+    workspace.save()
+    report.save()
+    return [workspace.url, report.url]
+
+
+def build(spec: dict[str, Any]) -> tuple[Any, Any]:
+    """W&B's Workspace and Report of a spec, not saved.
+
+    Raises ValueError when wandb-workspaces is missing or the spec does not fit its schema; pydantic's
+    error is one.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise ValueError('this needs wandb-workspaces: pip install "rlpipe[dashboards]".') from error
+    entity, project = spec["entity"], spec["project"]
+    workspace = workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=spec["title"],
+        sections=[
+            workspaces.Section(
+                name=section["name"],
+                panels=[_built(panel, reports) for panel in section["panels"]],
+                is_open=True,
+            )
+            for section in spec["sections"]
+            if not section["runs"]
+        ],
+    )
+    blocks: list[Any] = [reports.TableOfContents()]
+    for section in spec["sections"]:
+        filters = f"ID in {json.dumps(section['runs'])}" if section["runs"] else ""
+        shown = reports.Runset(entity=entity, project=project, name=section["name"], filters=filters)
+        panels = [_built(panel, reports) for panel in section["panels"]]
+        blocks += [reports.H2(section["name"]), reports.PanelGrid(runsets=[shown], panels=panels)]
+    report = reports.Report(entity=entity, project=project, title=spec["title"], blocks=blocks, width="fluid")
+    return workspace, report
+
+
+def _panel(figure: str, title: str, y: list[str], x: str = STEP, **more: Any) -> dict[str, Any]:
+    for name in (*y, x):
+        declared(name)  # raises when a panel shows what no run logs
+    return {"figure": figure, "title": f"{figure}: {title}" if figure else title, "x": x, "y": y, **more}
+
+
+def _why(run: RunData) -> dict[str, Any] | None:
+    """Fig. 3 for one run; None when its change cannot be split or it is not on W&B."""
+    try:
+        found = decompose_run(run).get("overall")
+    except ValueError:  # the entropy does not vary
+        return None
+    if found is None or not run_id(run):
+        return None
+    steps, rate, entropy = paired(run, RATE, ENTROPY)
+    early = steps <= found.early[1]
+    a0, h0 = float(rate[early].mean()), float(entropy[early].mean())
+    total = f"${{{RATE}}} - {a0:.6g}"
+    by_entropy = f"{found.slope.value:.6g} * (${{{ENTROPY}}} - {h0:.6g})"
+    parts = (
+        ("change", total),
+        ("by entropy", by_entropy),
+        ("by draft mismatch", f"{total} - ({by_entropy})"),
+    )
+    panels = [
+        _panel("Fig. 3", f"{run.name}: {label}", [RATE, ENTROPY], expressions=[expression])
+        for label, expression in parts
+    ]
+    return {"name": f"Why acceptance moved: {run.name}", "runs": [run_id(run)], "panels": panels}
+
+
+def _built(panel: dict[str, Any], reports: Any) -> Any:
+    options: dict[str, Any] = {}
+    if panel.get("points"):
+        options["line_marks"] = dict.fromkeys(panel["y"], "points")
+    if panel.get("area"):
+        options["plot_type"] = "stacked-area"
+    if panel.get("expressions"):
+        options["custom_expressions"] = panel["expressions"]
+    return reports.LinePlot(title=panel["title"], x=panel["x"], y=panel["y"], **options)

@@ -1,0 +1,398 @@
+"""The report: one self-contained HTML page about one run, or comparing several.
+
+Owns what is said about runs: the summary and the tables; the plots are in figures.py, the trajectories in
+viewer.py, the look in report_page.py. Flow: directories -> RunData -> cards, figures, tables -> page, whose
+heavy parts (plotly, trajectories) are compressed. A run without steps gets a page too: it says what is
+missing and shows the events.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlpipe.metrics.console import duration
+from rlpipe.metrics.names import Level, declared
+from rlpipe.metrics.runs import RunData, dump, load_run
+from rlpipe.report.drawing import SECTIONS, WHY, Figure
+from rlpipe.report.figures import figures, window
+from rlpipe.report.figures_adapt import held_out
+from rlpipe.report.page import LIVE, PAGE, SCRIPT, STYLE
+from rlpipe.report.viewer import shown_trajectories, viewer_html
+
+MAX_EVENTS = 300
+WINDOW = 10  # steps that "at the end" refers to
+OUTCOMES = {
+    "done": ("finished", "good"),
+    "stopped": ("stopped", "warn"),
+    "interrupted": ("interrupted", "warn"),
+    "failed": ("failed", "bad"),
+    "no end": ("killed, or still running", "warn"),
+}
+LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ fault", "bad")}
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> None:
+    """Write the page about the runs in `run_dirs` to `out`, replacing it in one move.
+
+    Raises ValueError when a directory is not a run directory, or none is given.
+    """
+    if not run_dirs:
+        raise ValueError("no run directory given. Name at least one: python -m rlpipe.report RUN [RUN...]")
+    runs = load_runs(run_dirs)
+    content = make_content(runs)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(out.name + ".part")
+    part.write_text(page(content), encoding="utf-8")
+    part.replace(out)
+
+
+@dataclass(slots=True, kw_only=True)
+class Content:
+    """What a page shows. body: HTML. figures, trajectories: data of the scripts."""
+
+    title: str
+    body: str
+    figures: list[Figure]
+    trajectories: list[dict[str, Any]]
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws the plots from."""
+        return {"figures": [{"traces": f.traces, "layout": f.layout} for f in self.figures]}
+
+
+def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
+    """Read directories; runs of one name get longer ones."""
+    runs = [load_run(path) for path in run_dirs]
+    _make_names_unique(runs)
+    return runs
+
+
+def make_content(runs: Sequence[RunData]) -> Content:
+    """Everything that is said about the runs."""
+    drawn, trajectories = figures(runs), shown_trajectories(runs)
+    body = [
+        _head(runs),
+        *(_notices(run) for run in runs),
+        _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
+        _plots(drawn, window(runs), _advice(runs)),
+        viewer_html(trajectories),
+        "<h2>Details</h2>",
+        *(_events(run, len(runs) > 1) for run in runs),
+        _all_metrics(runs),
+        *(_settings(run, len(runs) > 1) for run in runs),
+        f"<footer>Written {time.strftime('%Y-%m-%d %H:%M')} by rlpipe. Opens offline.</footer>",
+    ]
+    return Content(
+        title=" · ".join(run.name for run in runs),
+        body="\n".join(part for part in body if part),
+        figures=drawn,
+        trajectories=trajectories,
+    )
+
+
+def page(content: Content, *, live: bool = False) -> str:
+    """The page; live: one that asks the server it came from for news, otherwise one that asks nobody."""
+    from plotly.offline import get_plotlyjs
+
+    return PAGE.substitute(
+        title=escape(content.title),
+        policy="connect-src 'self'; " if live else "",
+        style=STYLE,
+        body=content.body,
+        plotly=pack(get_plotlyjs()) if content.figures or live else "",
+        data=dump(content.data()),
+        trajectories=pack(dump(content.trajectories)) if content.trajectories else "",
+        script=SCRIPT + (LIVE if live else ""),
+    )
+
+
+def pack(text: str) -> str:
+    """gzip in base64: what the page's `unpack` reads."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=7, mtime=0)).decode()
+
+
+# --- summary ---------------------------------------------------------------------------------------
+
+
+def _head(runs: Sequence[RunData]) -> str:
+    if len(runs) > 1:
+        return f'<h1>{len(runs)} runs compared</h1><p class="sub">A colour is a run, everywhere below.</p>'
+    run = runs[0]
+    facts = [
+        run.settings.get("recipe"),
+        (run.settings.get("model") or {}).get("path"),
+        _speculation(run),
+        str(run.path.resolve()),
+    ]
+    line = " · ".join(escape(str(fact)) for fact in facts if fact)
+    return f'<h1>{escape(run.name)}</h1> {_badge(run)}<p class="sub">{line}</p>'
+
+
+def _badge(run: RunData) -> str:
+    words, colour = OUTCOMES.get(run.outcome, (run.outcome, "warn"))
+    return f'<span class="badge {colour}">{escape(words)}</span>'
+
+
+def _speculation(run: RunData) -> str:
+    spec = run.settings.get("spec")
+    if not isinstance(spec, dict) or not spec.get("mode"):
+        return ""
+    mode = str(spec["mode"]).lower()
+    return "no speculation" if mode == "none" else f"MTP draft: {mode}, gamma {spec.get('gamma', '?')}"
+
+
+def _notices(run: RunData) -> str:
+    notes = []
+    if not any("timing_s/step" in record for record in run.records):
+        what = "Validation was recorded, but no" if run.records else "No"
+        notes.append(
+            f"<b>{what} training step of {escape(run.name)} was recorded.</b> The run ended before its first "
+            "step did, or is still in it. The events below say how far it came; the terminal output has the "
+            "error. With checkpoints in the run directory, the same command continues the run."
+        )
+    elif run.outcome in ("failed", "no end"):
+        planned = f" of {run.planned_steps}" if run.planned_steps else ""
+        how = "failed" if run.outcome == "failed" else "has not ended, or was killed"
+        notes.append(
+            f"<b>{escape(run.name)} {how}</b>: the last recorded step is "
+            f"{run.steps}{planned}. The same command continues from its newest checkpoint."
+        )
+    rung: dict[str, list[Any]] = {}
+    for event in run.events:
+        if event.get("kind") == "alarm":
+            rung.setdefault(str(event.get("alarm")), []).append(event.get("step"))
+    if rung:
+        names = "; ".join(
+            f"<b>{escape(name)}</b> at step {', '.join(escape(str(s)) for s in steps[:4])}"
+            + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
+            for name, steps in rung.items()
+        )
+        notes.append(f"Alarms of {escape(run.name)}: {names}. What to do is in docs/alarms.md.")
+    if run.broken_lines:
+        notes.append(
+            f"{run.broken_lines} unreadable line(s) in the files of {escape(run.name)} were left out."
+        )
+    return "".join(f'<div class="notice">{note}</div>' for note in notes)
+
+
+def _summary(run: RunData) -> list[tuple[str, str, str]]:
+    """(label, big text as HTML, small text) of everything worth a card."""
+    cards = [_validation_card(run, "val", "Validation reward")]
+    splits = sorted({n.split("/")[1] for n in run.names() if n.startswith("val/") and n.count("/") == 2})
+    for split in splits:
+        if run.series(f"val/{split}/reward") != run.series("val/reward"):
+            cards.append(_validation_card(run, f"val/{split}", f"Validation: {split.replace('_', ' ')}"))
+    cards += [_adaptation_card(run, domain, modes[0]) for domain, modes in held_out(run).items()]
+    cards += [
+        _gauge_card(run, "spec/acceptance_length", "Acceptance length", ".2f", "tokens a verify step"),
+        _gauge_card(run, "perf/tokens_per_s/rollout", "Rollout tokens / s", ",.0f", "of a busy engine"),
+    ]
+    step_seconds = run.series("timing_s/step")[1]
+    done = f"{run.steps}" + (
+        f' <span class="from">of {run.planned_steps}</span>' if run.planned_steps else ""
+    )
+    pace = f"{median(step_seconds):.1f} s a step (median)" if step_seconds else "no step was timed"
+    cards.append(("Training steps", done, pace))
+    cards.append(("Duration", duration(run.seconds), "wall-clock"))
+    masked, retries = (round(sum(run.series(f"env/{name}")[1])) for name in ("masked", "retries"))
+    small = f"warnings {run.count(Level.WARNING)} · masked {masked} · retries {retries}"
+    cards.append(("Faults", str(run.count(Level.FAULT)), small))
+    return [card for card in cards if card is not None]
+
+
+def _validation_card(run: RunData, prefix: str, label: str) -> tuple[str, str, str] | None:
+    return _measured_card(run, f"{prefix}/reward", label)
+
+
+def _adaptation_card(run: RunData, domain: str, mode: str) -> tuple[str, str, str] | None:
+    label = f"Acceptance length: {domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
+    return _measured_card(run, f"adapt/{domain}/{mode}/acceptance_length", label)
+
+
+def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
+    """First and last value of what carries a standard error, `name`_se."""
+    steps, values = run.series(name)
+    if not values:
+        return None
+    errors = dict(zip(*run.series(f"{name}_se"), strict=True))
+    ends = [(steps[0], values[0]), (steps[-1], values[-1])] if len(values) > 1 else [(steps[0], values[0])]
+    *before, (_, last) = ends
+    big = "".join(f'<span class="from">{v:.3f} → </span>' for _, v in before) + f"{last:.3f}"
+    small = " → ".join(f"±{errors[s]:.3f}" for s, _ in ends if s in errors)
+    change = f"{values[-1] - values[0]:+.3f}; " if before else ""
+    return label, big, f"{change}{small} (SE)" if small else change.rstrip("; ")
+
+
+def _gauge_card(run: RunData, name: str, label: str, spec: str, words: str) -> tuple[str, str, str] | None:
+    values = run.series(name)[1]
+    if not values:
+        return None
+    first, last = median(values[:WINDOW]), median(values[-WINDOW:])
+    big = (
+        f'<span class="from">{first:{spec}} → </span>{last:{spec}}'
+        if len(values) > WINDOW
+        else f"{last:{spec}}"
+    )
+    return label, big, words
+
+
+def _cards(run: RunData) -> str:
+    cards = "".join(
+        f'<div class="card"><div class="label">{escape(label)}</div><div class="big">{big}</div>'
+        f'<div class="small">{escape(small)}</div></div>'
+        for label, big, small in _summary(run)
+    )
+    return f'<div class="cards">{cards}</div>'
+
+
+def _comparison(runs: Sequence[RunData]) -> str:
+    summaries = [{label: (big, small) for label, big, small in _summary(run)} for run in runs]
+    labels = list(dict.fromkeys(label for summary in summaries for label in summary))
+    smalls = {label: {s[label][1] for s in summaries if label in s} for label in labels}
+    shared = {label: next(iter(texts)) for label, texts in smalls.items() if len(texts) == 1}
+    titles = [f'{label}<br><span class="small">{escape(shared.get(label, ""))}</span>' for label in labels]
+    rows = []
+    for n, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
+        name = f'<span class="swatch" data-n="{n}"></span><b>{escape(run.name)}</b><br>{_badge(run)}'
+        cells = [summary.get(label, ("–", "")) for label in labels]
+        own = [
+            "" if label in shared else escape(small) for label, (_, small) in zip(labels, cells, strict=True)
+        ]
+        rows.append(
+            [
+                name,
+                *(f'{big}<br><span class="small">{s}</span>' for (big, _), s in zip(cells, own, strict=True)),
+            ]
+        )
+    return f'<div class="runs">{_table(["run", *titles], rows)}</div>'
+
+
+def _plots(drawn: Sequence[Figure], steps: int, advice: str) -> str:
+    parts = []
+    if steps > 1:
+        parts.append(f'<p class="note">A point stands for {steps} steps (their mean).</p>')
+    for section in SECTIONS:
+        boxes = "".join(
+            f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
+            f'<p class="note">{escape(f.note)}</p><div id="plot-{n}"></div></section>'
+            for n, f in enumerate(drawn)
+            if f.section == section
+        )
+        words = advice if section == WHY else ""
+        if boxes or words:
+            parts.append(f'<h2>{section}</h2>{words}<div class="plots">{boxes}</div>')
+    return "\n".join(parts)
+
+
+def _advice(runs: Sequence[RunData]) -> str:
+    """What the run was advised, newest last, each once."""
+    said = {}
+    for run in runs:
+        for event in run.events:
+            if event.get("kind") == "advice" and event.get("text"):
+                words = f"{run.name}: {event['text']}" if len(runs) > 1 else str(event["text"])
+                said[words] = event.get("step")
+    items = [
+        f'<div class="notice advice">{escape(words)}'
+        + (f' <span class="small">(step {escape(str(step))})</span>' if step is not None else "")
+        + "</div>"
+        for words, step in list(said.items())[-6:]
+    ]
+    return "".join(items)
+
+
+# --- tables ----------------------------------------------------------------------------------------
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
+    """A table whose titles and cells are HTML already; `numeric` columns are aligned to the right."""
+    kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
+    head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _events(run: RunData, several: bool) -> str:
+    if not run.events:
+        return ""
+    weight = {"fault": 2, "warning": 1}
+    kept = sorted(run.events, key=lambda e: (weight.get(e.get("level"), 0), e.get("time", 0)))[-MAX_EVENTS:]
+    kept.sort(key=lambda e: e.get("time", 0))
+    start = run.events[0].get("time", 0)
+    rows = []
+    for event in kept:
+        mark, colour = LEVELS.get(event.get("level", "info"), LEVELS["info"])
+        fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
+        text = " ".join(f"{k}={v}" for k, v in fields.items())
+        rows.append(
+            [
+                escape(duration(event.get("time", start) - start)),
+                f'<span class="{colour}">{mark}</span>',
+                f"<code>{escape(str(event.get('kind')))}</code>",
+                escape(text[:600]),
+            ]
+        )
+    left_out = (
+        f", {len(run.events) - len(kept)} of lesser weight left out" if len(kept) < len(run.events) else ""
+    )
+    title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
+    is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
+    table = _table(["after", "", "event", "fields"], rows, numeric=(0,))
+    return f"<details{is_open}><summary>{escape(title)}</summary>{table}</details>"
+
+
+def _all_metrics(runs: Sequence[RunData]) -> str:
+    names = sorted({name for run in runs for name in run.names()})
+    rows = []
+    for name in names:
+        values = [run.series(name)[1] for run in runs]
+        ends = [v for vs in values for v in ((vs[:1], vs[-1:]) if len(runs) == 1 else (vs[-1:],))]
+        rows.append(
+            [f"<code>{escape(name)}</code>", *(f"{v[0]:.4g}" if v else "–" for v in ends), *_meaning(name)]
+        )
+    if not rows:
+        return ""
+    columns = ["first", "last"] if len(runs) == 1 else [f"{escape(run.name)}, last" for run in runs]
+    titles = ["metric", *columns, "unit", "definition"]
+    table = _table(titles, rows, numeric=range(1, 1 + len(columns)))
+    return f"<details><summary>All metrics ({len(rows)})</summary>{table}</details>"
+
+
+def _meaning(name: str) -> tuple[str, str]:
+    try:
+        metric = declared(name)
+    except ValueError:  # written by another version, or by an extension that is not loaded here
+        return "", "(not declared in this version)"
+    return escape(metric.unit), escape(metric.definition)
+
+
+def _settings(run: RunData, several: bool) -> str:
+    if not run.config_text:
+        return ""
+    title = f"Settings{f' of {run.name}' if several else ''}"
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
+
+
+def _make_names_unique(runs: Sequence[RunData]) -> None:
+    """Runs of one name get their parent directory in front, and a number if that does not help."""
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = f"{run.path.resolve().parent.name}/{run.name}"
+    seen: dict[str, int] = {}
+    for run in runs:
+        seen[run.name] = seen.get(run.name, 0) + 1
+        if seen[run.name] > 1:
+            run.name = f"{run.name} ({seen[run.name]})"
