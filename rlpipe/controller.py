@@ -36,6 +36,7 @@ from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.pipeline.backlog import Backlog
 from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.masked import MaskedAttempts, TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.report.write import write_report
 from rlpipe.saving import Saving
@@ -62,6 +63,7 @@ class Controller:
     _backlog: Backlog = field(init=False)
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _saves: Saving = field(init=False)
+    _masked: MaskedAttempts = field(init=False)
     _lost: int = field(default=0, init=False)  # trainers
     _draft_frozen: bool = field(default=False, init=False)
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
@@ -79,18 +81,32 @@ class Controller:
             spans=self._spans,
         )
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        run = self.config.run
+        self._masked = MaskedAttempts(run.max_masked_share, run.masked_window, self.bus.event)
 
     async def run(self) -> None:
-        """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step."""
+        """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step.
+
+        Raises TooManyMasked when so many attempts failed that the run was stopped for it.
+        """
         while True:
             lost: BaseExceptionGroup | None = None
             try:
-                return await self._run()
+                await self._run()
             except* TrainerLost as caught:
                 lost = caught
             finally:
                 await self._saves.settled()
+            if lost is None:
+                break
             await self._recover(lost)
+        if self._verdict:
+            raise TooManyMasked(self._verdict)
+
+    @property
+    def _verdict(self) -> str | None:
+        """Why the run stopped before its last step, if attempts that failed are the reason."""
+        return self._masked.verdict if self.version < self.config.run.steps else None
 
     async def _run(self) -> None:
         """From the newest checkpoint to the end."""
@@ -114,7 +130,10 @@ class Controller:
             await self._train()
             for task in beside:
                 task.cancel()
-        await self._saves.require(self.version, self._backlog)
+        if self._verdict:
+            self.bus.event("run_stopped", verdict=self._verdict)
+        if self.version or not self._verdict:
+            await self._saves.require(self.version, self._backlog)
         if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
             self.bus.event("prompts_dropped", count=dropped, reason="run ended")
         self.bus.emit(self.version, self._spans.drain())
@@ -153,6 +172,9 @@ class Controller:
     async def _collect(self, index: int, prompt: Prompt) -> None:
         group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
         del self._tasks[index]
+        self._masked.see(group.trajectories)
+        if self._masked.verdict:
+            self.request_stop()
         await self._backlog.finished(index, group)
 
     async def _train(self) -> None:
@@ -188,6 +210,7 @@ class Controller:
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started
             metrics |= _step_metrics(groups, self.version, seconds, waited) | self._backlog.metrics()
+            metrics |= self._masked.metrics()
             self.bus.emit(self.version, metrics | self._spans.drain())
             if self._due(self.config.val.every):
                 await self._validate()
@@ -231,6 +254,7 @@ class Controller:
                 )
             if played is None:
                 return
+            self._masked.report(played)
             if number == 0:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)

@@ -30,6 +30,7 @@ from rlpipe.metrics.sinks import make_sinks
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.masked import TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
 
 
@@ -92,6 +93,9 @@ def _launch_rl(config: Config, run_dir: Path) -> int:
         finished = "done" if controller.version >= config.run.steps else "stopped"
     except KeyboardInterrupt:
         finished = "interrupted"
+    except TooManyMasked as verdict:
+        print(f"rlpipe: {verdict}", file=sys.stderr, flush=True)
+        return 1
     except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
         raise RuntimeError(f"the run failed: {first_cause(group)!r}") from first_cause(group)
     finally:

@@ -62,6 +62,8 @@ class RunSettings:
     keep_best: how many of those with the highest val/reward stay besides (of steps that were validated).
     save_async: checkpoints are written while training goes on, from a copy of the trainer's state in host
         memory.
+    max_masked_share, masked_window: the run stops, with a checkpoint and exit status 1, when at least this
+        share of the last attempts, so many, were masked because something other than the model failed.
     half: see Half. dump: folder of the batches, read with half=train and written otherwise (empty: RUN/dump
         with half=rollout, none with half=both).
     """
@@ -74,6 +76,8 @@ class RunSettings:
     keep_last: int = 2
     keep_best: int = 0
     save_async: bool = True
+    max_masked_share: float = 0.5
+    masked_window: int = 64
     half: Half = Half.BOTH
     dump: str = ""
 
@@ -84,6 +88,11 @@ class RunSettings:
             raise ValueError("run.half=train trains on a dump, and run.dump is empty: set run.dump=FOLDER.")
         if self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}.")
+        if not 0 < self.max_masked_share <= 1 or self.masked_window < 1:
+            raise ValueError(
+                f"run.max_masked_share={self.max_masked_share} must be above 0 and at most 1 (stop when all "
+                f"are masked), and run.masked_window={self.masked_window} at least 1."
+            )
         if self.save_every < 0 or self.keep_last < 1 or self.keep_best < 0:
             raise ValueError(
                 f"run.save_every={self.save_every} and run.keep_best={self.keep_best} must be >= 0, and "

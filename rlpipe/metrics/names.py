@@ -587,6 +587,14 @@ SECTIONS: tuple[Section, ...] = (
             "Share of trajectories, masked ones included, that ended for this reason.",
         ),
         ("env/masked", "sum", "trajectory", "Trajectories masked because the infrastructure failed."),
+        (
+            "env/masked_share",
+            "average",
+            "1",
+            "Share of the attempts that came back since the last step that were masked, those of groups that "
+            "were given up included; run.max_masked_share bounds it over run.masked_window attempts.",
+        ),
+        ("env/errors", "sum", "trajectory", "Of these, attempts masked by an unexpected exception."),
         ("env/retries", "sum", "attempt", "Attempts repeated after an infrastructure failure."),
         ("env/groups", "sum", "group", "Groups trained on."),
         ("env/trajectories", "sum", "trajectory", "Trajectories trained on."),
@@ -762,6 +770,12 @@ EVENTS: dict[str, tuple[Level, str]] = {
         "standard deviations), trained, generated.",
     ),
     "adapt_data": (Level.INFO, "What adaptation trains on: trajectories, sampled_tokens, truncated."),
+    "attempt_masked": (
+        Level.FAULT,
+        "Something other than the model failed in an attempt, at the 1st, 2nd, 4th, 8th, ... time of its "
+        "kind: attempt, reason, error, place (file:line), times.",
+    ),
+    "run_stopped": (Level.FAULT, "Too many attempts were masked (run.max_masked_share): verdict."),
     "prompts_dropped": (Level.WARNING, "Admitted prompts were given up: count, reason."),
     "nonfinite_metric": (
         Level.WARNING,

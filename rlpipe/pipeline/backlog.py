@@ -28,10 +28,10 @@ from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.pipeline.saved_groups import read_groups, write_groups
 from rlpipe.pipeline.selection import SelectionMeter
 from rlpipe.pipeline.staleness import StalenessGate, equal_rewards, fresh_part
-from rlpipe.types import Group, Prompt
+from rlpipe.types import Group, Prompt, TrajectoryStatus
 
 LEDGER, GROUPS = "ledger.sqlite", "groups.jsonl.gz"
-STALE, EQUAL, DUMPED = "stale", "equal rewards", "dumped"
+STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajectory masked"
 
 
 class Backlog:
@@ -111,7 +111,9 @@ class Backlog:
         del self._playing[index]
         self._ledger.completed(group)
         kept = self._fresh(group)
-        if kept is None:
+        if all(t.status is TrajectoryStatus.MASKED for t in group.trajectories):
+            await self._drop(index, MASKED)  # a step never trains on nothing
+        elif kept is None:
             await self._drop(index, STALE)
         elif self._filters(kept):
             self._filtered += 1

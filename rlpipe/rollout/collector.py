@@ -8,7 +8,9 @@
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
 infrastructure replays the whole trajectory with the same seeds; when retries are used up it is MASKED.
-An aborted turn is continued from what exists, so aborting never loses tokens.
+Whatever else an environment raises, or answers that is not what it should, masks the trajectory at once:
+nothing but a failure of the engine leaves `collect` as an exception. An aborted turn is continued from what
+exists, so aborting never loses tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
+import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHOWN_CHARS = 2000  # of each action and observation that is kept for people to read
+_SHOWN_ERROR = 500  # characters of a message, which may hold what a model wrote
 _FRUITLESS_ABORTS = 100
 
 
@@ -57,6 +63,7 @@ class ExitReason(StrEnum):
     CONTEXT = "context"  # the next turn does not fit into the context
     PROMPT = "prompt"  # masked: not even the first turn fits
     INFRASTRUCTURE = "infrastructure"  # masked
+    ERROR = "error"  # masked: the environment raised something else, or answered what it must not
     CLOSED = "closed"  # masked: the collector was closed meanwhile
 
 
@@ -84,6 +91,7 @@ class _Attempt:
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0
+    engine_failed: bool = False
     turns: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -93,6 +101,13 @@ class _Unplayable(Exception):
     def __init__(self, reason: ExitReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class _Raised(Exception):
+    """Carries what the environment raised, as `__cause__`, out of its thread.
+
+    SystemExit, StopIteration and CancelledError would mean something else to the event loop.
+    """
 
 
 _CLOSED = (ExitReason.CLOSED, "the collector was closed")
@@ -206,6 +221,7 @@ class Collector:
         record: bool,
     ) -> _Attempt:
         for retry in range(self._env.retries + 1):
+            failed: BaseException | None = None
             attempt = _Attempt(
                 trajectory=Trajectory(
                     trajectory_id=blank.trajectory_id,
@@ -223,23 +239,27 @@ class Collector:
             self._playing.add(playing)
             try:
                 await self._play_once(attempt)
-                error = None
                 break
             except InfrastructureError as failure:
-                reason, error = ExitReason.INFRASTRUCTURE, str(failure)
+                reason, failed = ExitReason.INFRASTRUCTURE, failure
             except _Unplayable as failure:
-                reason, error = failure.reason, str(failure)
+                reason, failed = failure.reason, failure
+                break
+            except Exception as failure:
+                if attempt.engine_failed:
+                    raise
+                reason, failed = ExitReason.ERROR, failure.__cause__ or failure
                 break
             finally:
                 self._engine.end_session(attempt.session_id)
                 self._playing.discard(playing)
                 playing.set_result(None)
-        if error is not None:
+        if failed is not None:
             attempt.trajectory.status = TrajectoryStatus.MASKED
             attempt.trajectory.reward = None
-            attempt.trajectory.info |= {"exit_reason": reason.value, "error": error}
+            attempt.trajectory.info |= {"exit_reason": reason.value} | _described(reason, failed)
         attempt.trajectory.info |= {
-            "submitted": attempt.trajectory.info.get("submitted", False),
+            "submitted": bool(attempt.trajectory.info.get("submitted", False)),
             "retries": retry,
             "sandbox_seconds": attempt.sandbox_seconds,
             "turns": attempt.turns,
@@ -249,7 +269,7 @@ class Collector:
         return attempt
 
     async def _play_once(self, attempt: _Attempt) -> None:
-        """Play to the end. Raises InfrastructureError, _Unplayable."""
+        """Play to the end. Raises InfrastructureError, _Unplayable, and whatever an environment makes."""
         if self._closing:
             raise _Unplayable(*_CLOSED)
         episode = await self._blocking(attempt, self._suite.episode, attempt.trajectory.instance_id)
@@ -258,15 +278,17 @@ class Collector:
         finally:
             await asyncio.shield(self._blocking(attempt, episode.close))
         trajectory = attempt.trajectory
-        trajectory.reward = result.reward
+        if not math.isfinite(result.reward):
+            raise ValueError(f"the environment gave the reward {result.reward!r}: it must be a finite number")
+        trajectory.reward = float(result.reward)
         trajectory.truncated = reason is not ExitReason.DONE
-        trajectory.info |= result.info | {"exit_reason": reason.value}
+        trajectory.info |= _plain(result.info) | {"exit_reason": reason.value}
 
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
         opening = await self._blocking(attempt, episode.messages)
-        attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
+        attempt.turns += [{"role": m["role"], "text": _plain(m["content"][:_SHOWN_CHARS])} for m in opening]
         context = chat.initial(opening, self._tools)
         trajectory.prompt_length = len(context)
         room = self._rollout.max_context
@@ -329,6 +351,9 @@ class Collector:
         except asyncio.CancelledError:
             self._engine.abort([request.request_id])
             raise
+        except Exception:
+            attempt.engine_failed = True
+            raise
 
     async def _blocking(self, attempt: _Attempt, function: Callable[..., T], *args: Any) -> T:
         """Call the environment in one of our threads."""
@@ -337,6 +362,10 @@ class Collector:
             started = time.monotonic()
             try:
                 return function(*args)
+            except InfrastructureError:
+                raise
+            except BaseException as error:
+                raise _Raised from error
             finally:
                 attempt.sandbox_seconds += time.monotonic() - started
 
@@ -366,10 +395,25 @@ def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     )
 
 
+def _described(reason: ExitReason, failed: BaseException) -> dict[str, str]:
+    """What failed, in one line, and where: the innermost line of the traceback."""
+    text = str(failed) if reason is not ExitReason.ERROR else f"{type(failed).__name__}: {failed}"
+    frames = traceback.extract_tb(failed.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return {"error": text[:_SHOWN_ERROR], "place": place}
+
+
 def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
     """Keep what people read; `turns` is bounded by the turn limit, each text by a length."""
-    attempt.turns.append({"action": action[:_SHOWN_CHARS], "observation": step.observation[:_SHOWN_CHARS]})
-    attempt.trajectory.info |= step.info
+    observation = _plain(step.observation[:_SHOWN_CHARS])
+    attempt.turns.append({"action": action[:_SHOWN_CHARS], "observation": observation})
+    attempt.trajectory.info |= _plain(step.info)
+
+
+def _plain(said: T) -> T:
+    """What an environment said, once JSON can hold it, as a checkpoint must. Raises TypeError, ValueError."""
+    json.dumps(said)
+    return said
 
 
 async def _together(coroutines: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """The collector against a scripted engine and a scripted environment."""
 
 import asyncio
+import re
 import threading
 from dataclasses import dataclass, field
 
@@ -291,13 +292,70 @@ def test_one_masked_sibling_leaves_the_others_alone():
     assert sorted(str(t.status) for t in group.trajectories) == ["complete", "complete", "masked"]
 
 
-def test_a_programming_error_is_raised_not_masked():
-    class Broken(EchoSuite):
-        def episode(self, instance_id):
-            raise KeyError(instance_id)
+class Hostile(EchoSuite):
+    """Episodes one of whose methods is replaced."""
 
-    with pytest.raises(KeyError):
-        collect(ScriptedEngine(["ls"]), Broken(), group_size=2)
+    def __init__(self, method, behave):
+        super().__init__()
+        self.method, self.behave = method, behave
+
+    def episode(self, instance_id):
+        if self.method == "episode":
+            self.behave()
+        episode = super().episode(instance_id)
+        setattr(episode, self.method, lambda *args: self.behave())
+        return episode
+
+
+def raising(error):
+    def behave():
+        raise error
+
+    return behave
+
+
+def ending(reward, **info):
+    return lambda: StepResult(done=True, reward=reward, info=info)
+
+
+@pytest.mark.parametrize(
+    ("method", "behave", "says"),
+    [
+        ("episode", raising(KeyError("i")), "KeyError: 'i'"),
+        ("messages", lambda: [{"role": "user", "content": None}], "TypeError"),
+        ("step", raising(ValueError("no report")), "ValueError: no report"),
+        ("step", raising(SystemExit(3)), "SystemExit: 3"),
+        ("step", raising(StopIteration()), "StopIteration"),
+        ("step", raising(asyncio.CancelledError()), "CancelledError"),
+        ("step", raising(RecursionError("deep")), "RecursionError: deep"),
+        ("step", lambda: None, "AttributeError"),
+        ("step", lambda: StepResult(observation=7), "TypeError"),
+        ("step", ending(float("nan")), "reward nan: it must be a finite number"),
+        ("step", ending(float("inf")), "reward inf"),
+        ("step", ending(None), "TypeError: must be real number"),
+        ("step", ending("1.0"), "TypeError: must be real number"),
+        ("step", ending(1.0, lock=threading.Lock()), "TypeError: Object of type lock"),
+        ("close", raising(OSError("busy")), "OSError: busy"),
+    ],
+)
+def test_whatever_an_environment_does_ends_in_that_attempt_without_a_reward(method, behave, says):
+    engine, suite = ScriptedEngine(["submit"]), Hostile(method, behave)
+    for trajectory in collect(engine, suite, group_size=2, max_new_tokens=9).trajectories:
+        assert trajectory.status is TrajectoryStatus.MASKED and trajectory.reward is None
+        assert trajectory.info["exit_reason"] == "error" and trajectory.info["retries"] == 0
+        assert says in trajectory.info["error"]
+        assert re.fullmatch(r"/.*\.py:\d+", trajectory.info["place"])
+    if behave.__qualname__.startswith("raising"):
+        assert "test_collector.py" in trajectory.info["place"]
+
+
+def test_a_failing_engine_is_not_an_attempt_that_failed():
+    class Dead(ScriptedEngine):
+        async def generate(self, request):
+            raise ConnectionError("no server")
+
+    with pytest.raises(ConnectionError):
+        collect(Dead([]), EchoSuite(), group_size=2)
 
 
 def test_environments_run_in_the_configured_number_of_threads():

@@ -1,0 +1,235 @@
+"""A hundred seeded runs of the real controller and collector on an environment that is odd at random.
+
+Every run ends as its rule says: all steps trained, or stopped by `run.max_masked_share` with a checkpoint of
+the last step; and the ledger is exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.pipeline import PipelineConfig, Stale
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import Config, RunSettings, ValConfig
+from rlpipe.controller import Controller
+from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
+from rlpipe.pipeline.checkpoints import CheckpointStore
+from rlpipe.pipeline.ledger import Ledger
+from rlpipe.pipeline.masked import TooManyMasked
+from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.rollout.collector import Collector
+from rlpipe.types import FinishReason, GenerateResult, SpecCounts
+
+pytestmark = pytest.mark.property
+STEPS, WINDOW, SHARE = 4, 16, 0.5
+
+
+class Chat:
+    """Every text is one token."""
+
+    stop_token_ids = (0,)
+
+    def initial(self, messages, tools=None):
+        return [1, *[2 for m in messages if m["content"] + ""]]
+
+    def observation(self, text):
+        return [{"role": "tool", "content": text}]
+
+    def continuation(self, messages, turn_ids):
+        return [3, *[2 for m in messages if m["content"] + ""]]
+
+    def decode(self, ids):
+        return "text"
+
+    def pieces(self, ids):
+        return ["x"] * len(ids)
+
+
+class Engine:
+    """Says two tokens at the version it serves."""
+
+    version = 0
+
+    async def generate(self, request):
+        await asyncio.sleep(0)
+        return GenerateResult(
+            request_id=request.request_id,
+            output_ids=[5, 0],
+            logprobs=[-1.0, -1.0],
+            entropies=[1.0, 1.0],
+            versions=[self.version] * 2,
+            finish_reason=FinishReason.STOP,
+            spec=SpecCounts(),
+        )
+
+    def abort(self, request_ids=None):
+        """Nothing runs for long."""
+
+    def end_session(self, session_id):
+        """Nothing is held."""
+
+
+class Odd:
+    """An environment that does something odd with probability `rate` at every call."""
+
+    max_turns = 3
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.luck, self.rate, self.lock = random.Random(seed), rate, threading.Lock()
+
+    def draw(self, *odd):
+        """One of `odd`, or None. A function is called."""
+        with self.lock:
+            what = self.luck.choice(odd) if self.luck.random() < self.rate else None
+        return what
+
+    def episode(self, instance_id):
+        misbehave(self.draw(KeyError("report"), OSError(28, "No space left on device")))
+        return OddEpisode(self)
+
+
+def misbehave(what):
+    if isinstance(what, BaseException):
+        raise what
+
+
+class OddEpisode:
+    def __init__(self, suite):
+        self.suite = suite
+
+    def messages(self):
+        return self.suite.draw([], [{"role": "user"}], None) or [{"role": "user", "content": "p"}]
+
+    def step(self, action):
+        errors = [
+            *(KeyError("passed"), ValueError("Expecting value: line 1"), TypeError("not a dict")),
+            *(SystemExit(1), StopIteration(), asyncio.CancelledError(), RecursionError(), MemoryError()),
+            *(
+                InfrastructureError("scratch is full"),
+                UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogate"),
+            ),
+        ]
+        misbehave(self.suite.draw(*errors))
+        odd = self.suite.draw(
+            StepResult(done=True, reward=float("nan")),
+            StepResult(done=True, reward=None),
+            StepResult(done=True, reward=10**400),
+            StepResult(done=True, reward=1.0, info={"submitted": "no", "retries": "x", "text": "\ud800"}),
+            StepResult(done=True, reward=1.0, info={1: threading.Lock()}),
+            StepResult(observation=b"bytes"),
+            "done",
+        )
+        with self.suite.lock:
+            reward = float(self.suite.luck.random() < 0.5)
+        return odd or StepResult(done=True, reward=reward, info={"submitted": True})
+
+    def finish(self):
+        misbehave(self.suite.draw(ValueError("no tests")))
+        return StepResult(done=True, reward=0.0)
+
+    def close(self):
+        misbehave(self.suite.draw(PermissionError("scratch")))
+
+
+class FakeCluster:
+    """The real collector, and a trainer that counts."""
+
+    def __init__(self, suite) -> None:
+        self.engine = Engine()
+        self.collector = Collector(
+            engine=self.engine,
+            suite=suite,
+            chat=Chat(),
+            rollout=RolloutConfig(max_context=64, max_new_tokens=8),
+            env=EnvConfig(threads=2, retries=1),
+        )
+        self.trained: list[int] = []
+
+    async def collect(self, prompt, group_size):
+        return await self.collector.collect(prompt, group_size)
+
+    async def train_step(self, groups):
+        self.trained.append(sum(t.reward is not None for g in groups for t in g.trajectories))
+        return {}
+
+    async def probe(self, trajectories):
+        return []
+
+    async def publish_weights(self, version):
+        self.engine.version = version
+        return {}
+
+    async def save(self, directory):
+        async def write():
+            (directory / "weights").write_text("x")
+
+        return write
+
+    async def rollout_metrics(self):
+        return {}
+
+
+async def play(run, cluster):
+    try:
+        await asyncio.wait_for(run.run(), 60)
+    except TooManyMasked as verdict:
+        return str(verdict)
+    finally:
+        await cluster.collector.close()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_run_ends_as_its_rule_says_whatever_the_environment_does(tmp_path, seed):
+    luck = random.Random(seed)
+    rate = luck.choice([0.02, 0.1, 0.3, 1.0])
+    config = Config(
+        run=RunSettings(
+            dir=str(tmp_path), steps=STEPS, save_every=1, max_masked_share=SHARE, masked_window=WINDOW
+        ),
+        pipeline=PipelineConfig(
+            prompts_per_step=3,
+            group_size=2,
+            max_staleness=luck.choice([0, 1, 2]),
+            stale=luck.choice(list(Stale)[:2]),
+        ),
+        val=ValConfig(every=0),
+    )
+    cluster = FakeCluster(Odd(seed, rate))
+    bus = MetricsBus([MetricsFile(tmp_path / "metrics.jsonl")], events=tmp_path / "events.jsonl")
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    run = Controller(
+        config=config,
+        run_dir=tmp_path,
+        cluster=cluster,
+        prompts=PromptStream([f"i{n}" for n in range(50)], seed=seed),
+        held_out={},
+        bus=bus,
+        ledger=ledger,
+        checkpoints=CheckpointStore(tmp_path / "checkpoints", keep=2),
+    )
+    verdict = asyncio.run(play(run, cluster))
+    bus.close()
+    events, broken = read_jsonl(tmp_path / "events.jsonl")
+    masked = ledger._db.execute("SELECT COUNT(*) FROM trajectories WHERE state = 'masked'").fetchone()[0]
+
+    assert ledger.violations(ended=verdict is None) == [] and broken == 0
+    assert all(count > 0 for count in cluster.trained), "a step trained on nothing"
+    assert [s for s in run.checkpoints.steps() if s] == [s for s in (run.version - 1, run.version) if s > 0]
+    assert bool(masked) == any(e["kind"] == "attempt_masked" for e in events)
+    if verdict is None:
+        assert run.version == STEPS == len(cluster.trained)
+    else:
+        assert "of the last 16 attempts were masked (run.max_masked_share=0.5)" in verdict
+        assert any(e["kind"] == "run_stopped" and e["verdict"] == verdict for e in events)
+        assert masked >= SHARE * WINDOW
+    if rate == 1.0:
+        assert verdict and run.version == 0
+    if rate == 0.02:
+        assert verdict is None
