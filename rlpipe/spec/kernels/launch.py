@@ -5,7 +5,8 @@ A call starts two kernels (block verification with gamma > 1: three) on the curr
 outputs and a few kilobytes per row, copies no probabilities and never waits for the device.
 
 Probabilities: float32 or float64; half types are taken at their exact values in float32, so that the
-verdict is the reference's on `probs.float()`. Any strides. Columns of zeros (a padded vocabulary) are
+verdict is the reference's on `probs.float()`. Any strides over rows and depths; a row whose tokens are not
+adjacent in memory is copied. Columns of zeros (a padded vocabulary) are
 never drawn. A NaN has weight zero and is never accepted.
 
 Ties. A token is decided by comparing u * total with a running sum of up to V float64 weights. Kernel and
@@ -103,7 +104,8 @@ def _verify(
     mass = new(2, batch, tiles, dtype=torch.float64)
     scale = new(batch, dtype=torch.float64)
     prefix_mass = mass
-    probs = (draft, target, draft.stride(), target.stride(), vocab)
+    draft, target = (_with_adjacent_tokens(probs) for probs in (draft, target))
+    probs = (draft, target, *draft.stride()[:2], *target.stride()[:2], vocab)
     shape: dict[str, Any] = {
         "GAMMA": gamma,
         "TILES": tiles,
@@ -118,12 +120,12 @@ def _verify(
         if block and gamma > 1:
             prefix_mass = new(batch, gamma - 1, tiles, dtype=torch.float64)
             programs.prefix_mass_kernel[(batch, _cdiv(tiles, span), gamma - 1)](
-                tokens, coins, probs, prefix_mass, **shape, **decide
+                tokens, coins, *probs, prefix_mass, **shape, **decide
             )
         programs.residual_kernel[(batch, _cdiv(tiles, span))](
             tokens,
             coins,
-            probs,
+            *probs,
             prefix_mass,
             verdict.num_accepted,
             verdict.accept_prob,
@@ -136,7 +138,7 @@ def _verify(
         )
         programs.locate_kernel[(batch,)](
             tokens,
-            probs,
+            *probs,
             uniforms,
             verdict.num_accepted,
             scale,
@@ -147,6 +149,11 @@ def _verify(
             **find,
         )
     return verdict
+
+
+def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
+    """The same probabilities [B, depths, V] with a last stride of 1, copied only where it is another."""
+    return probs if probs.stride(2) == 1 else probs.contiguous()
 
 
 def _span(batch: int, tiles: int, interpreted: bool) -> int:

@@ -10,6 +10,9 @@ a fixed order, so a verdict depends neither on the run nor on the batch around i
                          the one row that is sampled
     locate_kernel        (B,): the tile where the uniform falls, then the token inside it
 
+Arguments of a kernel are scalars and pointers, never tuples: what Triton specialises (a stride of 1) loses
+its value inside a tuple argument (Triton 3.6 and 3.8). The last stride of both probabilities is 1.
+
 Weights are what the torch reference has: p - q in the precision of the inputs, all sums in float64.
 Whatever is not above zero, NaN included, has weight zero.
 """
@@ -35,16 +38,16 @@ def _drafted(
 
     A draft outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
     """
-    draft, target, draft_stride, target_stride, vocab = probs
+    draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     depth = tl.arange(0, DEPTHS).to(tl.int64)
     token = tl.load(tokens + b * GAMMA + depth, mask=depth < GAMMA, other=-1)
     known = (token >= 0) & (token < vocab)
-    at = target + b * target_stride[0] + depth * target_stride[1] + token * target_stride[2]
+    at = target + b * target_row + depth * target_depth + token
     p = tl.load(at, mask=known, other=0.0).to(COMPUTE)
     if ONE_HOT:
         q = tl.full([DEPTHS], 1.0, COMPUTE)
     else:
-        at = draft + b * draft_stride[0] + depth * draft_stride[1] + token * draft_stride[2]
+        at = draft + b * draft_row + depth * draft_depth + token
         q = tl.load(at, mask=known, other=1.0).to(COMPUTE)
     coin = tl.load(coins + b * GAMMA + depth, mask=depth < GAMMA, other=1.0)
     return p, q, coin
@@ -87,14 +90,14 @@ def _weights(
 
     Row GAMMA has no draft; there token must be -1 and scale 1.
     """
-    draft, target, draft_stride, target_stride, vocab = probs
+    draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     inside = v < vocab
-    at = target + b * target_stride[0] + row * target_stride[1] + v * target_stride[2]
+    at = target + b * target_row + row * target_depth + v
     p = tl.load(at, mask=inside, other=0.0).to(COMPUTE)
     if ONE_HOT:
         rest = tl.where(v == token, 0.0, p)
     else:
-        at = draft + b * draft_stride[0] + row * draft_stride[1] + v * draft_stride[2]
+        at = draft + b * draft_row + row * draft_depth + v
         q = tl.load(at, mask=inside & (row < GAMMA), other=0.0).to(COMPUTE)
         if BLOCK:
             rest = scale.to(COMPUTE) * p - q
@@ -107,7 +110,13 @@ def _weights(
 def prefix_mass_kernel(
     tokens,
     coins,
-    probs,
+    draft,
+    target,
+    draft_row,
+    draft_depth,
+    target_row,
+    target_depth,
+    vocab,
     prefix_mass,
     GAMMA: tl.constexpr,
     DEPTHS: tl.constexpr,
@@ -117,6 +126,7 @@ def prefix_mass_kernel(
     COMPUTE: tl.constexpr,
 ):
     """prefix_mass[b, i - 1, tile]: the tile's sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
+    probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     accepted = tl.program_id(2).to(tl.int64) + 1
     p, q, _ = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, False)
@@ -134,7 +144,13 @@ def prefix_mass_kernel(
 def residual_kernel(
     tokens,
     coins,
-    probs,
+    draft,
+    target,
+    draft_row,
+    draft_depth,
+    target_row,
+    target_depth,
+    vocab,
     prefix_mass,
     num_accepted,
     accept_prob,
@@ -155,6 +171,7 @@ def residual_kernel(
 
     The bonus row has no draft; its scale is 1.
     """
+    probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     depth = tl.arange(0, DEPTHS).to(tl.int64)
@@ -205,7 +222,13 @@ def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
 @triton.jit
 def locate_kernel(
     tokens,
-    probs,
+    draft,
+    target,
+    draft_row,
+    draft_depth,
+    target_row,
+    target_depth,
+    vocab,
     residual_uniforms,
     num_accepted,
     row_scale,
@@ -221,6 +244,7 @@ def locate_kernel(
     ONE_HOT: tl.constexpr,
 ):
     """next_token[b]: the inverse CDF of the residual; of the target row where the residual has no mass."""
+    probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)
     rest_mass = tl.load(residual_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
