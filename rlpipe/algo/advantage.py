@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from rlpipe.algo import verl_door
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
+
+_ARGUMENTS = ("token_level_rewards", "response_mask", "index", "norm_adv_by_std_in_grpo")
 
 
 def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.ndarray]:
@@ -22,9 +25,6 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
     Each array is parallel to `token_ids` and 0 where loss_mask is 0. The trajectory's reward is
     placed on its last sampled token, as verl's outcome estimators expect.
     """
-    import torch
-
-    estimator = verl_door.advantage_estimator(config.advantage)
     everyone = [t for group in groups for t in group.trajectories]
     result = [np.zeros(len(t.token_ids), dtype=np.float32) for t in everyone]
     rows, uids = _comparable(groups)
@@ -36,17 +36,53 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
     for i, (row, own) in enumerate(zip(rows, masks, strict=True)):
         mask[i, : len(own)] = own
         rewards[i, np.flatnonzero(own)[-1]] = everyone[row].reward
-    options = {"index": np.array(uids, dtype=object), "norm_adv_by_std_in_grpo": config.normalize_std}
-    accepted = inspect.signature(estimator).parameters
-    advantages, _ = estimator(
-        token_level_rewards=torch.from_numpy(rewards),
-        response_mask=torch.from_numpy(mask),
-        **{name: value for name, value in options.items() if name in accepted},
-    )
-    values = advantages.float().numpy() * mask
+    values = _estimate(rewards, mask, uids, config)
     for i, row in enumerate(rows):
         result[row][:] = values[i, : len(result[row])]
     return result
+
+
+def check_estimator(config: AlgoConfig) -> None:
+    """Refuse, at launch, an estimator that asks for more than a batch of groups has.
+
+    Raises ValueError with the reason and the estimators that can be used.
+    """
+    reason = _obstacle(config)
+    if reason:
+        names = sorted(verl_door.core_algos().ADV_ESTIMATOR_REGISTRY)
+        usable = [name for name in names if not _obstacle(replace(config, advantage=name))]
+        raise ValueError(f"algo.advantage={config.advantage!r} {reason}. Use one of {usable}.")
+
+
+def _obstacle(config: AlgoConfig) -> str:
+    """Why an estimator cannot be used; empty if it can.
+
+    Its signature tells of arguments without a default. Some refuse the default of another (`config=None`),
+    which shows only when it is called, here on a group of two.
+    """
+    parameters = inspect.signature(verl_door.advantage_estimator(config.advantage)).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
+    if missing := sorted(required - set(_ARGUMENTS)):
+        return f"needs {', '.join(missing)}, but rlpipe passes {', '.join(_ARGUMENTS)} only"
+    rewards = np.array([[0.0], [1.0]], dtype=np.float32)
+    try:
+        _estimate(rewards, np.ones_like(rewards), ["g", "g"], config)
+    except Exception as error:  # whatever it is, the first batch would fail with it
+        return f"cannot be computed from {', '.join(_ARGUMENTS)} ({error!r})"
+    return ""
+
+
+def _estimate(rewards: np.ndarray, mask: np.ndarray, uids: list[str], config: AlgoConfig) -> np.ndarray:
+    """The estimator's advantages of responses in groups `uids`, [B, S] as rewards and mask are."""
+    import torch
+
+    estimator = verl_door.advantage_estimator(config.advantage)
+    values = (torch.from_numpy(rewards), torch.from_numpy(mask), np.array(uids, dtype=object))
+    arguments = dict(zip(_ARGUMENTS, (*values, config.normalize_std), strict=True))
+    accepted = inspect.signature(estimator).parameters
+    advantages, _ = estimator(**{name: value for name, value in arguments.items() if name in accepted})
+    return advantages.float().numpy() * mask
 
 
 def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:

@@ -20,6 +20,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from rlpipe.algo import verl_door
+from rlpipe.algo.advantage import check_estimator
 from rlpipe.algo.correction import Corrected, add_sample_size, correct
 from rlpipe.algo.own_correction import load_correction
 from rlpipe.config.algo import AlgoConfig, Proximal
@@ -181,8 +182,8 @@ def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
 
 
 def check_names(config: AlgoConfig) -> None:
-    """Refuse unknown names at launch. Raises ValueError listing the registered ones, or saying why a
-    correction of one's own cannot be imported."""
+    """Refuse names that are unknown or cannot be used, at launch. Raises ValueError with the registered ones,
+    or saying why a correction of one's own cannot be imported."""
     verl_door.policy_loss(config.policy_loss)
-    verl_door.advantage_estimator(config.advantage)
+    check_estimator(config)
     load_correction(config)

@@ -206,6 +206,12 @@ class AlgoConfig:
                 f"algo.proximal=rollout has the importance ratio in PPO's own, and algo.correction="
                 f"{self.correction} would apply it again: set algo.correction=none or algo.proximal=start."
             )
+        if self.correction is Correction.OBRS and self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_MEAN:
+            raise ValueError(
+                f"algo.correction=obrs with algo.loss_agg={self.loss_agg}: the mean over a sequence counts "
+                "the tokens it keeps alone, so a sequence would weigh the same however few they are. "
+                "Set algo.loss_agg=token-mean."
+            )
         self._check_mask()
 
     def _check_mask(self) -> None:

@@ -121,6 +121,13 @@ SECTIONS: tuple[Section, ...] = (
         ("actor/lr", "last", "1", "Learning rate of the policy."),
         ("actor/weight_decay", "last", "1", "Weight decay of the policy."),
         ("actor/skipped_steps", "sum", "update", "Updates skipped because the gradient was not finite."),
+        (
+            "actor/idle_steps",
+            "sum",
+            "update",
+            "Updates left out because the gradient was 0, as where all advantages are: weights, moments and "
+            "learning rate stay.",
+        ),
         ("actor/entropy_loss", "average", "nat", "Entropy bonus of the loss, before its coefficient."),
     ),
     _section(

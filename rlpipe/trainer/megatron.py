@@ -178,7 +178,9 @@ class MegatronTrainer:
         """One or more optimizer steps on a batch (ppo_epochs * minibatches).
 
         Returns metrics already reduced over all ranks, the same on each. A step whose gradient is not
-        finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens.
+        finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens. One
+        whose gradient is 0, because no advantage differs from 0, is left out and counted in
+        `actor/idle_steps`.
         """
         start = time.perf_counter()
         steps = self.steps(batch)
@@ -451,7 +453,10 @@ class MegatronTrainer:
         for tag in groups:
             name = {"policy": "actor", "mtp": "mtp"}[tag]
             done = outcome is not None and tag in outcome.applied
-            metrics[f"{name}/skipped_steps"] = Sum(not done)
+            idle = tag == "policy" and outcome is not None and outcome.grad_norms[tag] == 0
+            metrics[f"{name}/skipped_steps"] = Sum(not done and not idle)
+            if tag == "policy":
+                metrics["actor/idle_steps"] = Sum(idle)
             if outcome is not None and tag in outcome.lrs:
                 metrics[f"{name}/lr"] = Last(outcome.lrs[tag])
             if done:

@@ -105,7 +105,8 @@ class PolicyOptimizer:
         """Scale each group's gradient, clip it by its own norm and step.
 
         scales: factor by group; a group that is left out keeps weights, moments and learning rate. So does
-        a draft whose gradient is not finite. When the policy's is not, nothing is stepped.
+        a group whose gradient is 0 everywhere, and a draft whose gradient is not finite. When the policy's is
+        not finite, nothing is stepped.
         """
         overflow = self.inner.prepare_grads()
         due = [tag for tag in self._schedules if scales.get(tag)]
@@ -115,8 +116,10 @@ class PolicyOptimizer:
                     gradient.mul_(scales[tag])
         norms = {tag: self._norm(tag) for tag in due}
         lrs = {tag: max(g["lr"] for g in _Groups(self.inner, tag).param_groups) for tag in due}
-        applied = {tag for tag in due if isfinite(norms[tag]) and not overflow}
-        if not applied or (POLICY in due and POLICY not in applied):
+        finite = {tag for tag in due if isfinite(norms[tag]) and not overflow}
+        # AdamW would move weights by their momentum and decay although nothing was learnt
+        applied = {tag for tag in finite if norms[tag]}
+        if not applied or (POLICY in due and POLICY not in finite):
             return StepOutcome(applied=set(), grad_norms=norms, lrs=lrs)
         for tag in applied:
             if self._clip[tag]:

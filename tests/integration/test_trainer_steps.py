@@ -113,6 +113,32 @@ def test_a_batch_without_trainable_tokens_changes_nothing(path):
     assert all(torch.equal(weight, weights[name]) for name, weight in read_weights(path).items())
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "distributed optimizer"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_batch_without_a_signal_leaves_the_policy_and_its_optimizer_alone(path, sharded, skip):
+    """Its gradient is 0, but AdamW would go on with the momentum of the steps before, and decay."""
+    groups = make_groups()
+    for t in (t for g in groups for t in g.trajectories):
+        t.reward = 1.0
+    algo = AlgoConfig(skip_zero_advantage=skip)
+    work, idle = batches(algo, count=3), make_batch(groups, algo)
+    config = replace(CONFIG, distributed_optimizer=sharded)
+    trainer = make_trainer(path, config, algo)
+    run(trainer, work[:2])
+    before = trainer.export_weights()
+    metrics = run(trainer, [idle])[0]
+    assert (metrics["actor/idle_steps"], metrics["actor/skipped_steps"]) == (1, 0)
+    assert trainer.policy_version == 2 and "actor/grad_norm" not in metrics
+    for name, weight in trainer.export_weights().items():
+        assert torch.equal(weight, before[name]), name
+    after = run(trainer, work[2:])
+    trainer.close()
+
+    trainer = make_trainer(path, config, algo)
+    assert run(trainer, work)[2:] == after  # moments, step count and learning rate are as they were
+    trainer.close()
+
+
 def test_leaving_out_zero_advantages_changes_no_gradient(path):
     groups = make_groups(groups=3)
     for t in groups[1].trajectories:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rlpipe.algo.advantage import compute_advantages
+from rlpipe.algo.advantage import check_estimator, compute_advantages
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.types import TrajectoryStatus
 from tests.helpers.trajectories import make_groups
@@ -76,3 +77,30 @@ def test_two_admissions_of_one_prompt_are_two_groups():
 def test_other_estimators_are_reached_by_name():
     found = per_trajectory(groups_with_rewards([1.0, 0.0, 0.0, 0.0]), AlgoConfig(advantage="rloo"))
     np.testing.assert_allclose(found, [1.0, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("gae", "needs gamma, lam, values"),
+        ("remax", "needs reward_baselines"),
+        ("optimal_token_baseline", "needs old_log_probs, sum_pi_squared"),
+        ("reinforce_plus_plus", "cannot be computed"),
+        ("grpo_passk", "cannot be computed"),
+    ],
+)
+def test_an_estimator_that_wants_what_no_batch_has_is_refused_at_launch(name, lacks):
+    with pytest.raises(ValueError, match=rf"algo.advantage='{name}' {lacks}.*Use one of \[.*'grpo'.*'rloo'"):
+        check_estimator(AlgoConfig(advantage=name))
+
+
+def test_every_estimator_that_is_offered_gives_advantages():
+    with pytest.raises(ValueError, match="Use one of") as refused:
+        check_estimator(AlgoConfig(advantage="gae"))
+    offered = literal_eval(str(refused.value).rpartition("Use one of ")[2].rstrip("."))
+    assert {"grpo", "rloo", "reinforce_plus_plus_baseline"} <= set(offered)
+    for name in offered:
+        config = AlgoConfig(advantage=name)
+        check_estimator(config)
+        values = compute_advantages(groups_with_rewards([1.0, 0.0, 0.0, 3.0]), config)
+        assert all(np.isfinite(own).all() for own in values) and any(own.any() for own in values), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, ObrsConfig, ObrsNormalizer, Proximal
+from rlpipe.config.algo import AlgoConfig, Correction, LossAgg, MaskRule, ObrsConfig, ObrsNormalizer, Proximal
 
 pytestmark = pytest.mark.unit
 
@@ -19,6 +19,10 @@ pytestmark = pytest.mark.unit
         ),
         ({"proximal": Proximal.ROLLOUT}, "algo.correction=tis_token would apply it again"),
         ({"proximal": Proximal.ROLLOUT, "correction": Correction.OBRS}, "set algo.correction=none"),
+        (
+            {"correction": Correction.OBRS, "loss_agg": LossAgg.SEQ_MEAN_TOKEN_MEAN},
+            "algo.loss_agg=seq-mean-token-mean: .*tokens it keeps alone.*Set algo.loss_agg=token-mean",
+        ),
         ({"mask": MaskRule.SEQ_MEAN_K3}, "algo.mask=seq_mean_k3 needs algo.mask_high > 0, got None"),
         ({"mask_high": 2.0}, "bound nothing with algo.mask=none"),
         ({"mask": MaskRule.TOKEN_K2, "mask_high": 1.0, "mask_low": 0.5}, "this statistic has one bound"),
