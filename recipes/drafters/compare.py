@@ -68,12 +68,12 @@ class DrafterStudy(adaptation.Study):
         kind, steps = objective.removesuffix(PPOW), self.args.steps
         if kind == WARM_UP:
             return self._start(drafter)
-        loss = [f"mtp.loss={kind}", f"mtp.lr={vars(self.args)[f'{drafter}_lr']}"]
+        loss = [f"mtp.objective={kind}", f"mtp.lr={vars(self.args)[f'{drafter}_lr']}"]
         run = self._learn(
             f"{arm.removesuffix(PPOW)}_seed{seed}", self._start(drafter), drafter, loss, seed, steps
         )
         if objective.endswith(PPOW):
-            start, ppow = run / "checkpoints" / f"step_{steps // 2}" / "hf", ["mtp.train=ppow"]
+            start, ppow = run / "checkpoints" / f"step_{steps // 2}" / "hf", ["mtp.objective=ppow"]
             ppow.append(f"mtp.lr={self.args.ppow_lr}")
             run = self._learn(f"{arm}_seed{seed}", start, drafter, ppow, seed, steps - steps // 2)
         return run / product(drafter)
@@ -84,7 +84,7 @@ class DrafterStudy(adaptation.Study):
         if drafter == "mtp":
             return self.warm() / product(drafter)
         settings = [f"model.path={args.model}", "adapt.drafter=eagle3"]
-        settings += [f"mtp.loss={args.warm_loss}", f"mtp.lr={args.warm_lr}", f"mtp.depths={args.gamma}"]
+        settings += [f"mtp.objective={args.warm_loss}", f"mtp.lr={args.warm_lr}", f"mtp.depths={args.gamma}"]
         seed = adaptation.WARM_SEED
         run = self.run("warm_eagle3", *settings, seed=seed, steps=args.warm_steps, evaluate=self.evaluation())
         return run / product(drafter)

@@ -50,7 +50,7 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
 def train(study: adaptation.Study, arm: str, seed: int) -> Evaluation:
     """One draft, from nothing, and what was measured after its last step."""
     args = study.args
-    overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"mtp.loss={args.loss}"]
+    overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"mtp.objective={args.loss}"]
     overrides += [f"mtp.lr={args.lr}", f"spec.gamma={args.gamma}", *arms(args)[arm]]
     measured = [f"adapt.in_domain=[{','.join(args.in_domain)}]", "adapt.eval_modes=[rejection]"]
     measured += [f"adapt.out_of_domain=[{','.join(args.out_of_domain)}]"]

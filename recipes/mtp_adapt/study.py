@@ -67,7 +67,7 @@ class Study:
         fresh = self.runs / "fresh"
         if not (fresh / "model.safetensors").is_file():
             write_fresh_draft(resolve(self.args.model), fresh)
-        start = [f"model.path={fresh}", f"mtp.loss={self.args.warm_loss}", f"mtp.lr={self.args.warm_lr}"]
+        start = [f"model.path={fresh}", f"mtp.objective={self.args.warm_loss}", f"mtp.lr={self.args.warm_lr}"]
         return self.run(
             "warm", *start, seed=WARM_SEED, steps=self.args.warm_steps, evaluate=self.evaluation()
         )
@@ -99,7 +99,7 @@ class Study:
         """One objective from the warm-up."""
         kind, anchors = objective.split("/")
         name = f"{stage}/{kind}_{anchors}_lr{lr:g}_seed{seed}"
-        overrides = [f"model.path={start / 'model'}", f"mtp.loss={kind}", f"mtp.anchors={anchors}"]
+        overrides = [f"model.path={start / 'model'}", f"mtp.objective={kind}", f"mtp.anchors={anchors}"]
         overrides += [f"mtp.lr={lr}", "mtp.min_lr=0"]
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 

@@ -33,9 +33,9 @@ ARMS = {
     "ppow_no_adaw": EVEN,
     "ppow_plain": ["ppow.proximity=0", *EVEN],
     "ppow_expected": ["ppow.expected_reward=true"],
-    "hard_ce": ["mtp.loss=hard_ce"],
-    "kl": ["mtp.loss=kl"],
-    "e2e_tv": ["mtp.loss=e2e_tv"],
+    "hard_ce": ["mtp.objective=hard_ce"],
+    "kl": ["mtp.objective=kl"],
+    "e2e_tv": ["mtp.objective=e2e_tv"],
 }
 BASELINES = ["ppow", "hard_ce"]
 
@@ -50,7 +50,7 @@ class PpowStudy(adaptation.Study):
         overrides = [f"model.path={start / 'model'}", f"mtp.lr={lr}", "mtp.min_lr=0"]
         overrides += ["adapt.context_weight=0", *ARMS[objective]]
         if objective.startswith("ppow"):
-            overrides.append("mtp.train=ppow")
+            overrides.append("mtp.objective=ppow")
         name = f"{stage}/{objective}_lr{lr:g}_seed{seed}"
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 

@@ -10,8 +10,8 @@ Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.d
 
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
 a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
-`mtp_loss`), and the starting point of norm and head (the target's). With mtp.train=ppow the draft learns from
-windows it drafts there instead (`eagle3_ppow`).
+`mtp_loss`), and the starting point of norm and head (the target's). With mtp.objective=ppow the draft learns
+from windows it drafts there instead (`eagle3_ppow`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rlpipe.adapt.eagle3_ppow import Eagle3Ppow, draft_cost, window_slots
 from rlpipe.config.eagle3 import Eagle3Shape
-from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
@@ -68,7 +67,7 @@ class Eagle3Trainer:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = config.rollout.device
         self._device = torch.device(auto if device == "auto" else device)
-        arch, windows = read_architecture(hf_config), config.mtp.train is MtpTrain.PPOW
+        arch, windows = read_architecture(hf_config), config.mtp.ppow
         ahead = window_slots(config.ppow, config.mtp.depths) if windows else 0
         self._target = Model(
             arch,
@@ -235,7 +234,7 @@ class Eagle3Trainer:
             padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
             shared = padded.unfold(0, len(cells), 1)[:depths].permute(2, 0, 1)
             loss, stats = mtp_loss(
-                self._mtp.loss,
+                self._mtp.supervised,
                 draft.float(),
                 shared.float(),
                 targets.mask[flat],

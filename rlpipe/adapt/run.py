@@ -29,7 +29,7 @@ from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import own_rollouts
-from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import Drafter
@@ -266,9 +266,8 @@ def write_results(config: Config, run_dir: Path) -> None:
 
 def _objective(mtp: MtpConfig) -> dict[str, str]:
     """Names of what was minimised."""
-    if mtp.train is MtpTrain.PPOW:
-        return {"loss": mtp.train.value}
-    return {"loss": mtp.loss.value, "anchors": mtp.anchors.value}
+    anchors = {} if mtp.ppow else {"anchors": mtp.anchors.value}
+    return {"loss": mtp.objective.value} | anchors
 
 
 def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> MegatronTrainer | Eagle3Trainer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.hf_layout import has_mtp
 
@@ -15,25 +15,24 @@ from rlpipe.hf_layout import has_mtp
 class MtpTrain(Choice):
     """Whether the MTP layer learns during RL."""
 
-    FROZEN = "frozen"  # never updated; the embedding and head it shares with the target still move
+    OFF = "off"  # never updated; the embedding and head it shares with the target still move
     ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass
-    PPOW = "ppow"  # likewise, by reinforcement learning on windows of its own drafts; see PpowConfig
 
 
 @dataclass(slots=True, kw_only=True)
 class MtpConfig:
     """The MTP layer's objective and its own parameter group.
 
-    train: whether it learns in RL; ppow is the objective of mtp_adapt, too.
-    loss, anchors: see the enums; equations in rlpipe.drafts.loss. Not used by ppow.
+    train: whether it learns in RL (off, online); mtp_adapt trains it in any case.
+    objective: how it learns, in RL and before. anchors: see the enum; not used by ppow.
     depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
     interval: co-train in every n-th optimizer step only.
     lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
     clip_grad: bound on its own gradient norm, apart from the policy's (0: unbounded).
     """
 
-    train: MtpTrain = MtpTrain.FROZEN
-    loss: MtpLossKind = MtpLossKind.E2E_TV
+    train: str = MtpTrain.OFF.value  # a MtpTrain: read as text, so that an error can name the remedy
+    objective: MtpObjective = MtpObjective.E2E_TV
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
     depths: int = 3
     interval: int = 1
@@ -44,8 +43,8 @@ class MtpConfig:
     clip_grad: float = 1.0
 
     def __post_init__(self) -> None:
-        self.train = MtpTrain(self.train)
-        self.loss = MtpLossKind(self.loss)
+        self.train = read_train(self.train)
+        self.objective = MtpObjective(self.objective)
         self.anchors = AnchorWeighting(self.anchors)
         self.lr_schedule = LrSchedule(self.lr_schedule)
         if not 0 <= self.min_lr <= self.lr:
@@ -56,6 +55,37 @@ class MtpConfig:
         if self.clip_grad < 0:
             raise ValueError(f"mtp.clip_grad must be >= 0 (0 switches clipping off), got {self.clip_grad}.")
 
+    @property
+    def online(self) -> bool:
+        """Whether the draft learns during RL."""
+        return self.train is MtpTrain.ONLINE
+
+    @property
+    def ppow(self) -> bool:
+        """Whether it learns from windows of its drafts."""
+        return self.objective is MtpObjective.PPOW
+
+    @property
+    def supervised(self) -> MtpObjective:
+        """The objective of its teacher-forced statistics."""
+        return MtpObjective.E2E_TV if self.ppow else self.objective
+
+
+def read_train(value: str) -> MtpTrain:
+    """The setting as YAML, which reads a bare `off` as false, or the command line gives it.
+
+    Raises ValueError for anything but off and online, with what replaces earlier values.
+
+    >>> read_train("False") is read_train("off") is MtpTrain.OFF
+    True
+    """
+    value = "off" if str(value) == "False" else str(value)
+    if value in list(MtpTrain):
+        return MtpTrain(value)
+    remedies = {"frozen": "mtp.train=off", "ppow": "mtp.train=online mtp.objective=ppow"}
+    remedy = remedies.get(value, "mtp.train=off, or mtp.train=online")
+    raise ValueError(f"mtp.train={value} is not known: set {remedy} (how it learns is mtp.objective).")
+
 
 def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> None:
     """Refuse to run a draft that a checkpoint does not have.
@@ -65,7 +95,7 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
     if not has_mtp(hf_config):
         raise ValueError(
             f"{path!r} has no MTP layer (num_nextn_predict_layers is missing or 0), so there is no draft to "
-            "train or score: use a checkpoint with one, or set mtp.train=frozen."
+            "train or score: use a checkpoint with one, or set mtp.train=off."
         )
     layers = int(hf_config["num_nextn_predict_layers"])
     if 1 < layers < config.depths:
@@ -73,8 +103,8 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
             f"mtp.depths={config.depths}, but {path!r} has {layers} MTP layers, one per depth: "
             f"set mtp.depths to at most {layers}."
         )
-    if layers > 1 and config.train is MtpTrain.PPOW:
+    if layers > 1 and config.ppow:
         raise ValueError(
-            f"mtp.train=ppow drafts with one MTP layer for all depths, but {path!r} has {layers}: set "
-            "mtp.train=online."
+            f"mtp.objective=ppow drafts with one MTP layer for all depths, but {path!r} has {layers}: set "
+            "mtp.objective=e2e_tv."
         )

@@ -1,11 +1,11 @@
-"""Names of the objectives that can train a draft. Equations: rlpipe.drafts.loss. No torch."""
+"""Names of the objectives that can train a draft. Equations: rlpipe.drafts.loss, .ppow. No torch."""
 
 from __future__ import annotations
 
 from rlpipe.config.choice import Choice
 
 
-class MtpLossKind(Choice):
+class MtpObjective(Choice):
     """What a draft is trained to minimise."""
 
     HARD_CE = "hard_ce"  # cross-entropy against the realised token
@@ -17,6 +17,10 @@ class MtpLossKind(Choice):
     E2E_BLOCK = "e2e_block"  # the same for block verification
     LK = "lk"  # KL where the overlap is small, TV where it is large
     VERIFY_STEPS = "verify_steps"  # exact expected verify steps per emitted token
+    PPOW = "ppow"  # reinforcement learning on windows of its own drafts; settings: PpowConfig
+
+
+SUPERVISED = [kind for kind in MtpObjective if kind is not MtpObjective.PPOW]  # teacher-forced ones
 
 
 class AnchorWeighting(Choice):

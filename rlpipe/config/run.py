@@ -19,7 +19,7 @@ from rlpipe.config.env import EnvConfig
 from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
+from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.ppow import PpowConfig
@@ -265,13 +265,14 @@ def check(config: Config) -> None:
         )
     probed = config.metrics.probe.every and config.spec.needs_mtp
     beside = config.task is Task.MTP_ADAPT and config.adapt.drafter is Drafter.EAGLE3  # needs no MTP layer
-    learns = config.mtp.train is not MtpTrain.FROZEN and not beside
+    learns = config.mtp.online and not beside
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
-    if config.mtp.train is MtpTrain.PPOW and config.rollout.temperature == 0:
+    trained = config.mtp.online or config.task is Task.MTP_ADAPT
+    if trained and config.mtp.ppow and config.rollout.temperature == 0:
         raise ValueError(
-            "mtp.train=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no distribution: "
-            "set rollout.temperature=1.0, or mtp.train=frozen."
+            "mtp.objective=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no "
+            "distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
         )
     if config.task is Task.RL:
         check_staleness(config)

@@ -25,6 +25,11 @@ class Drafter(Choice):
     EAGLE3 = "eagle3"  # an EAGLE-3 draft of its own directory, `spec.draft_path`
     SUFFIX = "suffix"  # what followed the last time the text ended like this; needs no training
 
+    @property
+    def title(self) -> str:
+        """What reports and the console call it."""
+        return {"mtp": "MTP draft", "eagle3": "EAGLE-3 draft", "suffix": "suffix lookup"}[self.value]
+
 
 @dataclass(slots=True, kw_only=True)
 class SpecConfig:

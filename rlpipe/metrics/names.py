@@ -182,7 +182,7 @@ SECTIONS: tuple[Section, ...] = (
             "mtp/loss",
             "average",
             "1",
-            "Loss of the draft (mtp.loss) per drafted token, all depths; nat for hard_ce, kl, reverse_kl.",
+            "Loss of the draft (mtp.objective) per drafted token, all depths; nat for hard_ce and KL.",
         ),
         ("mtp/grad_norm", "average", "1", "L2 norm of the draft's gradient before clipping, per update."),
         ("mtp/lr", "last", "1", "Learning rate of the draft."),

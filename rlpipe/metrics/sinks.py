@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.metrics import WandbMode
-from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.run import Config, Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
@@ -52,12 +51,9 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     return sinks
 
 
-DRAFTERS = {"mtp": "MTP draft", "eagle3": "EAGLE-3 draft", "suffix": "suffix lookup"}
-
-
 def run_header(config: Config, run_dir: Path) -> Header:
     """What the console says about a run."""
-    spec, drafter = config.spec, DRAFTERS[str(config.spec.drafter)]
+    spec, drafter = config.spec, config.spec.drafter.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
     return Header(title=config.recipe or run_dir.name, facts=facts, total_steps=config.run.steps)
@@ -65,8 +61,8 @@ def run_header(config: Config, run_dir: Path) -> Header:
 
 def _work(config: Config) -> tuple[str, str]:
     if config.task is Task.MTP_ADAPT:
-        ppow = config.mtp.train is MtpTrain.PPOW
-        objective = "ppow" if ppow else f"{config.mtp.loss}, {config.mtp.anchors} anchors"
+        anchors = "" if config.mtp.ppow else f", {config.mtp.anchors} anchors"
+        objective = f"{config.mtp.objective}{anchors}"
         return "draft", f"trained by {objective}; {config.adapt.batch} trajectories a step"
     lag, sizes = config.pipeline.max_staleness, config.pipeline
     loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlpipe.config.spec import Drafter
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level, declared
 from rlpipe.metrics.runs import RunData, dump, load_run
@@ -147,7 +148,8 @@ def _speculation(run: RunData) -> str:
     if not isinstance(spec, dict) or not spec.get("mode"):
         return ""
     mode = str(spec["mode"]).lower()
-    return "no speculation" if mode == "none" else f"MTP draft: {mode}, gamma {spec.get('gamma', '?')}"
+    drafter = Drafter(str(spec.get("drafter", "mtp"))).title
+    return "no speculation" if mode == "none" else f"{drafter}: {mode}, gamma {spec.get('gamma', '?')}"
 
 
 def _notices(run: RunData) -> str:

@@ -67,7 +67,7 @@ class Draft:
         _, states, backbone, targets = found
         group = policy.pg_collection.tp
         return linear_mtp_loss(
-            self._config.loss,
+            self._config.supervised,
             states,
             backbone,
             policy.head_weight,

@@ -7,8 +7,8 @@ files are `checkpoint`.
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
 policy's gradient does not need it. With mtp.train=online it learns from the hidden states of the same pass
-(`draft`), and nothing of that reaches the policy; with mtp.train=ppow from windows it drafts there (`ppow`).
-With adapt_only the draft alone learns (`adapt_step`).
+(`draft`), and nothing of that reaches the policy; with mtp.objective=ppow from windows it drafts there
+(`ppow`). With adapt_only the draft alone learns (`adapt_step`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlpipe.algo.correction import next_kappa
 from rlpipe.algo.obrs import ObrsInputs
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.mtp import MtpConfig, MtpTrain, check_draft
+from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.drafts.ppow import PpowTotals
@@ -82,16 +82,15 @@ class MegatronTrainer:
 
         master: `runtime.open_address` of rank 0, where the ranks meet (not needed by one rank alone).
         total_steps: batches of the run; the learning rate schedules end there.
-        adapt_only: freeze everything but the draft and train it by `adapt_step`; mtp.train only says whether
-            by ppow or by mtp.loss.
-        ppow: settings of mtp.train=ppow, None for the defaults. seed: of its windows, drafts and coins.
+        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever mtp.train says.
+        ppow: settings of mtp.objective=ppow, None for the defaults. seed: of its windows, drafts and coins.
         beside: a trainer of this process whose ranks and groups it uses too; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
-        self._online = mtp.train is not MtpTrain.FROZEN and not adapt_only
+        self._online = mtp.online and not adapt_only
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
@@ -125,10 +124,11 @@ class MegatronTrainer:
         from rlpipe.trainer.optimizer import PolicyOptimizer
         from rlpipe.trainer.ppow import Ppow
 
-        if mtp.train is MtpTrain.PPOW and self._runtime.te:
+        windows = mtp.ppow and (self._online or self._adapt_only)
+        if windows and self._runtime.te:
             raise ValueError(
-                "mtp.train=ppow reads keys of finished passes, which TransformerEngine's attention keeps to "
-                "itself: set trainer.layers=local."
+                "mtp.objective=ppow reads keys of finished passes, which TransformerEngine's attention keeps "
+                "to itself: set trainer.layers=local."
             )
         weights = read_weights(self._path)
 
@@ -143,7 +143,7 @@ class MegatronTrainer:
         wants_reference = self._algo.kl_coef and not self._adapt_only
         self._reference = load_policy().requires_grad_(False) if wants_reference else None
         self._draft, self._ppow = Draft(mtp, self._runtime), None
-        if mtp.train is MtpTrain.PPOW:
+        if windows:
             updates = max(1, optimizer_steps // mtp.interval)
             self._ppow = Ppow(
                 ppow or PpowConfig(), self._runtime, depths=mtp.depths, steps=updates, seed=seed
@@ -469,7 +469,7 @@ class MegatronTrainer:
     def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
         """The draft over micro-batches, from a backbone without gradients; statistics of each.
 
-        forward_only: statistics of mtp.loss, whatever the objective.
+        forward_only: teacher-forced statistics, whatever the objective.
         """
         policy = getattr(model, "module", model)
 

@@ -39,7 +39,7 @@ class Setup:
             mode=str(spec.get("mode", "none")),
             gamma=int(spec.get("gamma", 1)),
             adaptive=bool(spec.get("adaptive", False)),
-            online=str(mtp.get("train", "frozen")) == "online",
+            online=str(mtp.get("train")) in ("online", "ppow"),  # ppow: a run from before mtp.objective,
             max_staleness=int(settings.get("pipeline", {}).get("max_staleness", 0)),
             draft_cost=draft_cost,
             env_threads=int(settings.get("env", {}).get("threads", 2)),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.acceptance.probe import Probe, Read
 from rlpipe.config.alarms import DRAFT_HARMED
-from rlpipe.config.mtp import MtpTrain
 from rlpipe.config.spec import SpecMode
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.rollouts import Recorder, RolloutFiles
@@ -43,7 +42,7 @@ class Monitor:
         self._rollouts = RolloutFiles(run_dir, settings.rollouts_per_step, recorder)
         self._probe = Probe(settings.probe, run_dir, config.run.steps, recorder) if drafts else None
         self._rule = CHAIN_RULES.get(spec.mode)
-        self._online = config.mtp.train is not MtpTrain.FROZEN
+        self._online = config.mtp.online
         self._records = run_dir / "metrics.jsonl"
         self._alarms = Alarms(settings.alarms, event)
         setup = Setup(

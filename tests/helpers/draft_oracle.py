@@ -59,7 +59,7 @@ def _one(model, layers, trajectory, config, temperature):
     places = (torch.arange(last + 1)[:, None] + torch.arange(1, depths + 1)).clamp(max=last)
     found = depth_targets(ids, torch.tensor([trajectory.loss_mask]).bool(), depths)
     return mtp_loss(
-        config.loss,
+        config.objective,
         draft,
         target[places],
         found.mask,

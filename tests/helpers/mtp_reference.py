@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import MtpLossKind
+from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.drafts.loss import depth_targets
 
 
@@ -69,7 +69,7 @@ def random_case(
 
 
 def reference_loss(
-    kind: MtpLossKind | str,
+    kind: MtpObjective | str,
     case: Case,
     *,
     temperature: float = 1.0,
@@ -77,7 +77,7 @@ def reference_loss(
     lk_decay: float = 3.0,
 ) -> Tensor:
     """The definition of a loss."""
-    kind = MtpLossKind(kind)
+    kind = MtpObjective(kind)
     log_q = (case.draft.double() / temperature).log_softmax(-1)
     log_p = (case.target.double() / temperature).log_softmax(-1)
     q, p = log_q.exp(), log_p.exp()
@@ -86,17 +86,17 @@ def reference_loss(
     reverse = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
     q_x, p_x = (x.gather(-1, case.tokens[..., None])[..., 0] for x in (q, p))
     weights = torch.ones(len(alpha), dtype=torch.float64) if weights is None else weights.double()
-    if kind is MtpLossKind.VERIFY_STEPS:
+    if kind is MtpObjective.VERIFY_STEPS:
         return reference_verify_steps(torch.minimum(torch.ones_like(q_x), q_x / p_x), case)
-    if kind in (MtpLossKind.E2E_TV, MtpLossKind.E2E_CHAIN, MtpLossKind.E2E_BLOCK):
+    if kind in (MtpObjective.E2E_TV, MtpObjective.E2E_CHAIN, MtpObjective.E2E_BLOCK):
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for n, mask in enumerate(case.mask.tolist()):
             depths = mask.index(False) if False in mask else len(mask)
             expected = torch.zeros((), dtype=torch.float64)
             for j in range(1, depths + 1):
-                if kind is MtpLossKind.E2E_TV:
+                if kind is MtpObjective.E2E_TV:
                     expected = expected + alpha[n, :j].prod()
-                elif kind is MtpLossKind.E2E_CHAIN:
+                elif kind is MtpObjective.E2E_CHAIN:
                     ratio = torch.minimum(torch.ones(1).double(), q_x[n, : j - 1] / p_x[n, : j - 1])
                     expected = expected + ratio.prod() * alpha[n, j - 1]
                 else:
@@ -107,11 +107,11 @@ def reference_loss(
         return total / weight
     share = (-lk_decay * alpha.detach()).exp()
     row = {
-        MtpLossKind.HARD_CE: -q_x.log(),
-        MtpLossKind.KL: kl,
-        MtpLossKind.REVERSE_KL: reverse,
-        MtpLossKind.TV: (p - q).abs().sum(-1) / 2,
-        MtpLossKind.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
+        MtpObjective.HARD_CE: -q_x.log(),
+        MtpObjective.KL: kl,
+        MtpObjective.REVERSE_KL: reverse,
+        MtpObjective.TV: (p - q).abs().sum(-1) / 2,
+        MtpObjective.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
     }[kind]
     weights = weights[:, None] * case.mask
     return (weights * row.where(case.mask, 0)).sum() / weights.sum()

@@ -56,7 +56,7 @@ def trajectories():
 
 
 def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Eagle3Trainer:
-    settings = {"train": "ppow", "depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
+    settings = {"objective": "ppow", "depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
     config = Config(
         model=ModelConfig(path=str(target)),
         mtp=MtpConfig(**settings),
@@ -246,7 +246,7 @@ def test_the_recipe_goes_on_from_a_draft(tmp_path):
     small += ["adapt.eval_samples=1", "adapt.in_domain=[swe.held_instances]", "adapt.out_of_domain=[]"]
     small += ["adapt.eval_modes=[rejection]", "metrics.wandb=off", "run.steps=1", "adapt.eval_first=false"]
     first = write_random_draft(tmp_path / "first", TINY, scale=0.05)
-    small += ["mtp.train=ppow", f"eagle3.start={first}"]
+    small += ["mtp.objective=ppow", f"eagle3.start={first}"]
     result = run("+recipe=eagle3", "run.dir=out", *small, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     out = tmp_path / "out"

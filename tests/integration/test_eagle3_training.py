@@ -78,7 +78,7 @@ def written_out(target, draft, trajectories, mtp):
         places = (torch.arange(length)[:, None] + torch.arange(1, depths + 1)).clamp(max=length - 1)
         parts.append(
             mtp_loss(
-                mtp.loss,
+                mtp.objective,
                 draft.logits(states),
                 found.logits[0][places],
                 targets.mask,
@@ -96,11 +96,11 @@ def written_out(target, draft, trajectories, mtp):
 
 
 CASES = {
-    "kl": ({"loss": "kl"}, {}),
-    "one step": ({"loss": "hard_ce", "depths": 1}, {"layers": [2]}),
-    "chain, reduced vocabulary": ({"loss": "e2e_tv"}, {"draft_vocab": 20, "layers": [2, 0]}),
-    "whole turns": ({"loss": "verify_steps"}, {"draft_vocab": 40}),
-    "visits": ({"loss": "lk", "anchors": "visit"}, {}),
+    "kl": ({"objective": "kl"}, {}),
+    "one step": ({"objective": "hard_ce", "depths": 1}, {"layers": [2]}),
+    "chain, reduced vocabulary": ({"objective": "e2e_tv"}, {"draft_vocab": 20, "layers": [2, 0]}),
+    "whole turns": ({"objective": "verify_steps"}, {"draft_vocab": 40}),
+    "visits": ({"objective": "lk", "anchors": "visit"}, {}),
 }
 
 
@@ -137,14 +137,14 @@ def test_the_top_layer_is_read_before_the_final_norm(target, trajectories):
 
 def test_training_raises_the_overlap_and_a_resumed_run_is_bit_equal(target, trajectories, tmp_path):
     batch = packed(trajectories)
-    whole = make(target, trajectories, loss="kl", warmup_steps=2)
+    whole = make(target, trajectories, objective="kl", warmup_steps=2)
     before = whole.mtp_stats(batch)
     for step in range(6):
         whole.adapt_step(batch)
         if step == 2:
             whole.save(tmp_path / "trainer")
             whole.save_hf(tmp_path / "draft")
-    resumed = make(target, trajectories, loss="kl", warmup_steps=2)
+    resumed = make(target, trajectories, objective="kl", warmup_steps=2)
     resumed.load(tmp_path / "trainer")
     for _ in range(3):
         resumed.adapt_step(batch)
@@ -152,7 +152,7 @@ def test_training_raises_the_overlap_and_a_resumed_run_is_bit_equal(target, traj
     assert resumed.updates == 6 and all(torch.equal(a, b) for a, b in pairs)
     after = whole.mtp_stats(batch)
     assert (after.alpha > before.alpha).all() and (after.kl < 0.9 * before.kl).all()
-    again = make(target, trajectories, {"start": str(tmp_path / "draft")}, loss="kl")
+    again = make(target, trajectories, {"start": str(tmp_path / "draft")}, objective="kl")
     assert again.mtp_stats(batch).kl.sum() < before.kl.sum()  # trained further, not from nothing
 
 
@@ -191,8 +191,8 @@ def test_what_cannot_be_trained_is_refused_at_launch(target, tmp_path):
         check(adapting(eagle3=Eagle3Config(draft_vocab=100)))
     with pytest.raises(ValueError, match=r"eagle3\.start"):
         check(adapting(eagle3=Eagle3Config(start=str(tmp_path / "nothing"))))
-    check(adapting(mtp=MtpConfig(train="ppow")))
-    greedy = adapting(mtp=MtpConfig(train="ppow"))
+    check(adapting(mtp=MtpConfig(objective="ppow")))
+    greedy = adapting(mtp=MtpConfig(objective="ppow"))
     greedy.rollout.temperature = 0
     with pytest.raises(ValueError, match=r"rollout\.temperature=0 leaves no distribution"):
         check(greedy)

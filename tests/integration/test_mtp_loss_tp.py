@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.testing import assert_allclose
 
-from rlpipe.config.mtp_loss import MtpLossKind
+from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.chunked import linear_mtp_loss
 from rlpipe.drafts.loss import MtpStats, mtp_loss
 from tests.helpers.mtp_reference import random_case
@@ -46,7 +46,7 @@ def _losses(rank: int, ranks: int, rendezvous: str) -> dict[str, tuple]:
     hidden = torch.randn(len(case.mask), 5, generator=generator, dtype=torch.float64)
     head = torch.randn(VOCAB, 5, generator=generator, dtype=torch.float64)
     results = {}
-    for kind in MtpLossKind:
+    for kind in SUPERVISED:
         draft, calls = case.draft.detach()[..., shard].clone().requires_grad_(), 0
         loss, stats = mtp_loss(
             kind,
@@ -89,7 +89,7 @@ def runs():
         return whole, run_ranks(_losses, 2, str(Path(folder) / "rendezvous"))
 
 
-@pytest.mark.parametrize("kind", MtpLossKind)
+@pytest.mark.parametrize("kind", SUPERVISED)
 def test_two_shards_equal_the_whole_vocabulary(runs, kind):
     whole, shards = runs[0][kind.value], [shard[kind.value] for shard in runs[1]]
     loss, by_logits, fused, by_hidden, by_head, sums, _ = whole

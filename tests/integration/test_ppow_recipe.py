@@ -43,7 +43,15 @@ def test_a_resumed_run_of_the_recipe_ends_bit_equal(tmp_path):
 
 
 def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path):
-    online = ["+recipe=swe_rl", "cluster=inline", "mtp.train=ppow", "ppow.windows=1", *SMALL, "run.steps=1"]
+    online = [
+        "+recipe=swe_rl",
+        "cluster=inline",
+        "mtp.train=online",
+        "mtp.objective=ppow",
+        "ppow.windows=1",
+        *SMALL,
+        "run.steps=1",
+    ]
     online += ["val.every=0", "metrics.wandb=off", "run.dir=out"]
     result = run(*online, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -52,4 +60,4 @@ def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path
 
     greedy = ["rollout.temperature=0", "spec.mode=greedy", "val.temperature=0"]
     result = run(*online, *greedy, "run.dir=greedy", cwd=tmp_path)
-    assert result.returncode == 2 and "mtp.train=ppow verifies drafts by rejection" in result.stderr
+    assert result.returncode == 2 and "mtp.objective=ppow verifies drafts by rejection" in result.stderr

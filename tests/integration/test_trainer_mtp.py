@@ -9,7 +9,7 @@ import torch
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule, Precision, Recompute, TrainerConfig
 from rlpipe.drafts.loss import MtpStats
 from rlpipe.hf_layout import read_weights
@@ -69,8 +69,13 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize(
     "mtp",
-    [ONLINE, VISIT, replace(ONLINE, loss=MtpLossKind.KL), replace(VISIT, loss=MtpLossKind.VERIFY_STEPS)],
-    ids=lambda mtp: f"{mtp.loss}-{mtp.anchors}",
+    [
+        ONLINE,
+        VISIT,
+        replace(ONLINE, objective=MtpObjective.KL),
+        replace(VISIT, objective=MtpObjective.VERIFY_STEPS),
+    ],
+    ids=lambda mtp: f"{mtp.objective}-{mtp.anchors}",
 )
 def test_the_step_of_the_draft_equals_plain_autograd_on_the_reference_layer(tmp_path, common, mtp, layers):
     """A large epsilon makes AdamW nearly linear in the gradient, so the weights tell of its direction."""
@@ -280,7 +285,7 @@ def test_adaptation_takes_the_step_that_co_training_takes(path):
     batch = make_batch(make_groups(common=9), AlgoConfig(skip_zero_advantage=False))
     online = values(trainer.train_step(batch)), weights_of(trainer, True)
     trainer.close()
-    frozen = replace(ONLINE, train=MtpTrain.FROZEN)  # in RL; adaptation trains it all the same
+    frozen = replace(ONLINE, train=MtpTrain.OFF)  # in RL; adaptation trains it all the same
     trainer = make_trainer(path, CONFIG, ALGO, frozen, adapt_only=True)
     alone = values(trainer.adapt_step(batch)), weights_of(trainer, True)
     trainer.close()

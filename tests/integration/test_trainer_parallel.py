@@ -9,7 +9,7 @@ import pytest
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import TrainerConfig
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -29,9 +29,9 @@ SPLITS = {
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
-    "kl": replace(ONLINE, loss=MtpLossKind.KL),
+    "kl": replace(ONLINE, objective=MtpObjective.KL),
     "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
-    "ppow": replace(ONLINE, train=MtpTrain.PPOW),
+    "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
 }
 
 

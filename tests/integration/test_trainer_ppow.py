@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.drafts.ppow import group_advantages, window_law, window_scores
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ALGO = AlgoConfig()
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-3)
-MTP = MtpConfig(train=MtpTrain.PPOW, lr=1e-2, clip_grad=0.0)
+MTP = MtpConfig(train=MtpTrain.ONLINE, objective=MtpObjective.PPOW, lr=1e-2, clip_grad=0.0)
 PPOW = PpowConfig(group_size=3, windows=2, draft_cost=0.25, tolerance=3.0)
 RULES = {"draft_cost": 0.25, "proximity": 0.1, "tolerance": 3.0}
 T = 0.7

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.drafts.loss.definitions import NEED_TARGET, Objective
 from rlpipe.drafts.loss.rows import Backend, Rows, resolve_backend, row_statistics
 from rlpipe.drafts.loss.stats import MtpStats
@@ -15,7 +15,7 @@ from rlpipe.drafts.visit import accept_probabilities, forecast
 
 
 def mtp_loss(
-    kind: MtpLossKind | str,
+    kind: MtpObjective | str,
     draft_logits: Tensor,
     target_logits: Tensor,
     mask: Tensor,
@@ -32,7 +32,7 @@ def mtp_loss(
 ) -> tuple[Tensor, MtpStats]:
     """Loss of a draft against its target, and per-depth statistics.
 
-    kind: see `MtpLossKind`; equations in `definitions`. draft_logits, target_logits: [N, K, V], any float
+    kind: see `MtpObjective`; equations in `definitions`. draft_logits, target_logits: [N, K, V], any float
     dtype, any strides; -inf padding is allowed. Under tensor parallelism V is the shard, all shards
     equal, in rank order. The target is a constant. mask: [N, K] bool, rows that count; masked rows get a
     gradient of exactly 0 and may hold anything.
@@ -54,7 +54,7 @@ def mtp_loss(
     (0.0, 1.0)
     """
     objective = Objective(
-        kind=MtpLossKind(kind),
+        kind=MtpObjective(kind),
         anchors=anchors,
         turn_starts=turn_starts,
         normalizer=normalizer,

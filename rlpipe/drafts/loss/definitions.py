@@ -18,12 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.drafts.loss.rows import Rows
 from rlpipe.drafts.visit import accept_probabilities, expected_verify_steps, visit_probabilities
 
-NEED_TOKENS = {MtpLossKind.HARD_CE, MtpLossKind.E2E_CHAIN, MtpLossKind.E2E_BLOCK, MtpLossKind.VERIFY_STEPS}
-NEED_TARGET = {MtpLossKind.KL, MtpLossKind.REVERSE_KL, MtpLossKind.LK}  # whose gradient reads it again
+NEED_TOKENS = {
+    MtpObjective.HARD_CE,
+    MtpObjective.E2E_CHAIN,
+    MtpObjective.E2E_BLOCK,
+    MtpObjective.VERIFY_STEPS,
+}
+NEED_TARGET = {MtpObjective.KL, MtpObjective.REVERSE_KL, MtpObjective.LK}  # whose gradient reads it again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Objective:
     Raises ValueError where kind or anchors lack turn_starts.
     """
 
-    kind: MtpLossKind
+    kind: MtpObjective
     anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM
     turn_starts: Tensor | None = None
     normalizer: float | Tensor | None = None
@@ -57,7 +62,7 @@ class Objective:
     @property
     def whole_sequence(self) -> bool:
         """Whether the gradient of an anchor depends on other anchors."""
-        return self.visiting or self.kind is MtpLossKind.VERIFY_STEPS
+        return self.visiting or self.kind is MtpObjective.VERIFY_STEPS
 
     @property
     def needs_tokens(self) -> bool:
@@ -66,7 +71,7 @@ class Objective:
 
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Numerator and denominator of the loss, scalars. rows, mask: of all N anchors if whole_sequence."""
-        if self.kind is MtpLossKind.VERIFY_STEPS:
+        if self.kind is MtpObjective.VERIFY_STEPS:
             return verify_steps(rows, mask, self.turn_starts)
         weights = self._weights(rows, mask)[:, None]
         if self.kind in CHAINS:
@@ -136,16 +141,16 @@ def verify_steps(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor,
 
 
 DEPTHS = {
-    MtpLossKind.HARD_CE: lambda rows, _: -rows.draft_logprob,  # -log q(x)
-    MtpLossKind.KL: lambda rows, _: rows.kl,  # gradient q - p, as of soft cross-entropy: Bebop App. B
-    MtpLossKind.REVERSE_KL: lambda rows, _: rows.reverse_kl,  # Bebop Eq. 17
-    MtpLossKind.TV: lambda rows, _: 1 - rows.alpha,  # Bebop Eq. 10, 11
-    MtpLossKind.LK: lk_hybrid,
+    MtpObjective.HARD_CE: lambda rows, _: -rows.draft_logprob,  # -log q(x)
+    MtpObjective.KL: lambda rows, _: rows.kl,  # gradient q - p, as of soft cross-entropy: Bebop App. B
+    MtpObjective.REVERSE_KL: lambda rows, _: rows.reverse_kl,  # Bebop Eq. 17
+    MtpObjective.TV: lambda rows, _: 1 - rows.alpha,  # Bebop Eq. 10, 11
+    MtpObjective.LK: lk_hybrid,
 }
 CHAINS = {
-    MtpLossKind.E2E_TV: chain_of_overlaps,
-    MtpLossKind.E2E_CHAIN: chain_of_samples,
-    MtpLossKind.E2E_BLOCK: block_of_samples,
+    MtpObjective.E2E_TV: chain_of_overlaps,
+    MtpObjective.E2E_CHAIN: chain_of_samples,
+    MtpObjective.E2E_BLOCK: block_of_samples,
 }
 
 

@@ -62,7 +62,7 @@ def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):
     (model / "config.json").write_text('{"model_type": "qwen2"}')
     config = Config(spec=SpecConfig(mode="none"), mtp=MtpConfig(train="online"))
     config.model.path, config.run.dir = str(model), str(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"no MTP layer .* set mtp\.train=frozen"):
+    with pytest.raises(ValueError, match=r"no MTP layer .* set mtp\.train=off"):
         check(config)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.chunked import linear_mtp_loss
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss, stack_depths
 
@@ -62,7 +62,7 @@ class Case:
 
 
 @pytest.mark.parametrize("anchors", AnchorWeighting)
-@pytest.mark.parametrize("kind", MtpLossKind)
+@pytest.mark.parametrize("kind", SUPERVISED)
 def test_fused_loss_gradients_and_statistics_equal_those_of_whole_logits(kind, anchors):
     case = Case()
     loss, by_hidden, by_weight, stats = case.whole(kind, anchors=anchors, temperature=0.7)

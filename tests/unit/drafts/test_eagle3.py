@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
-from rlpipe.config.mtp_loss import MtpLossKind
+from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.eagle3 import OUTSIDE, Eagle3
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.hf_layout import read_config
@@ -116,7 +116,7 @@ def test_deeper_steps_train_the_states_they_read(target):
     assert draft.fc.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", list(MtpLossKind))
+@pytest.mark.parametrize("kind", SUPERVISED)
 def test_any_loss_is_finite_over_the_whole_vocabulary(target, kind):
     """A token outside the reduced vocabulary has (almost) no probability, and alpha is the exact overlap."""
     ids = [3, 4, 9, 20, 63]

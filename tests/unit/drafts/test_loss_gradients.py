@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.drafts.visit import visit_probabilities
 from tests.helpers.mtp_reference import random_case, reference_loss
 
 pytestmark = pytest.mark.unit
-KINDS = list(MtpLossKind)
+KINDS = SUPERVISED
 SAMPLED_CHAINS = ("e2e_chain", "e2e_block", "verify_steps")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpLossKind
+from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.loss import depth_targets, mtp_loss
 from rlpipe.drafts.loss.stats import BY_DEPTH
 from tests.helpers.mtp_reference import random_case, reference_loss
@@ -102,7 +102,7 @@ def test_top_k_bounds_enclose_the_overlap_and_their_gradient_is_autograds(top_k)
     torch.testing.assert_close(found, autograd, atol=1e-12, rtol=1e-7)
 
 
-@pytest.mark.parametrize("kind", MtpLossKind)
+@pytest.mark.parametrize("kind", SUPERVISED)
 def test_only_objectives_with_a_kl_retain_the_target(kind):
     case = random_case(1001, noise=0.1).to(torch.float32)
     target = case.target.clone()

@@ -236,6 +236,17 @@ def test_a_crashed_run_is_shown_as_far_as_it_came(run: Path) -> None:
     assert "killed, or still running" in text
 
 
+@pytest.mark.parametrize(
+    ("drafter", "title"),
+    [("", "MTP draft"), ("eagle3", "EAGLE-3 draft"), ("suffix", "suffix lookup")],
+)
+def test_the_header_names_the_drafter(run: Path, drafter: str, title: str) -> None:
+    settings = {"mode": "rejection", "gamma": 2} | ({"drafter": drafter} if drafter else {})
+    (run / "config.yaml").write_text(json.dumps({"spec": settings, "mtp": {"train": "ppow"}}))
+    write_report([run], run / "report.html")
+    assert f"{title}: rejection, gamma 2" in (run / "report.html").read_text()
+
+
 def test_a_broken_config_does_not_cost_the_report(run: Path) -> None:
     (run / "config.yaml").write_text("run: [unclosed")
     assert "run: [unclosed" in page_of([run], run / "report.html").text

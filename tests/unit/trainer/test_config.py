@@ -60,7 +60,7 @@ def test_pipeline_parallelism_is_refused_with_the_remedy():
         (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"min_lr=1.0, lr=0.0"),
         (lambda: MtpConfig(depths=0), r"mtp.depths must be at least 1, got 0"),
         (lambda: MtpConfig(interval=0), r"mtp.interval must be at least 1, got 0"),
-        (lambda: check_draft(MtpConfig(), MODEL, "here"), r"'here' has no MTP layer .* mtp.train=frozen"),
+        (lambda: check_draft(MtpConfig(), MODEL, "here"), r"'here' has no MTP layer .* mtp.train=off"),
         (
             lambda: check_draft(MtpConfig(depths=3), MODEL | {"num_nextn_predict_layers": 2}, "here"),
             r"mtp.depths=3, but 'here' has 2 MTP layers.* at most 2",

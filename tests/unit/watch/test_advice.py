@@ -109,6 +109,22 @@ def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(wai
     assert text is None or "env.threads=2" in text
 
 
+@pytest.mark.parametrize(
+    ("mtp", "online"),
+    [
+        ({"train": "online", "objective": "ppow"}, True),
+        ({"train": "ppow", "loss": "kl"}, True),  # a run from before mtp.objective
+        ({"train": "off"}, False),
+        ({"train": "frozen"}, False),
+        ({}, False),
+    ],
+)
+def test_a_draft_that_learns_by_ppow_is_trained_online(mtp, online):
+    setup = Setup.of({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
+    text = advise(setup, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
+    assert ("raise mtp.lr" if online else "mtp.train=online") in text
+
+
 def test_the_advisor_speaks_once_and_again_after_silence():
     said = []
     advisor = Advisor(

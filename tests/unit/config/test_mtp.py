@@ -1,0 +1,35 @@
+"""Whether and how a draft is trained: values, remedies, and YAML's bare `off`."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp_loss import SUPERVISED, MtpObjective
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("earlier", "remedy"),
+    [("frozen", "mtp.train=off"), ("ppow", "mtp.train=online mtp.objective=ppow"), ("x", "mtp.train=online")],
+)
+def test_an_earlier_or_unknown_value_is_refused_with_what_replaces_it(earlier, remedy):
+    with pytest.raises(ValueError, match=f"mtp.train={earlier} .*{remedy}"):
+        MtpConfig(train=earlier)
+
+
+@pytest.mark.parametrize("written", ["off", "'off'"])
+def test_off_is_understood_in_yaml_with_and_without_quotes(written):
+    composed = OmegaConf.merge(OmegaConf.structured(MtpConfig), OmegaConf.create(f"train: {written}"))
+    read = OmegaConf.to_object(composed)
+    assert read.train is MtpTrain.OFF and not read.online
+
+
+def test_what_is_written_is_read_again():
+    text = OmegaConf.to_yaml(OmegaConf.structured(MtpConfig(train="online", objective="ppow")))
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MtpConfig), OmegaConf.create(text)))
+    assert again.online and again.ppow and again.supervised is MtpObjective.E2E_TV
+
+
+def test_ppow_alone_is_not_supervised():
+    assert set(MtpObjective) - set(SUPERVISED) == {MtpObjective.PPOW}
