@@ -90,6 +90,8 @@ class CausalAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        # cuDNN's attention fails with additive masks over views (misaligned address), and ends the process
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def forward(
         self,

@@ -114,6 +114,8 @@ class Model:
     ) -> None:
         self.arch, self.mtp, self.eagle3, self.device, self.dtype = arch, mtp, eagle3, device, dtype
         self.rows, self.slots = rows, slots
+        # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         layers, kv_heads, head_dim = arch.layers + self.drafts, arch.kv_heads, arch.head_dim
         self.cache = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]

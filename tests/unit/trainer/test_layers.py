@@ -62,3 +62,9 @@ def test_without_a_layout_rows_are_causal():
     after = attention()(q, k, v, None)
     torch.testing.assert_close(before[:6], after[:6])
     assert (before[6:] - after[6:]).abs().max() > 0.1
+
+
+def test_attention_never_takes_cudnns_kernel():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    attention()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -180,3 +180,9 @@ def test_packed_and_plain_products_agree(rows, bias):
     x = torch.randn(rows, 128, generator=generator)
     linear = Linear(weight, offset)
     assert torch.allclose(linear(x), torch.nn.functional.linear(x, weight, offset), atol=1e-4)
+
+
+def test_attention_never_takes_cudnns_kernel(tmp_path):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    _model(write_random_checkpoint(tmp_path, family="qwen2"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
