@@ -191,6 +191,10 @@ class RayCluster:
             seconds = self._config.cluster.hang_s or None
             try:
                 return await asyncio.wait_for(_wait(answer), seconds)
+            except (
+                RayTaskError
+            ):  # it answers; Ray's error is of the class of its cause too, e.g. TimeoutError
+                raise
             except TimeoutError:
                 self._on_event("rollout_worker_hung", worker=n, seconds=seconds)
                 ray.kill(worker)  # the next call finds it dead
@@ -226,16 +230,16 @@ class RayCluster:
         answers = [asyncio.ensure_future(_wait(m.remote(*args))) for m in methods]
         try:
             return await asyncio.wait_for(asyncio.gather(*answers), seconds)
-        except TimeoutError:
-            raise self._lost(ranks, "trainer_hung", seconds=seconds, method=method) from None
-        except RayActorError as error:
-            raise self._lost(ranks, "trainer_died", error=_first_line(error)) from error
         except RayTaskError:  # of its own, or because another rank died: that is known a little later
             await asyncio.wait(answers, timeout=_GRACE_S)
             failed = [a.exception() for a in answers if a.done() and not a.cancelled()]
             if dead := next((e for e in failed if isinstance(e, RayActorError)), None):
                 raise self._lost(ranks, "trainer_died", error=_first_line(dead)) from dead
             raise
+        except TimeoutError:
+            raise self._lost(ranks, "trainer_hung", seconds=seconds, method=method) from None
+        except RayActorError as error:
+            raise self._lost(ranks, "trainer_died", error=_first_line(error)) from error
 
     def _lost(self, ranks: list[Any], kind: str, **fields: Any) -> TrainerLost:
         """End what is left of these ranks; told once, whoever notices it first."""
@@ -268,21 +272,25 @@ class RayCluster:
     async def _replace(self, n: int, dead: Any, error: RayActorError) -> None:
         """Put a new worker in the dead one's place, once, with the newest weights."""
         async with self._respawning:
-            if self._rollouts[n] is not dead:
-                return
-            self._restarts += 1
-            reason = _first_line(error)
-            self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
-            if self._restarts > self._config.cluster.max_restarts:
-                raise RuntimeError(
-                    f"rollout workers died {self._restarts} times (cluster.max_restarts="
-                    f"{self._config.cluster.max_restarts}); the last: {reason}"
-                ) from error
-            worker = self._spawn_rollout(n)
-            if self._newest is not None:
-                method, what = self._newest
-                await getattr(worker, method).remote(what)
-            self._rollouts[n] = worker
+            while self._rollouts[n] is dead:
+                self._restarts += 1
+                reason = _first_line(error)
+                self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
+                if self._restarts > self._config.cluster.max_restarts:
+                    raise RuntimeError(
+                        f"rollout workers died {self._restarts} times (cluster.max_restarts="
+                        f"{self._config.cluster.max_restarts}); the last: {reason}"
+                    ) from error
+                worker = self._spawn_rollout(n)
+                try:
+                    if self._newest is not None:
+                        method, what = self._newest
+                        await getattr(worker, method).remote(what)
+                    self._rollouts[n] = worker
+                except RayTaskError:
+                    raise
+                except RayActorError as again:  # this one died while it was started
+                    error = again
 
 
 def _pairs(count: int) -> PlacementGroup:

@@ -10,8 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.envs.base import Episode, StepResult, Suite
 
@@ -27,22 +26,13 @@ class SlowSuite:
         self._suite, self._config, self._seed = suite, config, seed
         self._attempts: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self.max_turns = suite.max_turns
 
-    def splits(self) -> Sequence[str]:
-        """The suite's."""
-        return self._suite.splits()
-
-    def instance_ids(self, split: str) -> Sequence[str]:
-        """The suite's."""
-        return self._suite.instance_ids(split)
-
-    def sandbox_counts(self) -> tuple[int, int]:
-        """The suite's."""
-        return self._suite.sandbox_counts()
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the suite has, optional attributes such as `tools` included."""
+        return getattr(self._suite, name)
 
     def episode(self, instance_id: str) -> Episode:
-        """The suite's, slow or not."""
+        """An episode of the suite, slow or not."""
         with self._counting:
             self._attempts[instance_id] += 1
             attempt = self._attempts[instance_id]
@@ -56,15 +46,9 @@ class _SlowEpisode:
     def __init__(self, episode: Episode, seconds: float) -> None:
         self._episode, self._seconds = episode, seconds
 
-    def messages(self) -> list[dict[str, str]]:
-        return self._episode.messages()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)
 
     def step(self, action: str) -> StepResult:
         time.sleep(self._seconds)
         return self._episode.step(action)
-
-    def finish(self) -> StepResult:
-        return self._episode.finish()
-
-    def close(self) -> None:
-        self._episode.close()

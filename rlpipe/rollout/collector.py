@@ -179,7 +179,7 @@ class Collector:
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Play each instance `samples` times, in order, at most `env.eval_concurrency` at once.
+        """Play each instance `samples` times, in order, at most `rollout.max_running` at once.
 
         Seeds depend on instance and sample alone, so two evaluations of one policy are equal.
         """

@@ -2,7 +2,7 @@
 
 Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses live in
 `megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt
-and tool tokens cost no head; the MTP layers are built but never run here (see `mtp/head.py`).
+and tool tokens cost no head; the MTP layers are built but never run here (see `drafts/`).
 """
 
 from __future__ import annotations

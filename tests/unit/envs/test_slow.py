@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rlpipe.config.injection import InjectionConfig
-from rlpipe.envs.base import StepResult
+from rlpipe.envs.base import StepResult, suite_tools
 from rlpipe.envs.slow import SlowSuite
 
 pytestmark = pytest.mark.unit
@@ -42,3 +42,10 @@ def test_a_slow_episode_waits_and_then_answers_as_the_suite_does():
     started = time.monotonic()
     assert slow and episode.step("x").observation == "x"
     assert time.monotonic() - started >= 0.002
+
+
+def test_the_tools_of_a_suite_are_shown_in_disturbed_training_too():
+    suite = InstantSuite()
+    suite.tools = [{"type": "function", "function": {"name": "search"}}]
+    slow = SlowSuite(suite, InjectionConfig(slow_env_share=0.5, slow_env_seconds=0.002), 0)
+    assert suite_tools(slow) == suite.tools and slow.max_turns == 3
