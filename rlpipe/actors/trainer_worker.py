@@ -75,6 +75,7 @@ class TrainerWorker:
             minibatches=config.algo.minibatches,
             # to the distillation of an actor every trajectory says something
             skip_zero_advantage=config.algo.skips_zero_advantage and not config.decoupled.active,
+            draft_learns=self._trainer.trains_draft,
             uniforms=uniforms,
             seed=seed + self._trainer.policy_version,
         )

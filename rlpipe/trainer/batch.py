@@ -119,11 +119,13 @@ def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray,
 class MiniBatch:
     """What one optimizer step trains on.
 
-    shards: micro-batches by data parallel rank. tokens, sequences: trainable ones over all ranks,
-    those of trajectories left out for their zero advantage included; they normalise the loss.
+    shards: micro-batches by data parallel rank. draft_shards: those of trajectories left out for their zero
+    advantage, from which the draft alone learns (none unless `pack` was asked for them). tokens, sequences:
+    trainable ones over all ranks, those of trajectories left out included; they normalise the loss.
     """
 
     shards: list[list[MicroBatch]]
+    draft_shards: list[list[MicroBatch]]
     tokens: int
     sequences: int
 

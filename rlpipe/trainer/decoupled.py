@@ -103,6 +103,11 @@ class DecoupledTrainer:
         return self.policy.policy_version
 
     @property
+    def trains_draft(self) -> bool:
+        """Whether the actor's draft learns beside it."""
+        return self.actor.trains_draft
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether batches may share prefixes."""
         return self.policy.shares_prefixes

@@ -14,7 +14,7 @@ policy's gradient does not need it. With mtp.train=online it learns from the hid
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,7 +58,7 @@ class Companion(Protocol):
 class MegatronTrainer:
     """One rank of the trainer; every method is collective: call it on all ranks, in the same order.
 
-    policy_version: optimizer steps applied so far; a skipped step does not count.
+    policy_version: updates so far, those without a gradient included; a refused one does not count.
     kappa: calibration of OBRS in the next batch, measured on the last one.
     """
 
@@ -168,6 +168,11 @@ class MegatronTrainer:
     def device(self) -> torch.device:
         """Where this rank's weights are."""
         return self._runtime.device
+
+    @property
+    def trains_draft(self) -> bool:
+        """Whether the draft learns beside the policy."""
+        return self._online
 
     @property
     def shares_prefixes(self) -> bool:
@@ -368,6 +373,8 @@ class MegatronTrainer:
         Returns metrics of each micro-batch, and the draft's statistics over all ranks (None: it is not due).
         """
         drafts = self._online and (self.policy_version + 1) % self._mtp.interval == 0
+        extra = minibatch.draft_shards[self._dp_rank] if drafts else []
+        count = len(shard) + len(extra)
         totals = LossTotals(
             tokens=max(1, minibatch.tokens), sequences=max(1, minibatch.sequences), dp_size=self._config.dp
         )
@@ -396,14 +403,19 @@ class MegatronTrainer:
             if drafts:
                 draft_loss, stats = self._draft_loss(self.model, micro, found.hidden, found.layout)
                 loss = loss + draft_loss
-            return loss * len(shard), (metrics, stats)  # Megatron divides by the number of micro-batches
+            return loss * count, (metrics, stats)  # Megatron divides by the number of micro-batches
 
         keep = drafts and self._ppow is not None
-        told = self._passes.run(
-            self._wrapped, shard, loss_of, temperature=self._temperature, forward_only=False, keep=keep
-        )
-        metrics = [metrics for metrics, _ in told]
-        return metrics, self._learned(stats for _, stats in told) if drafts else None
+        teach = self._passes.forward(self._wrapped, loss_of, self._temperature, keep)
+        draft = self._draft_forward(self.model, count, forward_only=False)
+
+        def forward(index: int, micro: MicroBatch) -> Any:
+            return teach(index, micro) if index < len(shard) else draft(index, micro)
+
+        done = schedule(self._wrapped, [*shard, *extra], forward, forward_only=False)
+        metrics = [metrics for metrics, _ in done[: len(shard)]]
+        parts = [*(stats for _, stats in done[: len(shard)]), *done[len(shard) :]]
+        return metrics, self._learned(parts) if drafts else None
 
     def _draft_loss(
         self, policy: Any, micro: MicroBatch, hidden: torch.Tensor, layout: BranchLayout | None
@@ -450,30 +462,37 @@ class MegatronTrainer:
             weight = stats.weight.item()
             scales["mtp"] = self._config.dp / weight if weight else 0.0
         outcome = self.optimizer.step(scales) if minibatch.tokens else None
+        idle = outcome is not None and outcome.grad_norms.get("policy") == 0
         for tag in groups:
             name = {"policy": "actor", "mtp": "mtp"}[tag]
             done = outcome is not None and tag in outcome.applied
-            idle = tag == "policy" and outcome is not None and outcome.grad_norms[tag] == 0
-            metrics[f"{name}/skipped_steps"] = Sum(not done and not idle)
-            if tag == "policy":
-                metrics["actor/idle_steps"] = Sum(idle)
+            rests = idle and tag == "policy"
+            metrics[f"{name}/skipped_steps"] = Sum(not done and not rests)
             if outcome is not None and tag in outcome.lrs:
                 metrics[f"{name}/lr"] = Last(outcome.lrs[tag])
             if done:
                 metrics[f"{name}/grad_norm"] = Mean(outcome.grad_norms[tag], 1)
-        if outcome is None:
+        if outcome is not None:
+            self.policy_version += bool(outcome.applied) or idle
+        if self._adapt_only:
             return metrics
-        self.policy_version += bool(outcome.applied)
-        return metrics if self._adapt_only else metrics | optimizer_step_count(self._algo)
+        metrics["actor/idle_steps"] = Sum(idle)
+        return metrics if outcome is None else metrics | optimizer_step_count(self._algo)
 
     def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
         """The draft over micro-batches, from a backbone without gradients; statistics of each.
 
         forward_only: teacher-forced statistics, whatever the objective.
         """
-        policy = getattr(model, "module", model)
+        forward = self._draft_forward(getattr(model, "module", model), len(shard), forward_only)
+        return schedule(model, shard, forward, forward_only=forward_only)
 
-        def forward(index: int, micro: MicroBatch) -> Any:
+    def _draft_forward(
+        self, policy: Any, count: int, forward_only: bool
+    ) -> Callable[[int, MicroBatch], tuple[torch.Tensor, Any]]:
+        """A step of Megatron's schedule over `count` micro-batches that ends in the draft's loss."""
+
+        def forward(index: int, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
             keep = self._ppow is not None and not forward_only
             with torch.no_grad():
                 hidden, _, layout = self._passes.hidden(policy, micro, keep)
@@ -482,11 +501,11 @@ class MegatronTrainer:
                 if forward_only:
                     return self._draft.loss(policy, micro, hidden, self._temperature)
                 loss, stats = self._draft_loss(policy, micro, hidden, layout)
-                return loss * len(shard), stats
+                return loss * count, stats
 
             return hidden, finish_micro
 
-        return schedule(model, shard, forward, forward_only=forward_only)
+        return forward
 
     def _total(self, parts: Iterable[MtpStats]) -> MtpStats:
         """The draft's statistics over micro-batches and ranks."""

@@ -36,6 +36,7 @@ def pack(
     minibatches: int = 1,
     temperature: float = 1.0,
     skip_zero_advantage: bool = False,
+    draft_learns: bool = False,
     share_prefixes: bool = True,
     uniforms: Sequence[np.ndarray] | None = None,
     seed: int = 0,
@@ -45,6 +46,7 @@ def pack(
     advantages: per token, parallel to each trajectory's token_ids (None: all zero, for logprobs only).
     minibatches: optimizer steps a pass makes; trajectories are dealt to them at random from `seed`.
     skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
+    draft_learns: lay those out too, in micro-batches of their own (`MiniBatch.draft_shards`).
     share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
         longest (see `MegatronTrainer.shares_prefixes`).
     uniforms: the draws of OBRS per token, parallel to each trajectory's token_ids; the micro-batches then
@@ -70,10 +72,9 @@ def pack(
         parts = [shuffled[i::minibatches] for i in range(minibatches) if shuffled[i::minibatches]]
     lengths = [len(t.token_ids) for t in trajectories]
     batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
-    for part in parts:
-        kept = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
-        batch.skipped += len(part) - len(kept)
-        line = _Line.of(kept, inputs, share_prefixes)
+
+    def dealt(members: list[int]) -> list[list[MicroBatch]]:
+        line = _Line.of(members, inputs, share_prefixes)
         cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
         given = (trajectories, advantages, uniforms)
         shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
@@ -82,10 +83,19 @@ def pack(
         batch.shared_tokens += 0 if line.padded else read - cost
         batch.padding_tokens += cost - read if line.padded else cells - cost
         most = max(1, *map(len, shards))
-        for shard in shards:
-            shard += [nothing() for _ in range(most - len(shard))]
-        tokens = sum(trajectories[i].response_length for i in part)
-        batch.minibatches.append(MiniBatch(shards=shards, tokens=tokens, sequences=len(part)))
+        return [shard + [nothing() for _ in range(most - len(shard))] for shard in shards]
+
+    for part in parts:
+        taught = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
+        rest = sorted({*part} - {*taught})
+        batch.skipped += len(rest)
+        minibatch = MiniBatch(
+            shards=dealt(taught),
+            draft_shards=dealt(rest) if draft_learns and rest else [[] for _ in range(dp_size)],
+            tokens=sum(trajectories[i].response_length for i in part),
+            sequences=len(part),
+        )
+        batch.minibatches.append(minibatch)
     return batch
 
 

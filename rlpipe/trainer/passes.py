@@ -68,22 +68,16 @@ class Passes:
             return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
 
         with torch.no_grad():
-            return self.run(model, shard, keep, temperature=temperature, forward_only=True)
+            return schedule(model, shard, self.forward(model, keep, temperature), forward_only=True)
 
-    def run(
+    def forward(
         self,
         model: Any,
-        shard: Sequence[MicroBatch],
         use: Callable[[int, MicroBatch, Predictions], Any],
-        *,
         temperature: float,
-        forward_only: bool,
         keep: bool = False,
-    ) -> list:
-        """The policy over micro-batches; `use` ends each one with (loss, anything). keep: its keys.
-
-        Returns the anythings.
-        """
+    ) -> Callable[[int, MicroBatch], Any]:
+        """The policy over a micro-batch, for `schedule`; `use` gives (loss, anything). keep: its keys."""
         from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
 
         policy = getattr(model, "module", model)
@@ -116,7 +110,7 @@ class Passes:
 
             return policy.head(states), finish_micro
 
-        return schedule(model, shard, forward, forward_only=forward_only)
+        return forward
 
     def hidden(
         self, policy: Any, micro: MicroBatch, keep: bool = False

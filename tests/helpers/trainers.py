@@ -61,8 +61,9 @@ def make_batch(
     budget: int = 64,
     temperature: float = 1.0,
     share: bool = True,
+    draft: bool = True,
 ) -> PackedBatch:
-    """Groups packed as a trainer worker packs them; OBRS draws from seed 0."""
+    """Groups packed as a trainer worker packs them, of a draft that learns or not; OBRS draws from seed 0."""
     trajectories, uniforms = [t for group in groups for t in group.trajectories], None
     if algo.correction is Correction.OBRS:
         uniforms = [token_uniforms(0, t.trajectory_id, len(t.token_ids)) for t in trajectories]
@@ -74,6 +75,7 @@ def make_batch(
         minibatches=algo.minibatches,
         temperature=temperature,
         skip_zero_advantage=algo.skips_zero_advantage,
+        draft_learns=draft,
         share_prefixes=share,
         uniforms=uniforms,
     )

@@ -120,6 +120,47 @@ def test_co_training_leaves_every_gradient_of_the_backbone_bit_identical(path, r
         assert_equal(weights, frozen[1])
 
 
+@pytest.mark.parametrize("equal", [[1], [0, 1]], ids=["one group of two", "all groups"])
+@pytest.mark.parametrize("mtp", [ONLINE, VISIT], ids=lambda mtp: str(mtp.anchors))
+def test_the_draft_learns_from_groups_without_reward_variance_too(path, equal, mtp):
+    """Plain autograd over all trajectories gives its step; the policy's gradient is what it was without."""
+    groups = make_groups(common=9)
+    for t in (t for number in equal for t in groups[number].trajectories):
+        t.reward = 1.0
+    frozen = make_trainer(path, CONFIG)
+    alone = values(frozen.train_step(make_batch(groups, ALGO, draft=False)))
+    expected = gradients(frozen, draft=False), weights_of(frozen, draft=False)
+    frozen.close()
+    trainer = make_trainer(path, CONFIG, ALGO, mtp)
+    before, batch = weights_of(trainer, draft=False), make_batch(groups, ALGO)
+    assert batch.skipped == 4 * len(equal)
+    metrics = values(trainer.train_step(batch))
+    found = gradients(trainer, draft=False), weights_of(trainer, draft=False)
+    learnt = weights_of(trainer, draft=True)
+    trainer.close()
+
+    for name, gradient in expected[0].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-6, atol=1e-9)
+    assert {name: metrics[name] for name in alone} == pytest.approx(alone, rel=1e-6)
+    if len(equal) == len(groups):
+        assert_equal(found[1], before)
+        assert metrics["actor/idle_steps"] == 1
+
+    reference = read_layers(path)
+    optimizer = torch.optim.AdamW(
+        reference.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0
+    )
+    loss, stats = draft_loss(path, reference, [t for g in groups for t in g.trajectories], mtp, 1.0)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in reference.parameters()]).sum().sqrt().item()
+    optimizer.step()
+    assert metrics["mtp/grad_norm"] == pytest.approx(norm, rel=1e-3) and norm > 1e-3
+    for name, value in values(stats.metrics()).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, weight in reference.state_dict().items():
+        torch.testing.assert_close(learnt[f"model.mtp_layers.{name}"], weight, atol=1e-4, rtol=0)
+
+
 def test_a_draft_that_is_frozen_on_the_way_stays_and_the_policy_goes_on_as_ever(path):
     """Steps 3 and 4 without it: the draft is that of step 2, the policy that of an undisturbed run."""
     told = {}

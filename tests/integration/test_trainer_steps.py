@@ -128,7 +128,7 @@ def test_a_batch_without_a_signal_leaves_the_policy_and_its_optimizer_alone(path
     before = trainer.export_weights()
     metrics = run(trainer, [idle])[0]
     assert (metrics["actor/idle_steps"], metrics["actor/skipped_steps"]) == (1, 0)
-    assert trainer.policy_version == 2 and "actor/grad_norm" not in metrics
+    assert trainer.policy_version == 3 and "actor/grad_norm" not in metrics
     for name, weight in trainer.export_weights().items():
         assert torch.equal(weight, before[name]), name
     after = run(trainer, work[2:])

@@ -186,6 +186,22 @@ def test_zero_advantage_trajectories_are_left_out_on_request_but_still_normalise
     assert batch.skipped == 1
     assert sorted(i for m in micro_batches(batch) for i in m.rows) == [0, 2]
     assert batch.minibatches[0].tokens == 15 and batch.minibatches[0].sequences == 3
+    assert batch.minibatches[0].draft_shards == [[]]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_is_left_out_for_its_zero_advantage_is_laid_out_for_a_draft_that_learns(dp):
+    trajectories, advantages = build([(3, [4], 0), (3, [5], 0), (3, [6], 0), (2, [3], 0)])
+    advantages[1][:] = advantages[3][:] = 0
+    options = {"skip_zero_advantage": True}
+    batch = pack(trajectories, advantages, 64, dp, draft_learns=True, **options)
+    rows = sorted(
+        i for shard in batch.minibatches[0].draft_shards for micro in shard for i in micro.rows if i >= 0
+    )
+    assert rows == [1, 3] and len({len(shard) for shard in batch.minibatches[0].draft_shards}) == 1
+    without = pack(trajectories, advantages, 64, dp, **options)
+    for mine, other in zip(micro_batches(batch), micro_batches(without), strict=True):
+        assert mine.rows.tolist() == other.rows.tolist() and mine.tokens.tolist() == other.tokens.tolist()
 
 
 def test_a_batch_without_anything_to_train_on_has_one_empty_micro_batch_per_rank():
