@@ -112,7 +112,8 @@ class Controller:
         """From the newest checkpoint to the end."""
         self.version, finished = await self._saves.resume(served=bool(self._lost))
         self._draft_frozen = False
-        forget_steps(self.run_dir, self.version)
+        if odd := forget_steps(self.run_dir, self.version):
+            self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
         self._monitor.forget_after(self.version)
         self._backlog = Backlog(
             self.config.pipeline,

@@ -415,8 +415,10 @@ def check_run_dir(run: RunSettings) -> None:
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         probe = checkpoints / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(1 << 20))  # what the records of the first steps take
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "

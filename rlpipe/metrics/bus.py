@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlpipe.metrics.distributions import Sketch
-from rlpipe.metrics.jsonl import EventsFile
+from rlpipe.metrics.jsonl import STEP, EventsFile
 from rlpipe.metrics.names import EVENTS, Level, declared
 from rlpipe.metrics.values import Span, Spans, Value, reduce
 
 logger = logging.getLogger(__name__)
 
-STEP = "training/global_step"
 QUEUE_SIZE = 4096  # records and events a sink may lag behind
 MAX_ERRORS = 3
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

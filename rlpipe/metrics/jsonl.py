@@ -10,8 +10,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
+
+STEP = "training/global_step"
+# What fields of a line must be for its readers, where it has them, by the file's name.
+SHAPES: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "metrics.jsonl": {STEP: int, "time": (int, float)},
+    "events.jsonl": {"kind": str, "level": str, "time": (int, float)},
+    "trajectories.jsonl": {"step": int, "turns": list, "info": dict},
+}
 
 
 class _JsonLines:
@@ -74,38 +84,62 @@ class EventsFile(_JsonLines):
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file and the number of lines that are not JSON objects; ([], 0) without a file."""
+    """The objects of a file and the number of lines that are not what they should be; ([], 0) without a file.
+
+    Fields of the files of a run directory must be what SHAPES says. Numbers that are not finite read as
+    None, and half characters (lone surrogates), which cannot be written again, as question marks.
+    """
     if not path.is_file():
         return [], 0
-    items, broken = [], 0
-    for line in path.read_text(errors="replace").split("\n"):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError:
-            item = None
-        if isinstance(item, dict):
-            items.append(item)
-        else:
-            broken += 1
-    return items, broken
+    lines = [line for line in path.read_text(errors="replace").split("\n") if line.strip()]
+    read = [_object(line, SHAPES.get(path.name, {})) for line in lines]
+    items = [item for item in read if item is not None]
+    return items, len(lines) - len(items)
 
 
-def forget_steps(run_dir: Path, step: int) -> None:
+def _object(line: str, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
+    """A line as an object of this shape; None when it is not one."""
+    try:
+        item = json.loads(line, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(item, dict) or any(
+        key in item and not isinstance(item[key], kind) for key, kind in shape.items()
+    ):
+        return None
+    if "\\ud" in line.lower():
+        return json.loads(json.dumps(item, ensure_ascii=False).encode(errors="replace"))
+    return item
+
+
+def _finite(text: str) -> float | int | None:
+    number = float(text)
+    if not isfinite(number):
+        return None
+    return int(text) if text.lstrip("-").isdigit() else number
+
+
+def forget_steps(run_dir: Path, step: int) -> list[str]:
     """Cut off recorded steps that no checkpoint covers: a run resumed at `step` writes them again (0: all).
 
     The files are shortened where they are: that needs no room on the disk, and they may be open.
+    Returns the lines left standing that readers will leave out, as FILE:NUMBER.
     """
-    for name, key in (("metrics.jsonl", "training/global_step"), ("trajectories.jsonl", "step")):
+    odd = []
+    for name, key in (("metrics.jsonl", STEP), ("trajectories.jsonl", "step")):
         file = run_dir / name
         kept = 0
-        for line in file.read_bytes().splitlines(keepends=True) if file.is_file() else ():
-            try:
-                later = not step or json.loads(line)[key] > step
-            except ValueError:  # cut short by a crash: readers skip it
-                later = not line.endswith(b"\n")
-            if later:
+        for number, line in enumerate(_lines(file), 1):
+            item = _object(line.decode(errors="replace"), SHAPES[name])
+            known = item is not None and key in item
+            if not step or (item[key] > step if known else not line.endswith(b"\n")):
                 os.truncate(file, kept)
                 break
             kept += len(line)
+            if not known and line.strip():
+                odd.append(f"{name}:{number}")
+    return odd
+
+
+def _lines(file: Path) -> list[bytes]:
+    return file.read_bytes().splitlines(keepends=True) if file.is_file() else []

@@ -769,7 +769,16 @@ EVENTS: dict[str, tuple[Level, str]] = {
     ),
     "ledger_in_memory": (
         Level.FAULT,
-        "The disk is full: the ledger goes on in memory and into the next checkpoint: error.",
+        "The disk is full, or the file locked: the ledger goes on in memory and into the next checkpoint: "
+        "error.",
+    ),
+    "ledger_damaged": (
+        Level.FAULT,
+        "ledger.sqlite was damaged and set aside; the copy of the newest checkpoint is used: error, aside.",
+    ),
+    "odd_lines": (
+        Level.WARNING,
+        "Lines of the record files are not what they should be and are left out: lines (file:number), count.",
     ),
     "selection_bias": (
         Level.WARNING,

@@ -2,7 +2,7 @@
 
 Owns naming, atomicity, verification and pruning; others write the content. The order of a save:
 
-    step_N.tmp/  content -> to the disk -> state.json with the size and sum of every file -> rename to step_N
+    step_N.tmp/  content -> to the disk -> state.json with size and full sum of every file -> rename to step_N
     step_M (no longer wanted) -> rename to step_M.old -> removed
 
 A crash at any point leaves the checkpoints before it as they were, and leftovers that the next start sweeps
@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ from typing import Any
 
 STATE = "state.json"
 SCORE = "val/reward"  # in state.json: what `keep_best` compares
-_EDGE = 4 << 20  # bytes at either end of a file that its sum covers
+_CHUNK = 4 << 20  # bytes read at once
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,9 +49,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending."""
-        return sorted(
-            int(p.name.removeprefix("step_")) for p in self._directory.glob("step_*") if not p.suffix
-        )
+        return sorted(int(path.name.removeprefix("step_")) for path in self._named(r"step_\d+"))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lives."""
@@ -97,9 +96,8 @@ class CheckpointStore:
         Leftovers of a crash are removed, and newer ones that are broken set aside (`broken`).
         Raises ValueError when there are checkpoints but none is whole: nothing is moved then.
         """
-        for pattern in ("step_*.tmp", "step_*.old"):
-            for leftover in self._directory.glob(pattern):
-                shutil.rmtree(leftover)
+        for leftover in self._named(r"step_\d+\.(tmp|old)"):
+            shutil.rmtree(leftover)
         found = self.before(None)
         if found is None and (steps := self.steps()):
             raise ValueError(
@@ -129,6 +127,10 @@ class CheckpointStore:
         self.path(step).rename(aside)
         self.broken.append(Broken(step=step, reason=reason))
 
+    def _named(self, pattern: str) -> list[Path]:
+        """Directories of ours; what others put beside them is left alone."""
+        return [p for p in self._directory.glob("step_*") if re.fullmatch(pattern, p.name) and p.is_dir()]
+
     def _partial(self, step: int) -> Path:
         return self._directory / f"step_{step}.tmp"
 
@@ -145,7 +147,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         steps = self.steps()
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
-        best = sorted(scores, key=lambda step: (scores[step], step))[len(scores) - self._keep_best :]
+        best = sorted(scores, key=lambda step: (scores[step], step))[max(0, len(scores) - self._keep_best) :]
         for step in set(steps[: -self._keep]) - set(best):
             removed = self._directory / f"step_{step}.old"
             self.path(step).rename(removed)
@@ -164,7 +166,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
     for file in _files(directory):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        held[str(file.relative_to(directory))] = [file.stat().st_size, edge_sum(file)]
+        held[str(file.relative_to(directory))] = [file.stat().st_size, file_sum(file)]
         _to_disk(file.parent)
     with (directory / STATE).open("w") as file:
         json.dump(state | {"files": held}, file, indent=1)
@@ -183,7 +185,7 @@ def _fault(directory: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if edge_sum(file) != checksum:
+            if file_sum(file) != checksum:
                 return f"{name} has other bytes than were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{STATE} cannot be read ({type(error).__name__}: {error})"
@@ -194,13 +196,13 @@ def _files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file())
 
 
-def edge_sum(file: Path) -> int:
-    """CRC-32 of the first and the last 4 MiB: a cut, empty or foreign file, at the cost of no long read."""
+def file_sum(file: Path) -> int:
+    """CRC-32 of every byte."""
+    total = 0
     with file.open("rb") as opened:
-        start = zlib.crc32(opened.read(_EDGE))
-        size = os.fstat(opened.fileno()).st_size
-        opened.seek(max(min(_EDGE, size), size - _EDGE))
-        return zlib.crc32(opened.read(), start)
+        while chunk := opened.read(_CHUNK):
+            total = zlib.crc32(chunk, total)
+    return total
 
 
 def _to_disk(directory: Path) -> None:

@@ -7,8 +7,9 @@
 
 Owns `ledger.sqlite`. Written by the controller alone; a checkpoint holds a copy of the same moment (`save`),
 which a resumed run continues from (`restore`). Invariants, checked by `violations`: an admitted prompt ends
-exactly once, and a trajectory is trained in exactly one step. A full disk does not end a run: the ledger goes
-on in memory, and into the next checkpoint. What a finished run looks like:
+exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that is never
+given back ends a run: the ledger goes on in memory, and into the next checkpoint. A damaged file is set
+aside, since a start restores the copy of the newest whole checkpoint anyway. What a finished run looks like:
 
     python -m rlpipe.pipeline.ledger RUN
 """
@@ -20,6 +21,7 @@ import contextlib
 import json
 import sqlite3
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from typing import Any
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 _FORMAT = 2
+_LOCK_S = 30.0  # how long another process may hold the file (a backup, a shell)
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+_UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
 _SCHEMA = """
 CREATE TABLE prompts (
     idx INTEGER PRIMARY KEY, group_id TEXT UNIQUE NOT NULL, instance_id TEXT NOT NULL,
@@ -71,19 +76,25 @@ def _nowhere(kind: str, **fields: Any) -> None:
 
 
 class Ledger:
-    """Written by the controller only. event: told when the disk is full (kind, fields).
+    """Written by the controller only. event: gets what happens to the file (kind, fields).
 
-    Raises ValueError for a file of another format. A change that does not fit a life is an AssertionError,
-    and then nothing of it is written.
+    Raises ValueError for a file of another format, or one that cannot be opened. A change that does not fit
+    a life is an AssertionError, and then nothing of it is written.
     """
 
     def __init__(self, path: Path, event: Callable[..., None] = _nowhere) -> None:
         self._path, self._event = path, event
-        self._db = sqlite3.connect(path)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk
-        if not _table_names(self._db):
-            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
+        try:
+            self._db = _opened(path)
+        except sqlite3.DatabaseError as error:
+            if _kind(error) not in _DAMAGED:
+                raise ValueError(
+                    f"the ledger {path} cannot be opened ({error}): make room on its disk, end the process "
+                    "that holds it, or choose another run.dir."
+                ) from error
+            aside = _set_aside(path)
+            event("ledger_damaged", error=str(error), aside=aside.name)
+            self._db = _opened(path)
         _check_format(self._db, path)
 
     def admitted(self, index: int, prompt: Prompt, version: int) -> None:
@@ -247,7 +258,7 @@ class Ledger:
         """Flush and close; a ledger that went on in memory is written back if there is room by now."""
         if self._in_memory:
             with (
-                contextlib.suppress(sqlite3.OperationalError),  # it was said that the disk is full
+                contextlib.suppress(sqlite3.OperationalError),  # an event said so when it began
                 contextlib.closing(sqlite3.connect(self._path)) as file,
             ):
                 self._db.backup(file)
@@ -263,8 +274,7 @@ class Ledger:
             with self._db:
                 return change(self._db)
         except sqlite3.OperationalError as error:
-            kind = error.sqlite_errorcode & 0xFF  # the rest says which write it was
-            if kind not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR) or self._in_memory:
+            if _kind(error) not in _UNWRITABLE or self._in_memory:
                 raise
             full, self._db = self._db, sqlite3.connect(":memory:")
             full.backup(self._db)
@@ -272,6 +282,39 @@ class Ledger:
             self._event("ledger_in_memory", error=str(error))
         with self._db:
             return change(self._db)
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """A ledger, with its tables if it is new. Raises sqlite3.DatabaseError for damage anywhere in it."""
+    db = sqlite3.connect(path, timeout=_LOCK_S)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk
+        if not _table_names(db):
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            damage = sqlite3.DatabaseError(verdict)
+            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise damage
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged ledger, and what SQLite keeps beside it; returns its new name."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    for end in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
+    return aside
+
+
+def _kind(error: sqlite3.DatabaseError) -> int:
+    """The primary result code; what SQLite adds to it says which read or write it was."""
+    return error.sqlite_errorcode & 0xFF
 
 
 def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:

@@ -45,6 +45,25 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
     assert store.steps() == [2, 4, 6]
 
 
+def test_more_may_be_kept_than_there_are(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_best=4)
+    for step, score in enumerate([0.9, 0.1, 0.8], 1):
+        asyncio.run(store.save(step, {SCORE: score}, write_file))
+    assert store.steps() == [1, 2, 3]
+
+
+def test_what_others_put_beside_the_checkpoints_is_left_alone(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    foreign = ["step_best", "step_", "step_1_copy", "step_x.tmp", "notes.old"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_7").write_text("a file")
+    for step in (1, 2):
+        asyncio.run(store.save(step, {}, write_file))
+    assert store.steps() == [2] and store.newest()[1] == {"step": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*foreign, "step_2", "step_7"])
+
+
 DAMAGE = {
     "weights is missing": lambda path: (path / "weights").unlink(),
     "weights has 0 bytes instead of 1": lambda path: (path / "weights").write_text(""),
@@ -67,13 +86,13 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
     assert store.newest()[1] == {"step": 2}
 
 
-def test_a_large_file_is_checked_at_both_ends(tmp_path):
+def test_every_byte_of_a_large_file_is_checked(tmp_path):
     size = 20 << 20
 
     async def write_large(directory):
         (directory / "weights").write_bytes(bytes(size))
 
-    for place in (0, size - 1):
+    for place in (0, size // 2, size - 1):
         store = CheckpointStore(tmp_path, keep=2)
         for step in (1, 2):
             asyncio.run(store.save(step, {}, write_large))
@@ -81,6 +100,7 @@ def test_a_large_file_is_checked_at_both_ends(tmp_path):
             file.seek(place)
             file.write(b"x")
         assert store.newest()[1] == {"step": 1}
+        assert "weights has other bytes than were written" in [fault.reason for fault in store.broken]
 
 
 def test_damage_to_all_is_an_error_instead_of_a_silent_start_from_zero(tmp_path):

@@ -1,8 +1,11 @@
+import multiprocessing
 import sqlite3
+import threading
 from dataclasses import replace
 
 import pytest
 
+from rlpipe.pipeline import ledger as ledgers
 from rlpipe.pipeline.ledger import Ledger, main
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
@@ -150,3 +153,76 @@ def test_a_ledger_of_another_format_is_refused(tmp_path):
         db.execute("CREATE TABLE prompts (idx INTEGER)")
     with pytest.raises(ValueError, match="format 0"):
         Ledger(tmp_path / "ledger.sqlite")
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "a page"])
+def test_a_damaged_ledger_is_set_aside_and_the_copy_of_a_checkpoint_restores_it(tmp_path, damage):
+    path, copy, events = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", []
+    ledger = Ledger(path)
+    for index in range(300):
+        play(ledger, index, group(index))
+    ledger.save(copy)
+    ledger.close()
+    whole = path.read_bytes()
+    broken = {
+        "garbage": b"no database" * 1000,
+        "cut": whole[: len(whole) // 2 + 100],
+        "a page": whole[:8192] + b"\xff" * 4096 + whole[12288:],
+    }
+    path.write_bytes(broken[damage])
+    ledger = Ledger(path, lambda kind, **fields: events.append((kind, fields)))
+    [(kind, fields)] = events
+    assert kind == "ledger_damaged" and (tmp_path / fields["aside"]).read_bytes() == broken[damage]
+    assert ledger.counts() == {}
+    ledger.restore(copy)
+    assert ledger.counts() == {"complete": 300} and ledger.violations() == []
+
+
+def hold(path, locked, release):
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("BEGIN EXCLUSIVE")
+    locked.set()
+    release.wait()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Has another process lock the ledger; calling what it gives ends that."""
+    context = multiprocessing.get_context("spawn")
+    locked, release = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "ledger.sqlite", locked, release))
+
+    def start():
+        process.start()
+        assert locked.wait(60)
+
+    yield start, release
+    release.set()
+    process.join()
+
+
+def test_a_lock_of_another_process_is_waited_for(tmp_path, holder):
+    start, release = holder
+    events = []
+    ledger = Ledger(tmp_path / "ledger.sqlite", lambda kind, **fields: events.append(kind))
+    waited = ledger._db.execute("PRAGMA busy_timeout").fetchone()[0]
+    start()
+    threading.Timer(0.5, release.set).start()
+    play(ledger, 0, group(0))
+    assert waited > 12_000 and events == [] and ledger.counts() == {"complete": 1}
+
+
+def test_a_lock_that_is_never_given_back_moves_the_ledger_into_memory(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(ledgers, "_LOCK_S", 0.1)
+    start, _ = holder
+    events = []
+    ledger = Ledger(tmp_path / "ledger.sqlite", lambda kind, **fields: events.append(kind))
+    play(ledger, 0, group(0))
+    start()
+    play(ledger, 1, group(1))
+    assert events == ["ledger_in_memory"] and ledger.counts() == {"complete": 2}
+
+
+def test_a_ledger_that_cannot_be_opened_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"the ledger .* cannot be opened .*make room on its disk"):
+        Ledger(tmp_path / "no such folder" / "ledger.sqlite")
