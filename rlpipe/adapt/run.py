@@ -43,9 +43,9 @@ from rlpipe.types import Trajectory
 if TYPE_CHECKING:
     import torch
 
-    from rlpipe.adapt.eagle3 import Eagle3Trainer
+    from rlpipe.batch import PackedBatch
+    from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
     from rlpipe.drafts.loss.stats import MtpStats
-    from rlpipe.trainer.batch import PackedBatch
     from rlpipe.trainer.megatron import MegatronTrainer
 
 
@@ -278,9 +278,9 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
         lr_schedule=LrSchedule.CONSTANT,
     )
     if config.adapt.drafter is Drafter.EAGLE3:
-        from rlpipe.adapt.eagle3 import Eagle3Trainer
+        from rlpipe.actors.drafts import make_eagle3
 
-        return Eagle3Trainer(replace(config, mtp=mtp), trajectories)
+        return make_eagle3(replace(config, mtp=mtp), config.eagle3.start, trajectories)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     return MegatronTrainer(

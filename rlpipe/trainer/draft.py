@@ -20,16 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlpipe.batch import MicroBatch, as_rows
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.drafts.chunked import linear_draft_rows, linear_mtp_loss
+from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.drafts.head import draft_hidden_states
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.drafts.ppow import PpowTotals
 from rlpipe.drafts.visit import accept_probabilities
-from rlpipe.trainer.batch import MicroBatch, as_rows
-from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.runtime import Runtime

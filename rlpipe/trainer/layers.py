@@ -25,12 +25,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from rlpipe.trainer.batch import Branch
+from rlpipe.batch import Branch
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 
 
 class BranchLayout(PackedSeqParams):
-    """How branches lie in a flat micro-batch (see `rlpipe.trainer.batch`), on its way to attention.
+    """How branches lie in a flat micro-batch (see `rlpipe.batch`), on its way to attention.
 
     Megatron hands packed_seq_params down to core attention untouched, recomputation included; a
     qkv_format of its own keeps it from taking any of its THD paths.

@@ -1,6 +1,6 @@
 """Trajectories to one flat micro-batch: which tokens it holds, who follows whom, what is predicted where.
 
-Owns how `rlpipe.trainer.batch.MicroBatch` is filled; which trajectories go into one is the batcher's
+Owns how `rlpipe.batch.MicroBatch` is filled; which trajectories go into one is the batcher's
 business. numpy only.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpipe.trainer.batch import Branch, Candidates, MicroBatch, Path, first_tokens
+from rlpipe.batch import Branch, Candidates, MicroBatch, Path, first_tokens
 from rlpipe.types import Trajectory
 
 

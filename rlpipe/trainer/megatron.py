@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rlpipe.algo.correction import next_kappa
 from rlpipe.algo.obrs import ObrsInputs
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
@@ -34,7 +35,6 @@ from rlpipe.drafts.ppow import PpowTotals
 from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
 from rlpipe.trainer import runtime
-from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.trainer.passes import Passes, Predictions, Scores, schedule
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Trajectories to flat micro-batches, and the totals that make the loss independent of the cut.
 
 Owns the cut: which trajectories take part, how they are dealt to data parallel ranks and minibatches,
-and how they fill micro-batches under a token budget (their layout: `rlpipe.trainer.batch`). numpy only;
+and how they fill micro-batches under a token budget (their layout: `rlpipe.batch`). numpy only;
 knows no model and no loss. Flow: drop what cannot be trained on, shuffle into minibatches, put each
 minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a
 stretch of it, and cut the stretch where the least is shared.
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from rlpipe.trainer.batch import MicroBatch, MiniBatch, PackedBatch
+from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.trainer.layout import lay_out, nothing
 from rlpipe.types import Trajectory, TrajectoryStatus
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpipe.trainer.batch import MicroBatch
+from rlpipe.batch import MicroBatch
 from rlpipe.trainer.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -27,15 +27,15 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
+from rlpipe.batch import Branch, MicroBatch
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.chunked import linear_draft_rows
+from rlpipe.drafts.draft_batch import DraftBatch, draft_batch, tokens_up_to
 from rlpipe.drafts.head import draft_step
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
 from rlpipe.drafts.ppow.step import Judged, draw_windows, judge_windows, sampled, windows_loss
-from rlpipe.trainer.batch import Branch, MicroBatch
 from rlpipe.trainer.continuation import Continuation
-from rlpipe.trainer.draft_batch import DraftBatch, draft_batch, tokens_up_to
 from rlpipe.trainer.layers import BranchLayout, Kept
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.runtime import Runtime

@@ -10,14 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlpipe.adapt.eagle3 as eagle3
-from rlpipe.adapt.eagle3 import Eagle3Trainer
+import rlpipe.actors.drafts as maker
+import rlpipe.drafts.eagle3_trainer as eagle3
+from rlpipe.actors.drafts import make_eagle3
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
 from rlpipe.drafts.ppow import criticality, group_advantages, window_scores
 from rlpipe.hf_layout import read_weights
 from rlpipe.metrics.values import reduce
@@ -66,7 +68,7 @@ def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Eagl
         run=RunSettings(steps=steps, seed=seed),
         trainer=TrainerConfig(micro_batch_tokens=4096),
     )
-    return Eagle3Trainer(config, trajectories)
+    return make_eagle3(config, config.eagle3.start, trajectories)
 
 
 def packed(trajectories, budget=4096):
@@ -109,12 +111,16 @@ class Oracle:
         embedded = self.model.get_input_embeddings()(ids)
         (states,) = self.draft.unroll(features[None, :-1], embedded[None, None, 1:])
         q, p = (self.draft.logits(states[0]) / T).log_softmax(-1), log_p[1:]  # of token t + 2, at anchor t
-        entropy, kl = -(p.exp() * p).sum(-1), (p.exp() * (p - q)).sum(-1)
+        entropy, ids = -(p.exp() * p).sum(-1), self.draft.ids
+        if ids is not None:  # what the draft cannot know is not critical
+            q, p = q[:, ids].log_softmax(-1), p[:, ids]
+            q = q + p.logsumexp(-1, keepdim=True)
+        kl = (p.exp() * (p - q)).sum(-1)
         return window_scores(criticality(entropy, kl, 64)[t : t + 3], 3)
 
 
 def test_the_reference_of_these_tests_drafts_with_the_probabilities_of_the_engine(target, start):
-    oracle, prompt = Oracle(target, eagle3.Eagle3.load(start, eagle3.read_config(target))), [5, 9, 2, 33]
+    oracle, prompt = Oracle(target, eagle3.Eagle3.load(start, maker.read_config(target))), [5, 9, 2, 33]
     with driven_engine(target, "rejection", drafter="eagle3", draft_path=start) as driven:
         (result,) = driven.generate(request(1, prompt, max_new_tokens=24, temperature=T, record_drafts=True))
     assert len(result.drafts) > 5
@@ -188,7 +194,7 @@ def test_windows_depend_on_no_cut_but_on_seed_and_step(target, start, trajectori
     first = told()
     assert len(first) > 4 and told(64) == first
     assert told(seed=1) != first and told(step=1) != first
-    monkeypatch.setattr(eagle3, "TARGET_ROWS", 3)
+    monkeypatch.setattr(maker, "TARGET_ROWS", 3)
     assert told() == first
 
 
@@ -224,10 +230,10 @@ def test_twenty_steps_raise_the_reward(target, start, trajectories, exact):
 def test_the_cost_of_a_draft_leaves_embedding_and_heads_out(target, start):
     """By hand: fc and one layer whose attention reads twice the width, against four layers of the target."""
     weights = read_weights(target)
-    draft = eagle3.Eagle3.load(start, eagle3.read_config(target))
+    draft = eagle3.Eagle3.load(start, maker.read_config(target))
     own = sum(p.numel() for p in (*draft.fc.parameters(), *draft.midlayer.parameters())) + 32
     layers = sum(w.numel() for n, w in weights.items() if "embed_tokens" not in n and "lm_head" not in n)
-    assert eagle3.draft_cost(draft, weights) == pytest.approx(own / layers)
+    assert maker.draft_cost(draft, weights) == pytest.approx(own / layers)
 
 
 def test_turns_too_short_for_a_window_change_nothing(target, start, trajectories):

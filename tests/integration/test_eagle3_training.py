@@ -10,14 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlpipe.adapt.eagle3 as eagle3
-from rlpipe.adapt.eagle3 import Eagle3Trainer
+import rlpipe.drafts.eagle3_trainer as eagle3
+from rlpipe.actors.drafts import make_eagle3
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task, check
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
 from rlpipe.drafts.loss import depth_targets, mtp_loss
 from rlpipe.metrics.values import reduce
 from rlpipe.trainer.packing import pack
@@ -53,7 +54,7 @@ def make(target, trajectories, draft=None, **mtp) -> Eagle3Trainer:
         rollout=RolloutConfig(max_context=64, device="cpu"),
         trainer=TrainerConfig(micro_batch_tokens=96),
     )
-    return Eagle3Trainer(config, trajectories)
+    return make_eagle3(config, config.eagle3.start, trajectories)
 
 
 def packed(trajectories):

@@ -2,7 +2,7 @@
 
 Owns the randomness, the verdict on drafted windows and the objective's sums; the algorithm is
 `rlpipe.drafts.ppow`'s, verification `rlpipe.spec.verify`'s. Who drafts and how the target reads the drafts:
-`rlpipe.trainer.ppow` for an MTP layer, `rlpipe.adapt.eagle3_ppow` for an EAGLE-3 draft.
+`rlpipe.trainer.ppow` for an MTP layer, `rlpipe.drafts.ppow.eagle3` for an EAGLE-3 draft.
 
 Nothing is random but what (seed, step, trajectory) gives.
 """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.eagle3 import OUTSIDE
 from rlpipe.drafts.ppow import (
     acceptance_law,
     confidence,
@@ -26,6 +27,7 @@ from rlpipe.drafts.ppow import (
     window_reward,
     window_scores,
 )
+from rlpipe.drafts.ppow.eagle3 import learnable_kl
 from rlpipe.spec.verify import verify_chain
 
 pytestmark = pytest.mark.unit
@@ -209,3 +211,24 @@ def test_a_ratio_beyond_the_clip_gives_no_gradient_on_its_good_side():
 def test_impossible_settings_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         PpowConfig(**settings)
+
+
+def test_places_where_a_reduced_vocabulary_can_learn_nothing_take_no_more_draws_than_others():
+    """1% of places want a token that the draft does not know; the plain divergence gives them half of all."""
+    generator = torch.Generator().manual_seed(0)
+    places, known = 2000, torch.arange(40)
+    log_p = torch.randn(places, 50, generator=generator).mul(2).log_softmax(-1)
+    log_p[:, 40:] -= 12  # rare tokens
+    odd = torch.arange(places) % 100 == 50
+    log_p[odd, 45] = 2.0
+    log_p = log_p.log_softmax(-1)
+    inside = log_p[:, :40] + 0.5 * torch.randn(places, 40, generator=generator)
+    log_q = torch.full_like(log_p, OUTSIDE).index_copy(1, known, inside.log_softmax(-1)).log_softmax(-1)
+
+    def share(ids):
+        """Of windows of three places, drawn by score alone, those that hold an odd place."""
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        law = window_law(window_scores(criticality(entropy, learnable_kl(log_p, log_q, ids), 50), 3), 1.0)
+        return law[odd.unfold(0, 3, 1).any(-1)].sum().item()
+
+    assert share(None) > 0.5 and share(known) < 0.06

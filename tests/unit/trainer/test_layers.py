@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from rlpipe.trainer.batch import Branch
+from rlpipe.batch import Branch
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 pytestmark = pytest.mark.unit

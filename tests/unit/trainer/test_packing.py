@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.trainer.batch import Branch
+from rlpipe.batch import Branch
 from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory, TrajectoryStatus
 from tests.helpers.trajectories import make_trajectory

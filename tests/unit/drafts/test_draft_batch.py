@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
+from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.trainer.layout import nothing
 from rlpipe.trainer.packing import pack
 from tests.helpers.trajectories import make_groups, make_trajectory

@@ -1,8 +1,9 @@
-"""The trainer of an EAGLE-3 draft: plain torch beside a frozen target, one process, one device.
+"""The trainer of an EAGLE-3 draft: plain torch beside its target, one process, one device.
 
-Owns the draft, its optimizer, and the way from a packed batch to its loss. The target is the engine's own
-model, so the features trained on are the ones drafted from; it runs without gradients, a few rows at a time.
-Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.drafts.loss`.
+Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.target`) is
+the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
+rows at a time. Before RL (`rlpipe.adapt`) it is frozen; beside RL (`TrainerWorker`) it gets the policy's
+weights. Layout of anchors and turns: `rlpipe.drafts.draft_batch`; objectives: `rlpipe.drafts.loss`.
 
     micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
                                                      | head of the target                | head of the draft
@@ -11,90 +12,64 @@ Layout of anchors and turns: `rlpipe.trainer.draft_batch`; objectives: `rlpipe.d
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
 a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
 `mtp_loss`), and the starting point of norm and head (the target's). With mtp.objective=ppow the draft learns
-from windows it drafts there instead (`eagle3_ppow`).
+from windows it drafts there instead (`drafts.ppow.eagle3`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import isfinite
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rlpipe.adapt.eagle3_ppow import Eagle3Ppow, draft_cost, window_slots
+from rlpipe.batch import MicroBatch, PackedBatch, as_rows
 from rlpipe.config.eagle3 import Eagle3Shape
-from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
+from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.eagle3 import Eagle3, frequent_ids
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.drafts.ppow import PpowTotals
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.drafts.ppow.eagle3 import Eagle3Ppow
+from rlpipe.drafts.target import Target
 from rlpipe.metrics.values import Last, Mean, Sum, Value
-from rlpipe.rollout.embedded.architecture import read_architecture
-from rlpipe.rollout.embedded.model import Model
-from rlpipe.trainer.batch import MicroBatch, PackedBatch, as_rows
-from rlpipe.trainer.draft_batch import draft_batch
 from rlpipe.types import Trajectory
 
-TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not read again
 LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one turn at least
 
 
 class Eagle3Trainer:
     """What `adapt.run` asks of a trainer, for an EAGLE-3 draft.
 
-    config: with `mtp` (objective, steps of the training-time test, learning rate), `eagle3` and `trainer`.
-    trajectories: of the run, whose sampled tokens choose a reduced vocabulary. updates: optimizer steps done.
-    Raises ValueError for a target the engine cannot run, or settings that do not fit it.
+    config: with `mtp` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
+    draft, target: on one device. draft_cost: c of PPOW's reward unless it is set. updates: optimizer steps
+    done.
     """
 
     shares_prefixes = False
 
-    def __init__(self, config: Config, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, config: Config, draft: Eagle3, target: Target, draft_cost: float) -> None:
         self._config, self._mtp = config, config.mtp
-        path = resolve(config.model.path)
-        hf_config, weights = read_config(path), read_weights(path)
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        device = config.rollout.device
-        self._device = torch.device(auto if device == "auto" else device)
-        arch, windows = read_architecture(hf_config), config.mtp.ppow
-        ahead = window_slots(config.ppow, config.mtp.depths) if windows else 0
-        self._target = Model(
-            arch,
-            {name: weights[name] for name in arch.weight_shapes(mtp=False)},
-            mtp=False,
-            rows=TARGET_ROWS,
-            slots=config.rollout.max_context + ahead,
-            device=self._device,
-            dtype=getattr(torch, config.rollout.dtype),
-        )
-        if config.eagle3.start:
-            self._draft = Eagle3.load(resolve(config.eagle3.start), hf_config, "eagle3.start")
-        else:
-            shape = Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
-            counts = _token_counts(trajectories, shape.vocab)
-            self._draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
-            self._draft.initialize(weights, config.run.seed)
-        self._draft.to(self._device)
+        self._draft, self._target, self._device = draft, target, target.device
         self._ppow: Eagle3Ppow | None = None
-        if windows:
+        if config.mtp.ppow:
             self._ppow = Eagle3Ppow(
                 config.ppow,
-                self._draft,
-                self._target,
+                draft,
+                target,
                 self._read_target,
                 self._autocast,
-                draft_cost=config.ppow.draft_cost or draft_cost(self._draft, weights),
+                draft_cost=config.ppow.draft_cost or draft_cost,
                 depths=config.mtp.depths,
                 steps=config.run.steps,
                 seed=config.run.seed,
@@ -260,9 +235,9 @@ class Eagle3Trainer:
         """The target over rows [B, T]: hidden states [B * T, H], features [B, T, F] in float32."""
         tokens = self._move(rows)
         hidden, features = [], []
-        for first in range(0, len(rows), TARGET_ROWS):
-            some = tokens[first : first + TARGET_ROWS]
-            longest = int(lengths[first : first + TARGET_ROWS].max())
+        for first in range(0, len(rows), self._target.rows):
+            some = tokens[first : first + self._target.rows]
+            longest = int(lengths[first : first + self._target.rows].max())
             positions = torch.arange(longest, device=self._device).expand(len(some), longest)
             span = self._target.span(0, positions, longest)
             found = self._target.features(some[:, :longest].flatten(), [span], self._draft.shape.layers)
@@ -288,6 +263,20 @@ def _micros(batch: PackedBatch) -> Iterator[MicroBatch]:
     for minibatch in batch.minibatches:
         for shard in minibatch.shards:
             yield from shard
+
+
+def new_draft(
+    config: Config,
+    target: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    trajectories: Sequence[Trajectory],
+) -> Eagle3:
+    """An untrained draft as `config.eagle3` wants it; target: its `config.json`, weights: by HF name."""
+    shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
+    counts = _token_counts(trajectories, shape.vocab)
+    draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
+    draft.initialize(weights, config.run.seed)
+    return draft
 
 
 def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> torch.Tensor:

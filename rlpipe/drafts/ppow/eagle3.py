@@ -10,12 +10,11 @@ the loss are `rlpipe.drafts.ppow.step`', the same as for an MTP layer.
     target, K - 1 passes over W    -> the greedy window from each anchor, where R_dist counts
 
 Windows of a row stand in its cache side by side, each seeing its prefix and itself, as nodes of a tree do
-(`Model.span`). An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, and drafts exactly as the engine:
-deeper steps attend to step 1 of the prefix and to their own.
+(`Target.span`). An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, and drafts exactly as the
+engine: deeper steps attend to step 1 of the prefix and to their own.
 
-Differs from an MTP layer's PPOW in the head, which is the draft's own and learns, too. With a reduced
-vocabulary a place where the target wants a token that the draft does not know is as critical as any, though
-nothing can be learnt there.
+Differs from an MTP layer's PPOW in the head, which is the draft's own and learns, too, and with a reduced
+vocabulary in the divergence that makes a place critical (`learnable_kl`).
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpipe.batch import MicroBatch, as_rows
 from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.drafts.eagle3 import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
 from rlpipe.drafts.ppow.step import Drawn, Judged, draw_windows, judge_windows, sampled, windows_loss
-from rlpipe.rollout.embedded.model import Model
-from rlpipe.trainer.batch import MicroBatch, as_rows
-from rlpipe.trainer.draft_batch import DraftBatch, draft_batch
+from rlpipe.drafts.target import Target
 
 LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while places are scored
 ReadTarget = Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
@@ -86,7 +85,7 @@ class Eagle3Ppow:
         self,
         config: PpowConfig,
         draft: Eagle3,
-        target: Model,
+        target: Target,
         read: ReadTarget,
         autocast: Callable[[], AbstractContextManager],
         *,
@@ -172,8 +171,7 @@ class Eagle3Ppow:
             with self._autocast():
                 draft = self._draft.logits(states[some])
             log_q, log_p = _normal(draft, temperature), self._of_target(hidden[some + 1], temperature)
-            p = log_p.exp()
-            entropy, kl = -(p * log_p).sum(-1), (p * (log_p - log_q)).sum(-1)
+            entropy, kl = -(log_p.exp() * log_p).sum(-1), learnable_kl(log_p, log_q, self._draft.ids)
             found.append(criticality(entropy, kl, self._draft.shape.vocab))
         critical[near] = torch.cat(found).cpu()
         return draw_windows(
@@ -240,7 +238,7 @@ class _Ahead:
     rows: [W] ascending, as many windows for each row that has any. anchors: [W]. shape: [B, T] of the texts.
     """
 
-    def __init__(self, target: Model, rows: Tensor, anchors: Tensor, shape: tuple[int, int]) -> None:
+    def __init__(self, target: Target, rows: Tensor, anchors: Tensor, shape: tuple[int, int]) -> None:
         self._target, self._rows, self._anchors = target, rows, anchors
         self._count, self._length = shape
         self._width = int(rows.bincount().max())
@@ -271,6 +269,24 @@ class _Ahead:
         span = self._target.span(0, positions.flatten(1), end, slots=slots, unseen=unseen)
         hidden = self._target.forward(text.flatten(), [span])
         return hidden.view(*text.shape, -1)[place]
+
+
+def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
+    """KL(P || Q) less what no training can lower, in nats: [..., V] twice -> [...].
+
+    With S the tokens that the draft knows (ids [S], None for all) the chain rule gives
+    KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
+    (`drafts.eagle3.OUTSIDE`); the second is returned.
+
+    >>> p, q = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([0.5, 0.5, 1e-26]).log()
+    >>> learnable_kl(p, q, None) > 20, round(learnable_kl(p, q, torch.tensor([0, 1])).item(), 4)
+    (tensor(True), 0.1456)
+    """
+    if ids is not None:
+        log_p, log_q = log_p.index_select(-1, ids), log_q.index_select(-1, ids)
+        known = log_p.logsumexp(-1)
+        return (log_p.exp() * (log_p - log_q.log_softmax(-1))).sum(-1) - known.exp() * known
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def window_slots(config: PpowConfig, depths: int) -> int:

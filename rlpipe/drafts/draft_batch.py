@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpipe.trainer.batch import Branch, MicroBatch, Path, first_tokens
+from rlpipe.batch import Branch, MicroBatch, Path, first_tokens
 
 
 @dataclass(slots=True, kw_only=True)
