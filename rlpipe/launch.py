@@ -19,9 +19,8 @@ from typing import Any
 
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
-from rlpipe.config.half import of_half
 from rlpipe.config.paths import resolve
-from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.run import ClusterMode, Config, Task, of_half
 from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.metrics.bus import MetricsBus

@@ -11,8 +11,9 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from rlpipe.config.checks import check
 from rlpipe.config.paths import shipped
-from rlpipe.config.run import Config, check
+from rlpipe.config.run import Config
 
 ConfigStore.instance().store(name="schema", node=Config)
 

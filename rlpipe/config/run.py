@@ -1,34 +1,30 @@
-"""The whole configuration: one dataclass per component, and the checks that cross components.
+"""The whole configuration: one dataclass per component; checks.py holds what crosses components.
 
 Defaults live here and in the component dataclasses; YAML states only differences. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpipe.config.adapt import AdaptConfig
-from rlpipe.config.algo import AlgoConfig, Correction, Proximal
+from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.choice import Choice
-from rlpipe.config.decoupled import DecoupledConfig, check_actor
-from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape, read_shape
+from rlpipe.config.decoupled import DecoupledConfig
+from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.metrics import MetricsConfig
-from rlpipe.config.mtp import MtpConfig, check_draft
-from rlpipe.config.paths import resolve
+from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
-from rlpipe.config.spec import Drafter, SpecConfig, SpecMode
-from rlpipe.config.trainer import TrainerConfig, check_parallel
+from rlpipe.config.spec import SpecConfig
+from rlpipe.config.trainer import TrainerConfig
 from rlpipe.config.warmstart import WarmstartConfig
-from rlpipe.hf_layout import read_config, require_mtp
 
 
 class Task(Choice):
@@ -206,230 +202,21 @@ class Config:
         return bool(every) and (step % every == 0 or step == self.run.steps)
 
 
-def check_shared_gpus(config: Config) -> None:
-    """Refuse what cannot run with cluster.share_gpus. Raises ValueError with the remedy."""
-    rollout, ranks = config.rollout, config.trainer.world_size
-    if config.cluster.mode is not ClusterMode.RAY or config.run.half is not Half.BOTH:
-        raise ValueError(
-            f"cluster.share_gpus=true places workers beside trainer ranks, and cluster.mode="
-            f"{config.cluster.mode} with run.half={config.run.half} has not both as processes: set it to "
-            "false."
-        )
-    if rollout.workers != ranks:
-        raise ValueError(
-            f"cluster.share_gpus=true puts one worker and one trainer rank on each GPU, but rollout.workers="
-            f"{rollout.workers} and trainer.tp * trainer.dp = {ranks}: make them equal."
-        )
-    if rollout.engine is not EngineKind.SGLANG:
-        return
-    if rollout.sglang.tp > 1 or not rollout.sglang.memory_fraction:
-        raise ValueError(
-            f"cluster.share_gpus=true with rollout.sglang.tp={rollout.sglang.tp} and memory_fraction="
-            f"{rollout.sglang.memory_fraction}: a server has half of one GPU, so set tp=1 and say how much "
-            "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
-        )
-    if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
-        raise ValueError(
-            "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
-            "per GPU. Set weight_transfer=tensor or disk."
-        )
+def of_half(config: Config) -> Config:
+    """The settings a half goes by: without what needs the other one.
 
-
-def check(config: Config) -> None:
-    """Everything that can be known to be wrong before anything is started.
-
-    Raises ValueError with what, the value and the remedy.
+    No validation (it needs engines, and weights that change) and, without a trainer, no probe. What a dump
+    holds was selected when it was made: all of it is trained on, in its order.
     """
-    if config.cluster.share_gpus:
-        check_shared_gpus(config)
-    check_run_dir(config.run)
-    check_half(config)
-    if config.task is not Task.RL and config.injection.active():
-        raise ValueError(
-            f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
-            f"task={config.task}: remove it."
-        )
-    if config.task is Task.TINY_MODEL:
-        return
-    served = hf_config = read_config(resolve(config.model.path))
-    if config.decoupled.active:
-        served = check_decoupled(config, hf_config)
-    if config.spec.needs_mtp:
-        require_mtp(served, config.rollout_model, config.spec.mode)
-    if config.spec.needs_eagle3:
-        read_shape(resolve(config.spec.draft_path), served)
-    if config.algo.correction is Correction.OBRS and config.rollout.temperature == 0:
-        raise ValueError(
-            "algo.correction=obrs compares the distributions of rollout and trainer, and "
-            "rollout.temperature=0 has none: set rollout.temperature=1.0, or another algo.correction."
-        )
-    probed = config.metrics.probe.every and config.spec.needs_mtp
-    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter is Drafter.EAGLE3  # needs no MTP layer
-    learns = config.mtp.online and not beside
-    if learns or (probed and config.task is Task.RL):
-        check_draft(config.mtp, served, config.rollout_model)
-    trained = config.mtp.online or config.task is Task.MTP_ADAPT
-    if trained and config.mtp.ppow and config.rollout.temperature == 0:
-        raise ValueError(
-            "mtp.objective=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no "
-            "distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
-        )
-    if config.task is Task.RL:
-        check_staleness(config)
-    temperatures = (config.rollout.temperature, config.val.temperature)
-    if config.spec.mode is SpecMode.GREEDY and any(temperatures):
-        raise ValueError(
-            f"spec.mode=greedy decodes the argmax, but rollout.temperature={temperatures[0]} and "
-            f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
-        )
-    longest = min(int(model.get("max_position_embeddings", 0)) for model in (hf_config, served))
-    if longest and config.rollout.max_context > longest:
-        raise ValueError(
-            f"rollout.max_context={config.rollout.max_context} exceeds the model's "
-            f"max_position_embeddings={longest}: lower rollout.max_context."
-        )
-    if config.rollout.max_context > config.trainer.micro_batch_tokens:
-        raise ValueError(
-            f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one trajectory of "
-            f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
-        )
-    check_parallel(config.trainer, hf_config)
-    if config.rollout.engine is EngineKind.SGLANG:
-        check_sglang(config)
-    if config.task is Task.MTP_ADAPT:
-        if config.adapt.drafter is Drafter.EAGLE3:
-            check_eagle3(config, hf_config)
-        else:
-            require_mtp(hf_config, config.model.path, "mtp_adapt")
-        check_adapt(config)
-        return
-    ranks = config.trainer.world_size
-    if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
-        raise ValueError(
-            f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
-            f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
-        )
-
-
-def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an actor needs; hf_config: the policy's. Returns the actor's. Raises ValueError."""
-    if config.task is not Task.RL:
-        raise ValueError(
-            f"decoupled.path={config.decoupled.path!r} generates for a policy of task=rl, not of "
-            f"task={config.task}: remove it."
-        )
-    if config.rollout.temperature == 0:
-        raise ValueError(
-            "decoupled.path compares the distributions of actor and policy, and rollout.temperature=0 has "
-            "none: set rollout.temperature=1.0."
-        )
-    sglang = config.rollout.sglang
-    if config.rollout.engine is EngineKind.SGLANG and config.val.every and sglang.port:
-        raise ValueError(
-            f"decoupled.path with val.every={config.val.every} starts a second server, for the policy, and "
-            f"rollout.sglang.port={sglang.port} is one port: set it to 0, or val.every=0."
-        )
-    path = resolve(config.decoupled.path)
-    actor = read_config(path, "decoupled.path")
-    check_actor(path, actor, resolve(config.model.path), hf_config, config)
-    return actor
-
-
-def check_half(config: Config) -> None:
-    """Halves are of RL, and fixed weights never become stale. Raises ValueError."""
     half = config.run.half
-    if config.task is not Task.RL and (half is not Half.BOTH or config.run.dump):
-        raise ValueError(
-            f"run.half={half} and run.dump={config.run.dump!r} are of task=rl, not of task={config.task}: "
-            "remove them."
-        )
-    if half is Half.ROLLOUT and config.pipeline.stale is Stale.DROP:
-        raise ValueError(
-            "run.half=rollout decodes with the weights of version 0 throughout, and pipeline.stale=drop "
-            "would give them up as too old: set pipeline.stale=wait."
-        )
-
-
-def check_staleness(config: Config) -> None:
-    """Data of any age need a correction (or PPO's own ratio to the rollout policy). Raises ValueError."""
-    corrected = config.algo.correction is not Correction.NONE or config.algo.proximal is Proximal.ROLLOUT
-    if config.pipeline.stale is Stale.KEEP and not corrected:
-        raise ValueError(
-            "pipeline.stale=keep trains on tokens of any age, and algo.correction=none takes them for the "
-            "policy's own: set algo.correction (tis_token is usual), or pipeline.stale=wait."
-        )
-    pipeline, injected = config.pipeline, config.injection.stale_steps
-    if pipeline.stale is Stale.DROP and injected > pipeline.max_staleness:
-        raise ValueError(
-            f"injection.stale_steps={injected} makes every token older than pipeline.max_staleness="
-            f"{pipeline.max_staleness}, and pipeline.stale=drop gives those up: nothing would ever be "
-            "trained. Set pipeline.stale=wait."
-        )
-
-
-def check_sglang(config: Config) -> None:
-    """What the SGLang engine cannot do, whatever the machine. Raises ValueError."""
-    if config.task is Task.MTP_ADAPT:
-        raise ValueError(
-            "mtp_adapt records the drafts' probabilities, which SGLang does not return: use rollout=embedded."
-        )
-    if config.spec.mode is SpecMode.TREE or config.spec.adaptive:
-        raise ValueError(
-            f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "
-            "a fixed number of drafts. Use spec.mode=rejection and spec.adaptive=false, or rollout=embedded."
-        )
-    if config.spec.drafter is not Drafter.MTP:
-        raise ValueError(
-            f"spec.drafter={config.spec.drafter}: SGLang drafts with the MTP layer here. Use "
-            "spec.drafter=mtp, or rollout=embedded."
-        )
-
-
-def check_adapt(config: Config) -> None:
-    """What adaptation needs beyond what every run does. Raises ValueError."""
-    config.adapt.environments(config.env)
-    if config.rollout.temperature == 0:
-        raise ValueError(
-            "rollout.temperature=0: a greedy target has no distribution to learn. Adapt the draft at the "
-            "temperature of the rollouts it will serve."
-        )
-    if config.trainer.world_size > 1:
-        raise ValueError(
-            f"mtp_adapt trains in one process, but trainer.tp*trainer.dp={config.trainer.world_size}: set "
-            "both to 1."
-        )
-
-
-def check_eagle3(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """What training an EAGLE-3 draft needs; hf_config: the target's. Raises ValueError."""
-    if config.eagle3.start:
-        read_shape(resolve(config.eagle3.start), hf_config, "eagle3.start")
+    if half is Half.BOTH:
+        return config
+    settings: dict[str, Any] = {"val": replace(config.val, every=0)}
+    if half is Half.ROLLOUT:
+        probe = replace(config.metrics.probe, every=0)
+        settings["metrics"] = replace(config.metrics, probe=probe)
     else:
-        Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
-
-
-def check_run_dir(run: RunSettings) -> None:
-    """Make the run directory and its checkpoint folder, and refuse what cannot be written or reused."""
-    directory = resolve(run.dir)
-    checkpoints = directory / "checkpoints"
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        probe = checkpoints / ".writable"
-        try:
-            probe.write_bytes(bytes(1 << 20))  # what the records of the first steps take
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "
-            "set run.dir to a directory you can write to."
-        ) from error
-    if run.resume is Resume.NEVER and _holds_run(directory):
-        raise ValueError(
-            f"run.dir={run.dir!r} already holds a run and run.resume=never: "
-            "choose another run.dir, or set run.resume=auto to continue it."
-        )
-
-
-def _holds_run(directory: Path) -> bool:
-    return (directory / "metrics.jsonl").exists() or any((directory / "checkpoints").glob("step_*"))
+        order = {"stale": Stale.WAIT, "oversample": 1.0, "filter_equal_rewards": False}
+        settings["pipeline"] = replace(config.pipeline, **order)
+        settings["injection"] = InjectionConfig()
+    return replace(config, **settings)

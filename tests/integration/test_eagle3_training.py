@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 import rlpipe.drafts.eagle3_trainer as eagle3
 from rlpipe.actors.drafts import make_eagle3
+from rlpipe.config.checks import check
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import Config, ModelConfig, Task, check
+from rlpipe.config.run import Config, ModelConfig, Task
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.eagle3_trainer import Eagle3Trainer

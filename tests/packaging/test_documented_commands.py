@@ -22,8 +22,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import rlpipe.run  # noqa: F401  (registers the schema)
+from rlpipe.config.checks import check
 from rlpipe.config.paths import resolve, shipped
-from rlpipe.config.run import Config, check
+from rlpipe.config.run import Config
 from tests.helpers.cli import ROOT
 from tests.helpers.documents import DOCUMENTS, Command, commands, prose
 

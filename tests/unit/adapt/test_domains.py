@@ -6,8 +6,9 @@ import pytest
 
 from rlpipe.adapt.domains import make_domains, make_suites
 from rlpipe.config.adapt import AdaptConfig
+from rlpipe.config.checks import check_adapt
 from rlpipe.config.env import EnvConfig, EnvName
-from rlpipe.config.run import Config, check_adapt
+from rlpipe.config.run import Config
 
 pytestmark = pytest.mark.unit
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rlpipe.config.checks import check
 from rlpipe.config.injection import InjectionConfig
-from rlpipe.config.run import Config, Task, check
+from rlpipe.config.run import Config, Task
 
 pytestmark = pytest.mark.unit
 

@@ -1,9 +1,10 @@
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction, Proximal
+from rlpipe.config.checks import check_staleness
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
-from rlpipe.config.run import Config, RunSettings, check_staleness
+from rlpipe.config.run import Config, RunSettings
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,8 @@ import resource
 
 import pytest
 
-from rlpipe.config.run import RunSettings, check_run_dir
+from rlpipe.config.checks import check_run_dir
+from rlpipe.config.run import RunSettings
 
 pytestmark = pytest.mark.unit
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from rlpipe.config.checks import check_shared_gpus
 from rlpipe.config.half import Half
 from rlpipe.config.rollout import EngineKind, RolloutConfig
-from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings, check_shared_gpus
+from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings
 from rlpipe.config.sglang import SglangConfig, WeightTransfer
 from rlpipe.config.trainer import TrainerConfig
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.half import Half, of_half
+from rlpipe.config.checks import check_half
+from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import PipelineConfig, Stale
-from rlpipe.config.run import Config, ModelConfig, RunSettings, Task, check_half
+from rlpipe.config.run import Config, ModelConfig, RunSettings, Task, of_half
 from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from tests.helpers.trajectories import make_groups
 
