@@ -37,7 +37,7 @@ def sglang_server(tmp_path_factory):
 @pytest.fixture
 def sglang(sglang_server):
     """The shared server, serving version 0 of the shipped weights again afterwards."""
-    from rlpipe.hf_layout import read_weights
+    from rlpipe.models.checkpoint import read_weights
     from tests.helpers.cli import ROOT
     from tests.helpers.sglang import repaired
 

@@ -29,7 +29,7 @@ from rlpipe.envs.tools.demonstrators import NAMES, Demonstrator, demonstrate
 from rlpipe.envs.tools.generate import TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import make_tools
 from rlpipe.envs.tools.suite import WARM_START, ids
-from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.warmstart.data import Batches, Trace, encode_all
 from rlpipe.warmstart.model import save_checkpoint
 from rlpipe.warmstart.mtp import mtp_loss

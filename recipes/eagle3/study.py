@@ -30,7 +30,7 @@ import study as adaptation
 from rlpipe.adapt.estimates import LENGTH, RATE, Counts, difference, estimate, pooled
 from rlpipe.adapt.evaluation import Evaluation
 from rlpipe.config.paths import resolve
-from rlpipe.hf_layout import read_config
+from rlpipe.models.checkpoint import read_config
 
 BASELINE = "eagle3"
 

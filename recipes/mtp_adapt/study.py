@@ -33,7 +33,7 @@ from rlpipe.adapt.estimates import LENGTH, RATE, TOKENS, Counts, Estimate, diffe
 from rlpipe.adapt.evaluation import Evaluation
 from rlpipe.adapt.run import evaluation_file
 from rlpipe.config.paths import resolve
-from rlpipe.hf_layout import MTP_PREFIX, read_weights, write_checkpoint
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights, write_checkpoint
 
 KINDS = ["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "e2e_chain", "lk"]
 ANCHORS = ["uniform", "visit"]

@@ -10,7 +10,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
-from rlpipe.hf_layout import has_mtp, read_config
+from rlpipe.models.checkpoint import has_mtp, read_config
 from rlpipe.rollout.engine import Engine
 
 

@@ -19,9 +19,9 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
 from rlpipe.envs.slow import SlowSuite
-from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import Engine

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.hf_layout import has_mtp
+from rlpipe.models.checkpoint import has_mtp
 from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
 from rlpipe.rollout.sglang.collective import Checksums, GroupBroken, Piece, Rendezvous, Root, Sent
 from rlpipe.rollout.sglang.environment import is_on_gpu

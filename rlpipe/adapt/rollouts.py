@@ -24,8 +24,8 @@ from rlpipe.adapt.play import collect
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
-from rlpipe.hf_layout import is_mtp_weight
 from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.models.checkpoint import is_mtp_weight
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.trainer.packing import trainable
 from rlpipe.types import Group, Trajectory, TrajectoryStatus

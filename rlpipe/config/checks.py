@@ -21,7 +21,7 @@ from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import check_parallel
-from rlpipe.hf_layout import read_config, require_mtp
+from rlpipe.models.checkpoint import read_config, require_mtp
 
 
 def check_shared_gpus(config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rlpipe.config.choice import Choice
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule
-from rlpipe.hf_layout import has_mtp
+from rlpipe.models.checkpoint import has_mtp
 
 
 class MtpTrain(Choice):

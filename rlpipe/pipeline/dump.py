@@ -23,7 +23,7 @@ from typing import Any
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
-from rlpipe.hf_layout import read_config
+from rlpipe.models.checkpoint import read_config
 from rlpipe.pipeline.saved_groups import read_groups, write_groups
 from rlpipe.types import Group, Prompt
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from rlpipe.hf_layout import read_weights, write_checkpoint
+from rlpipe.models.checkpoint import read_weights, write_checkpoint
 
 if TYPE_CHECKING:
     from rlpipe.trainer.megatron import MegatronTrainer

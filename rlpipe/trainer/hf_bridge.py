@@ -1,6 +1,6 @@
 """Hugging Face weights in and out of a Megatron model, bit for bit.
 
-Owns the name table and the layout of each tensor; reads and writes no files (`hf_layout` does).
+Owns the name table and the layout of each tensor; reads and writes no files (`models.checkpoint` does).
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
 and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
 merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by

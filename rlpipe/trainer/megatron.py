@@ -32,8 +32,8 @@ from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.drafts.ppow import PpowTotals
-from rlpipe.hf_layout import read_config, read_weights
 from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.trainer import runtime
 from rlpipe.trainer.passes import Passes, Predictions, Scores, schedule
 

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpipe.config.warmstart import TinyShape
 from rlpipe.drafts.layer import MtpLayer
-from rlpipe.hf_layout import MTP_PREFIX
+from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.warmstart.tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 VOCAB_MULTIPLE = 16

@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT))
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
-from rlpipe.hf_layout import read_config  # noqa: E402
+from rlpipe.models.checkpoint import read_config  # noqa: E402
 from rlpipe.rollout.chat import ChatFormat  # noqa: E402
 from rlpipe.rollout.embedded import EmbeddedEngine  # noqa: E402
 from rlpipe.types import GenerateRequest, SamplingParams, SpecCounts  # noqa: E402

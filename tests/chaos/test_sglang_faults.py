@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.hf_layout import read_config, read_weights, write_checkpoint
+from rlpipe.models.checkpoint import read_config, read_weights, write_checkpoint
 from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT, SMALL, marked_processes, prompt_states, start

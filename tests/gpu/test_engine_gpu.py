@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from tests.helpers.engines import generate, recomputed, request, running_engine, transformers_logits
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 

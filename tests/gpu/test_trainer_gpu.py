@@ -11,7 +11,7 @@ import torch
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import Run, make_batch, make_trainer, train

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer.hf_bridge import Bucket
 from rlpipe.trainer.megatron import MegatronTrainer
 from tests.helpers.trainers import make_trainer, meet

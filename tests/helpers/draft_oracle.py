@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.drafts.layer import MtpLayer, unroll
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss, stack_depths
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory
 
 

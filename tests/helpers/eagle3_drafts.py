@@ -9,7 +9,7 @@ import torch
 
 from rlpipe.config.eagle3 import Eagle3Shape
 from rlpipe.drafts.eagle3 import Eagle3
-from rlpipe.hf_layout import read_config
+from rlpipe.models.checkpoint import read_config
 
 
 def random_draft(

@@ -13,7 +13,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import is_mtp_weight
+from rlpipe.models.checkpoint import is_mtp_weight
 from rlpipe.rollout.sglang import SglangEngine
 
 GAMMA = 3

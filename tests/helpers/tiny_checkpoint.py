@@ -1,7 +1,7 @@
 """Random Hugging Face checkpoints for tests: real layout, tiny sizes, nothing zero or one by chance.
 
 Owns writing them; every norm weight and bias is random too, so a forgotten one shows up. The
-"mimo" family is a Qwen2 backbone plus one MTP layer (see `rlpipe/hf_layout.py`).
+"mimo" family is a Qwen2 backbone plus one MTP layer (see `rlpipe/models/checkpoint.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import suite_tools
 from rlpipe.envs.tools.demonstrators import Demonstrator, demonstrate, tool_call
 from rlpipe.envs.tools.generate import make_instance
-from rlpipe.hf_layout import has_mtp, read_config, read_weights
+from rlpipe.models.checkpoint import has_mtp, read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.warmstart.data import encode_all
 from tests.helpers.cli import ROOT, SMALL, run

@@ -21,8 +21,8 @@ from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
 from rlpipe.drafts.ppow import criticality, group_advantages, window_scores
-from rlpipe.hf_layout import read_weights
 from rlpipe.metrics.values import reduce
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine

@@ -12,7 +12,7 @@ import rlpipe.rollout.embedded.drafting as drafting
 import rlpipe.rollout.embedded.model as model
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.spec.acceptance import block_reach_drafted
 from rlpipe.spec.sampling import Stream, request_uniforms

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.types import FinishReason
 from tests.helpers.engines import generate, recomputed, request, running_engine, transformers_logits
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

@@ -11,7 +11,7 @@ from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
 from rlpipe.weights.sync import pack_weights
 from tests.helpers.cli import SMALL, run

@@ -14,7 +14,7 @@ from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
 from rlpipe.weights.sync import pack_weights, unpack_weights
 from tests.helpers.candidates import policy_logprobs

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rlpipe.hf_layout import is_mtp_weight, read_weights
+from rlpipe.models.checkpoint import is_mtp_weight, read_weights
 from tests.helpers.cli import ROOT, SMALL, run
 
 pytestmark = pytest.mark.integration

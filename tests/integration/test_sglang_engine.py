@@ -8,7 +8,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.cli import ROOT, SMALL, prompt_states, run
 from tests.helpers.sglang import needs_sglang

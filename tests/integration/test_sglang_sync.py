@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpipe.config.spec import SpecMode
-from rlpipe.hf_layout import read_config, read_weights, write_checkpoint
+from rlpipe.models.checkpoint import read_config, read_weights, write_checkpoint
 from rlpipe.types import FinishReason
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT

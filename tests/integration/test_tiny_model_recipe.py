@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.config.warmstart import StageConfig, TinyShape, WarmstartConfig
-from rlpipe.hf_layout import has_mtp, read_config, read_weights
+from rlpipe.models.checkpoint import has_mtp, read_config, read_weights
 from rlpipe.warmstart.train import run_tiny_model
 from tests.helpers.cli import run
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.trainer import Recompute, TrainerConfig
-from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.trainer.passes import Passes
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer

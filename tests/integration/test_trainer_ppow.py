@@ -15,7 +15,7 @@ from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.drafts.ppow import group_advantages, window_law, window_scores
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
 from rlpipe.trainer.packing import pack
 from tests.helpers.draft_oracle import read_layers

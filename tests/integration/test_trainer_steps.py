@@ -10,7 +10,7 @@ import torch
 
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.trainer import LrSchedule, Precision, TrainerConfig
-from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights
+from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_weights
 from rlpipe.types import TrajectoryStatus
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer

@@ -53,7 +53,7 @@ def test_a_planted_import_breaks_a_contract(tmp_path, module, statement):
 
 def test_types_config_metrics_and_report_load_no_heavy_library():
     metrics = [f"rlpipe.metrics.{m.name}" for m in pkgutil.iter_modules(rlpipe.metrics.__path__)]
-    modules = ["rlpipe.types", "rlpipe.hf_layout", "rlpipe.config.run", "rlpipe.report", *metrics]
+    modules = ["rlpipe.types", "rlpipe.models.checkpoint", "rlpipe.config.run", "rlpipe.report", *metrics]
     code = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60

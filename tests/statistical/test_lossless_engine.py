@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import rlpipe.rollout.embedded.drafting as drafting
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.spec.gamma import AdaptiveGamma
 from rlpipe.spec.sampling import sample_cdf

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.hf_layout import MTP_PREFIX, has_mtp
+from rlpipe.models.checkpoint import MTP_PREFIX, has_mtp
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
 

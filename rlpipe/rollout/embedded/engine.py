@@ -28,7 +28,7 @@ import torch
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import is_mtp_weight, read_config, read_weights, require_mtp
+from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder

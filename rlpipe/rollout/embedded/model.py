@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlpipe.hf_layout import MTP_PREFIX
+from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.rollout.embedded.architecture import Architecture
 from rlpipe.rollout.embedded.attention import (
     Piece,

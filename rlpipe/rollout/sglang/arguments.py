@@ -20,7 +20,7 @@ from typing import Any
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.hf_layout import read_config, require_mtp
+from rlpipe.models.checkpoint import read_config, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION, draft_path
 
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlpipe.hf_layout import MTP_PREFIX, is_mtp_weight
+from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
 
 _FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),

@@ -32,7 +32,7 @@ import torch
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.sglang import CanaryReaction
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.hf_layout import read_config
+from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.canary import CanaryReport

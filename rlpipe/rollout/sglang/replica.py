@@ -27,7 +27,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.collective import Offer

@@ -20,7 +20,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
-from rlpipe.hf_layout import is_mtp_weight, read_config, weight_shapes, write_checkpoint
+from rlpipe.models.checkpoint import is_mtp_weight, read_config, weight_shapes, write_checkpoint
 from rlpipe.rollout.sglang import canary
 from rlpipe.rollout.sglang.canary import CanaryReport, Shard
 from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient

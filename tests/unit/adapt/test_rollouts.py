@@ -8,7 +8,7 @@ from rlpipe.adapt.rollouts import backbone_digest, own_rollouts, read, write
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
-from rlpipe.hf_layout import MTP_PREFIX, read_weights, write_checkpoint
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights, write_checkpoint
 from rlpipe.types import Group, TrajectoryStatus
 from tests.helpers.trajectories import make_trajectory
 

@@ -8,7 +8,7 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.hf_layout import require_mtp
+from rlpipe.models.checkpoint import require_mtp
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
 from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.eagle3 import OUTSIDE, Eagle3
 from rlpipe.drafts.loss import mtp_loss
-from rlpipe.hf_layout import read_config
+from rlpipe.models.checkpoint import read_config
 from tests.helpers.eagle3_drafts import random_draft, write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpipe.config.paths import shipped
 from rlpipe.drafts.layer import MtpLayer
-from rlpipe.hf_layout import MTP_PREFIX, is_mtp_weight, read_config, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_config, read_weights
 
 pytestmark = pytest.mark.unit
 

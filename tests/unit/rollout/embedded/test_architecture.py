@@ -9,7 +9,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

@@ -10,7 +10,7 @@ import torch
 
 import rlpipe.rollout.embedded.drafting as drafting
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import MTP_PREFIX, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.embedded.drafters import drafting_streams
 from rlpipe.spec.tree import Tree
 from tests.helpers.driven_engine import GammaScript, Recorded, driven_engine

@@ -8,7 +8,7 @@ import torch
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.drafts.eagle3 import Eagle3
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.spec.tree import Tree
 from tests.helpers.driven_engine import GammaScript, Recorded, driven_engine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.hf_layout import MTP_PREFIX, read_config, read_weights
+from rlpipe.models.checkpoint import MTP_PREFIX, read_config, read_weights
 from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, pieces_of
 from rlpipe.rollout.embedded.linear import Linear

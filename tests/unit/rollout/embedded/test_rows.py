@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang.canary import (
     Shard,
     compare,

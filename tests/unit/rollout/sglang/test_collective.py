@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.hf_layout import read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
 from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
 from rlpipe.rollout.sglang.collective import GroupBroken, Root, described

@@ -11,7 +11,7 @@ import pytest
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.hf_layout import read_weights
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica, sync
 from rlpipe.rollout.sglang.canary import CanaryReport
 from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
