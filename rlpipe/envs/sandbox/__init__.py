@@ -11,11 +11,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from rlpipe.config.env import SandboxBackend, SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
+from rlpipe.envs.sandbox.tree import scratch
 
 if TYPE_CHECKING:
     from rlpipe.envs.sandbox.local import TreeRunner
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}
+_SCRATCH_PROBE = 4 << 20  # bytes
 _NAMESPACES = (
     "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu 24.04 also "
     "kernel.apparmor_restrict_unprivileged_userns=0; inside Docker: --security-opt seccomp=unconfined "
@@ -40,7 +43,7 @@ _NAMESPACES = (
 def check_sandbox(config: SandboxConfig) -> None:
     """Prove that commands can be contained here, by running one.
 
-    Raises ValueError naming what is missing and the remedy.
+    Removes what killed runs left, too. Raises ValueError naming what is missing and the remedy.
     """
     if config.backend is not SandboxBackend.BUBBLEWRAP:
         _check_container_tool(config)
@@ -59,6 +62,10 @@ def check_sandbox(config: SandboxConfig) -> None:
             "(the tool bwrap is the package bubblewrap), or set env.sandbox.backend=docker. "
             "Commands written by a model never run without a sandbox."
         )
+    from rlpipe.envs.sandbox.bubblewrap import sweep
+
+    sweep()
+    _check_scratch()
     try:
         result, _ = make_tree_runner(config).run({}, "python3 -c 'print(6 * 7)' && grep -q . /proc/1/comm")
     except InfrastructureError as error:
@@ -68,6 +75,19 @@ def check_sandbox(config: SandboxConfig) -> None:
             f"the sandbox starts but python3 does not run in it: {result.output.strip()[-300:]!r}. "
             "Only /usr is visible inside: apt-get install python3 gives it /usr/bin/python3."
         )
+
+
+def _check_scratch() -> None:
+    """Write a little where work trees will be. Raises ValueError when there is no room."""
+    place = scratch()
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(_SCRATCH_PROBE))
+    except OSError as error:
+        raise ValueError(
+            f"the sandbox cannot write {_SCRATCH_PROBE >> 20} MiB into {place} ({error.strerror}), where "
+            "every attempt has its files: remove what fills it, or enlarge it (docker run --shm-size=2g)."
+        ) from error
 
 
 def _check_container_tool(config: SandboxConfig) -> None:

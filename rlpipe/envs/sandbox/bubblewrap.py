@@ -11,10 +11,13 @@ Owns what contains one command on this machine; a fresh directory and fresh name
 | output, wall time    | `process.run_bounded`                                                     |
 | host files, secrets  | only /usr is visible, read-only; bwrap itself starts with an empty env    |
 | network, signals     | namespaces of their own                                                   |
-| kernel surface       | no capabilities, no further user namespaces where bwrap can forbid them   |
+| kernel surface, keys | no capabilities, no further user namespaces, a system call filter         |
+| memory of no process | the filter denies memfds, System V objects, attributes; deleted files of  |
+|                      | open descriptors are watched; pipes: the kernel's 64 MiB for each user    |
 
-Not bounded tightly: memory that belongs to no process and to no file of the tree (pipes, memfds); its
-bound is processes x open files x file size, and the OOM killer is told to start here.
+The watch looks ten times a second, so a burst may pass a limit for that long; RLIMIT_AS and RLIMIT_FSIZE
+hold at once. Not watched: what lies in the buffers of sockets (processes x open files x 208 KiB at most). The
+OOM killer is told to start here.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -37,7 +41,8 @@ from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment, Bu
 from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit
-from rlpipe.envs.sandbox.process import STATUS_FD, Ended, run_bounded
+from rlpipe.envs.sandbox.process import FILTER_FD, STATUS_FD, Ended, run_bounded
+from rlpipe.envs.sandbox.seccomp import program
 from rlpipe.envs.sandbox.tree import (
     Tree,
     TreeLimits,
@@ -53,6 +58,7 @@ WORK = "/work"
 _NOBODY = 65534
 _OPEN_FILES = 256
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
+_PREFIX = "rlpipe-sandbox-"
 _PROCESS_1 = 'echo 1000 > /proc/self/oom_score_adj; bash -c "$1"; exit $?'
 
 
@@ -65,7 +71,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     def __init__(self, limits: SandboxConfig, tree: Tree) -> None:
         self.limits = limits
         self.tree_limits = TreeLimits(max_bytes=limits.tree_mb << 20, max_entries=limits.tree_files)
-        self.working_dir = Path(tempfile.mkdtemp(prefix=f"rlpipe-sandbox-{os.getpid()}-", dir=scratch()))
+        self.working_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=scratch()))
         self.work, tmp = self.working_dir / "work", self.working_dir / "tmp"
         owner = _NOBODY if os.geteuid() == 0 else None
         for directory in (self.working_dir, self.work, tmp):
@@ -93,6 +99,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             max_output=self.limits.output_kb << 10,
             stdin=stdin,
             env={},
+            filter_program=program(),
             watch=self._watch,
             end=_end,
         )
@@ -117,7 +124,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
             self.config.executable,
             *self.config.wrapper_args,
-            *("--json-status-fd", STATUS_FD, "--", "prlimit"),
+            *("--json-status-fd", STATUS_FD, "--seccomp", FILTER_FD, "--", "prlimit"),
             f"--nproc={limits.processes}",
             f"--as={limits.memory_mb << 20}",
             f"--fsize={limits.file_mb << 20}",
@@ -137,14 +144,27 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             remove_tree(self.working_dir)
 
     def _watch(self, pid: int) -> Limit | None:
-        used = 0
+        used, deleted = 0, {}
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
             for process in psutil.Process(pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    used += process.memory_info().rss
+                used += _memory(process.pid)
+                deleted |= _deleted_files(process.pid)
         if used > self.limits.memory_mb << 20:
             return Limit.MEMORY
-        return Limit.FILES if exceeds(self.working_dir, self.tree_limits) else None
+        return Limit.FILES if exceeds(self.working_dir, self.tree_limits, sum(deleted.values())) else None
+
+
+def sweep() -> int:
+    """Remove the directories of processes of ours that were killed; returns how many."""
+    swept = 0
+    for directory in scratch().glob(f"{_PREFIX}*"):
+        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
+        ours = {os.geteuid(), _NOBODY} if os.geteuid() == 0 else {os.geteuid()}
+        with contextlib.suppress(OSError):  # another start sweeps it as well
+            if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.lstat().st_uid in ours:
+                remove_tree(directory)
+                swept += 1
+    return swept
 
 
 def execute(
@@ -167,6 +187,28 @@ def execute(
             box.cleanup()
     except OSError as error:
         raise InfrastructureError(f"sandbox directory in {scratch()}: {error}") from error
+
+
+def _memory(pid: int) -> int:
+    """Bytes of a process that count: resident, swapped out, and its page tables; 0 when it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    lines = (line.split() for line in status.splitlines())
+    return sum(int(line[1]) << 10 for line in lines if line[0] in ("VmRSS:", "VmSwap:", "VmPTE:"))
+
+
+def _deleted_files(pid: int) -> dict[tuple[int, int], int]:
+    """Bytes of the files that a process holds open and no directory names, by device and inode."""
+    sizes = {}
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                info = Path(descriptor.path).stat()
+                if stat.S_ISREG(info.st_mode) and not info.st_nlink:
+                    sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return sizes
 
 
 def _undone(result: CommandResult) -> CommandResult:

@@ -19,6 +19,7 @@ from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import Limit
 
 STATUS_FD = "{status-fd}"  # this word in argv becomes the number of the status pipe
+FILTER_FD = "{filter-fd}"  # and this one the number of a pipe that `filter_program` is read from
 _CHUNK = 65536
 _TICK_S = 0.1
 _DEATH_S = 10.0
@@ -46,6 +47,7 @@ def run_bounded(
     max_output: int,
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
+    filter_program: bytes = b"",
     watch: Callable[[int], Limit | None] = lambda pid: None,
     end: Callable[[subprocess.Popen[bytes], bytes], None] = lambda process, status: process.kill(),
 ) -> Ended:
@@ -53,11 +55,11 @@ def run_bounded(
 
     watch: given the process id every 0.1 s; the Limit it names ends the process.
     end: ends the process, given also what the status pipe said so far.
-    env: the whole environment; None inherits ours.
+    env: the whole environment; None inherits ours. filter_program: less than a pipe holds (64 KiB).
     Raises InfrastructureError when the process cannot be started or does not die.
     """
     with contextlib.ExitStack() as resources:
-        run = _Run(argv, stdin, env, resources)
+        run = _Run(argv, stdin, env, filter_program, resources)
         exceeded = run.supervise(timeout_s, max_output, watch, end)
         returncode = run.process.wait()
         run.drain(max_output)
@@ -80,6 +82,7 @@ class _Run:
         argv: Sequence[str],
         stdin: bytes,
         env: Mapping[str, str] | None,
+        filter_program: bytes,
         resources: contextlib.ExitStack,
     ) -> None:
         self.started = time.monotonic()
@@ -88,13 +91,18 @@ class _Run:
             try:
                 self._output_fd, output_write = _pipe(resources, ours)
                 self._status_fd, status_write = _pipe(resources, ours)
+                words = {STATUS_FD: str(status_write)}
+                passed = [status_write]
+                if filter_program:
+                    passed.append(_readable(filter_program, ours))
+                    words[FILTER_FD] = str(passed[-1])
                 self.process = subprocess.Popen(
-                    [str(status_write) if word == STATUS_FD else word for word in argv],
+                    [words.get(word, word) for word in argv],
                     stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                     stdout=output_write,
                     stderr=output_write,
                     env=None if env is None else dict(env),
-                    pass_fds=(status_write,),
+                    pass_fds=passed,
                 )
             except OSError as error:
                 raise InfrastructureError(f"cannot start {argv[0]}: {error}") from error
@@ -186,6 +194,15 @@ class _Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(_DEATH_S)
+
+
+def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
+    """A descriptor that `content` and then the end of file can be read from."""
+    read, write = os.pipe()
+    until_started.callback(os.close, read)
+    with os.fdopen(write, "wb") as file:
+        file.write(content)
+    return read
 
 
 def _pipe(until_read: contextlib.ExitStack, until_started: contextlib.ExitStack) -> tuple[int, int]:

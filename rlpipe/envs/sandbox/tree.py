@@ -147,9 +147,14 @@ def _content(path: Path) -> bytes:
         return file.read()
 
 
-def exceeds(root: Path, limits: TreeLimits) -> bool:
-    """Whether a directory that is being written to is over its limits; sparse files count as they are."""
-    used = count = 0
+def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
+    """Whether a directory that is being written to is over its limits; sparse files count as they are.
+
+    used: bytes that count besides.
+    """
+    if used > limits.max_bytes:
+        return True
+    count = 0
     pending = [str(root)]
     longest = len(os.fsencode(root)) + _LONGEST_PATH
     while pending:

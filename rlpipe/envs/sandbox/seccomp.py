@@ -1,0 +1,124 @@
+"""The system calls that a contained command may not make, as the program bwrap installs (`--seccomp FD`).
+
+Owns the list and its numbers. Denied is what holds memory that no limit of a process sees (System V objects,
+memfds, extended attributes, keys), what leaves the namespaces (kernel keyrings) and what widens the kernel's
+surface without use for honest work. A denied call fails with an errno that programs know; a foreign
+architecture, whose numbers mean other calls, ends the process.
+
+A program is an array of `struct sock_filter {u16 code; u8 jt, jf; u32 k}` over `struct seccomp_data`.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+_SAME_NUMBER = {  # calls of Linux 5.1 and later
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "pidfd_getfd": 438,
+    "process_madvise": 440,
+    "memfd_secret": 447,
+    "setxattrat": 463,
+}
+_X86_64 = {
+    "shmget": 29,
+    "shmat": 30,
+    "shmctl": 31,
+    "semget": 64,
+    "msgget": 68,
+    "ptrace": 101,
+    "setxattr": 188,
+    "lsetxattr": 189,
+    "fsetxattr": 190,
+    "mq_open": 240,
+    "add_key": 248,
+    "request_key": 249,
+    "keyctl": 250,
+    "unshare": 272,
+    "perf_event_open": 298,
+    "fanotify_init": 300,
+    "name_to_handle_at": 303,
+    "open_by_handle_at": 304,
+    "setns": 308,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311,
+    "kcmp": 312,
+    "memfd_create": 319,
+    "bpf": 321,
+    "userfaultfd": 323,
+}
+_AARCH64 = {
+    "setxattr": 5,
+    "lsetxattr": 6,
+    "fsetxattr": 7,
+    "unshare": 97,
+    "ptrace": 117,
+    "mq_open": 180,
+    "msgget": 186,
+    "semget": 190,
+    "shmget": 194,
+    "shmctl": 195,
+    "shmat": 196,
+    "add_key": 217,
+    "request_key": 218,
+    "keyctl": 219,
+    "perf_event_open": 241,
+    "fanotify_init": 262,
+    "name_to_handle_at": 264,
+    "open_by_handle_at": 265,
+    "setns": 268,
+    "process_vm_readv": 270,
+    "process_vm_writev": 271,
+    "kcmp": 272,
+    "memfd_create": 279,
+    "bpf": 280,
+    "userfaultfd": 282,
+}
+# machine -> AUDIT_ARCH_*, numbers by name, the first number of a second table (x32) if there is one
+_MACHINES = {
+    "x86_64": (0xC000003E, _X86_64 | _SAME_NUMBER, 0x40000000),
+    "aarch64": (0xC00000B7, _AARCH64 | _SAME_NUMBER, None),
+}
+_NUMBER, _ARCH = 0, 4  # offsets in seccomp_data
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+
+
+def denied(machine: str | None = None) -> dict[str, tuple[int, int]]:
+    """Calls that fail: name -> (number, errno). machine: as `platform.machine`, this one by default.
+
+    Raises ValueError for a machine whose numbers are not known.
+    """
+    _, numbers, _ = _machine(machine)
+    return {name: (number, _errno(name)) for name, number in numbers.items()}
+
+
+def program(machine: str | None = None) -> bytes:
+    """The filter of a machine, by default this one. Raises ValueError as `denied` does."""
+    arch, _, second_table = _machine(machine)
+    steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL_PROCESS)]
+    steps.append((_LOAD, 0, 0, _NUMBER))
+    if second_table is not None:
+        steps += [(_AT_LEAST, 0, 1, second_table), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    for number, code in denied(machine).values():
+        steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | code)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def _errno(name: str) -> int:
+    """Copying programs go on without attributes where the file system has none."""
+    return errno.ENOTSUP if "setxattr" in name else errno.EPERM
+
+
+def _machine(name: str | None) -> tuple[int, dict[str, int], int | None]:
+    name = name or platform.machine()
+    if name not in _MACHINES:
+        raise ValueError(
+            f"env.sandbox.backend=bubblewrap has no system call filter for {name}, only for "
+            f"{' and '.join(_MACHINES)}: set env.sandbox.backend=docker."
+        )
+    return _MACHINES[name]
