@@ -32,9 +32,9 @@ from rlpipe.cluster import TrainerLost
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Mean, Value, reduce
-from rlpipe.rollout.sglang.collective import Offer, Rendezvous
 from rlpipe.types import Group, Prompt, Trajectory
-from rlpipe.weights.sync import unpack_weights
+from rlpipe.weights.collective import Offer, Rendezvous
+from rlpipe.weights.payload import unpack_weights
 
 if TYPE_CHECKING:
     import torch

@@ -27,10 +27,11 @@ from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
 from rlpipe.types import Group, Prompt, Trajectory
-from rlpipe.weights.sync import WeightPayload, unpack_weights
+from rlpipe.weights.payload import WeightPayload, unpack_weights
+from rlpipe.weights.protocols import ReceivesBroadcasts
 
 if TYPE_CHECKING:
-    from rlpipe.rollout.sglang.collective import Member, Offer
+    from rlpipe.weights.collective import Member, Offer
 
 
 class RolloutWorker:
@@ -57,6 +58,8 @@ class RolloutWorker:
         self._evaluator = self._collector = collector(engine=self._engine, suite=self._suite)
         if config.injection.active():
             self._inject(config, resolve(config.rollout_model), collector)
+        engine = self._engine
+        self._member = engine if isinstance(engine, ReceivesBroadcasts) else None
         self._policy: Engine | None = None
         if config.decoupled.active and config.val.every:
             self._policy = make_engine(config, self._note, config.model.path)
@@ -104,18 +107,27 @@ class RolloutWorker:
 
     async def membership(self) -> Member:
         """The server of this worker and its group; waits until one serves."""
-        return await asyncio.to_thread(self._engine.membership)
+        return await asyncio.to_thread(self._in_group().membership)
 
     async def receive_weights(self, offer: Offer) -> dict[str, Value]:
         """As `update_weights`, of what the trainer broadcasts to the servers of all workers."""
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=offer.version):
-            await asyncio.to_thread(self._engine.receive_weights, offer)
+            await asyncio.to_thread(self._in_group().receive_weights, offer)
             sent = await offer.sent()
         return {
             "weights/bytes": Last(sent.num_bytes),
             "timing_s/load_weights": Mean(time.monotonic() - started, 1),
         }
+
+    def _in_group(self) -> ReceivesBroadcasts:
+        """The engine, where it can take broadcasts. Raises ValueError where it cannot."""
+        if self._member is None:
+            raise ValueError(
+                f"{type(self._engine).__name__} receives no broadcasts: set rollout.sglang.weight_transfer "
+                "to another way than collective, or rollout.engine=sglang without injections."
+            )
+        return self._member
 
     async def metrics(self) -> dict[str, Value]:
         """Engine counters since the last call."""

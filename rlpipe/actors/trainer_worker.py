@@ -23,12 +23,13 @@ from rlpipe.metrics.values import Mean, Stats, Value
 from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
-from rlpipe.weights.sync import WeightPayload, pack_weights
+from rlpipe.weights.payload import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
-    from rlpipe.actors.weight_sender import WeightSender
-    from rlpipe.rollout.sglang.collective import Piece, Rendezvous, Sent
     from rlpipe.trainer.checkpoint import Saving, SavingHf
+    from rlpipe.weights.buckets import Bucket
+    from rlpipe.weights.collective import Rendezvous, Sent
+    from rlpipe.weights.sender import WeightSender
 
 
 class TrainerWorker:
@@ -51,9 +52,11 @@ class TrainerWorker:
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
         if self._config.broadcasts_weights:
-            from rlpipe.actors.weight_sender import WeightSender
+            from rlpipe.rollout.sglang.environment import is_on_gpu
+            from rlpipe.weights.sender import WeightSender
 
-            self._sender = WeightSender(self._config.rollout, self._trainer)
+            rollout = self._config.rollout
+            self._sender = WeightSender(rollout, self._trainer, on_gpu=is_on_gpu(rollout))
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
         """Advantages, packing, one optimizer step."""
@@ -133,7 +136,7 @@ class TrainerWorker:
                 return None
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
-    def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Piece]]:
+    def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
         """A group with so many servers, and what every update consists of; on rank 0."""
         return self._sender.open(host, servers)
 

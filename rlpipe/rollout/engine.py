@@ -6,12 +6,13 @@ HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlpipe.config.spec import SpecMode
 from rlpipe.types import GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.weights.protocols import ReceivesWeights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class EngineStats:
     server: dict[str, float] = field(default_factory=dict)
 
 
-class Engine(Protocol):
+class Engine(ReceivesWeights, Protocol):
     """A decoding engine. `generate` may be called concurrently from one event loop."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -63,13 +64,6 @@ class Engine(Protocol):
 
     def resume(self) -> None:
         """Continue decoding."""
-        ...
-
-    def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Replace target and draft weights (HF names -> tensors) between two decode steps.
-
-        Tokens sampled after this call carry `version`.
-        """
         ...
 
     def stats(self) -> EngineStats:

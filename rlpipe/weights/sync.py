@@ -1,71 +1,232 @@
-"""How weights travel: one flat buffer, one version, target and draft together.
+"""New weights into a server: a session of its own, by one of three ways, and the proof that they arrived.
 
-Owns the payload format and its exact round trip. Does not move it: a cluster hands the payload to
-engines (a Ray object-store reference, or the object itself inline). Target and draft are never sent
-apart, so a draft cannot stay behind its target.
+    begin -> pieces of target and draft together, the version on the last -> end -> fingerprints
+
+`send` brings weights of this process there; `receive` takes what the trainer broadcasts to all servers. Owns
+what is sent and checked; pausing, and what to do about a failed check, are the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.sglang import WeightTransfer
+from rlpipe.models.checkpoint import is_mtp_weight, read_config, weight_shapes, write_checkpoint
+from rlpipe.weights import canary
+from rlpipe.weights.buckets import Bucket, buckets, serialize
+from rlpipe.weights.canary import CanaryReport, Shard
+from rlpipe.weights.collective import (
+    Checksums,
+    GroupBroken,
+    Offer,
+    Rendezvous,
+    Root,
+    Sent,
+    described,
+)
+from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
 
-@dataclass(slots=True, kw_only=True)
-class WeightPayload:
-    """Full HF-named weights of one policy version.
 
-    version: optimizer steps behind them. index: name -> (dtype, shape, first byte).
-    buffer: [num_bytes] uint8, shared zero-copy by the object store.
-    policy: the weights to validate, where a decoupled actor generates and a validation follows.
-    """
+class WeightSync:
+    """Weights of one model. on_gpu: where the server hashes them. folder: for checkpoints sent by disk."""
 
-    version: int
-    index: dict[str, tuple[str, tuple[int, ...], int]]
-    buffer: np.ndarray
-    policy: WeightPayload | None = None
+    def __init__(self, config: RolloutConfig, model_path: Path, *, on_gpu: bool, folder: Path) -> None:
+        self._config, self._model_path = config, model_path
+        self._on_gpu, self._folder = on_gpu, folder
+        self._hf_config = read_config(model_path)
+        self._tied = bool(self._hf_config.get("tie_word_embeddings"))
+        self._shapes = weight_shapes(model_path)
+        self._root: Root | None = None  # of the group with this server alone
+        self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
+
+    def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
+        """Refuse weights of another model before anything is touched; they may be on the meta device.
+
+        draft: whether the MTP layer is served, and so must be there. Raises ValueError.
+        """
+        optional = {"lm_head.weight"} if self._tied else set()
+        if not draft:
+            optional |= {name for name in self._shapes if is_mtp_weight(name)}
+        missing = sorted(self._shapes.keys() - weights.keys() - optional)
+        unknown = sorted(weights.keys() - self._shapes.keys() - optional)
+        shapes = sorted(
+            name
+            for name in self._shapes.keys() & weights.keys()
+            if tuple(weights[name].shape) != self._shapes[name]
+        )
+        if missing or unknown or shapes:
+            raise ValueError(
+                f"weights do not fit {str(self._model_path)!r}: missing {missing[:3]} ({len(missing)}), "
+                f"unknown {unknown[:3]} ({len(unknown)}), of another shape {shapes[:3]} ({len(shapes)}). "
+                "Send target and MTP layer by their Hugging Face names."
+            )
+
+    async def send(
+        self, client: Server, weights: Mapping[str, torch.Tensor], version: int, *, flush: bool
+    ) -> None:
+        """Replace target and draft together. flush: drop all cached keys and values. Raises ServerError."""
+        if self._config.sglang.weight_transfer is WeightTransfer.DISK:
+            with self.checkpoint(weights) as folder:
+                body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
+                await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
+            return
+        pieces = list(buckets(weights, self._config.sglang.bucket_mb))
+        if self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
+            await self._broadcast(client, pieces, version, flush)
+            return
+        async with self._session(client):
+            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
+                serialized = await asyncio.to_thread(serialize, piece)
+                body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
+                await client.post("/update_weights_from_tensor", body, self._patience)
+
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+        """Have the server, `member` of the group, take what the trainer broadcasts.
+
+        Raises ServerError when either breaks off: some of its weights may be new then.
+        """
+        place = offer.first_rank(member)
+        try:
+            await self._take(client, offer.group, place, offer.pieces, offer.version, flush)
+            sent = await offer.sent()
+            if sent.failure:
+                raise ServerError(f"the trainer's broadcast of version {offer.version}: {sent.failure}")
+        except ServerError:
+            await self._leave(client)
+            raise
+        return sent
+
+    def group_of(self, client: Server) -> str:
+        """Name of the group that the server is in; empty for none."""
+        return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
+
+    async def _broadcast(self, client: Server, pieces: Sequence[Bucket], version: int, flush: bool) -> None:
+        """Be rank 0 ourselves, for this server alone."""
+        if self._root is None or self.group_of(client) != self._root.rendezvous.name:
+            self.close()
+            sglang = self._config.sglang
+            self._root = await asyncio.to_thread(Root, sglang.host, sglang.tp, self._patience)
+        root = self._root
+        sending = asyncio.create_task(asyncio.to_thread(root.send, pieces))
+        # seen, also where `_take` fails first
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await self._take(client, root.rendezvous, 1, pieces, version, flush)
+            await sending
+        except GroupBroken as error:
+            self.close()
+            raise ServerUnreachable(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def _take(
+        self,
+        client: Server,
+        group: Rendezvous,
+        first_rank: int,
+        pieces: Sequence[Bucket],
+        version: int,
+        flush: bool,
+    ) -> None:
+        """The server's part of a broadcast: join the group if it is new, then ask for piece after piece."""
+        if self.group_of(client) != group.name:
+            await self._leave(client)
+            await client.post("/init_weights_update_group", group.body(first_rank), self._patience)
+            self._joined = client, group.name
+        async with self._session(client):
+            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
+                body |= described(piece, group.name)
+                await client.post("/update_weights_from_distributed", body, self._patience)
+
+    async def _leave(self, client: Server) -> None:
+        """Have the server leave its group; one that broke off cannot always be left in order."""
+        if name := self.group_of(client):
+            with contextlib.suppress(ServerError):
+                await client.post("/destroy_weights_update_group", {"group_name": name}, self._patience)
+        self._joined = None
+
+    def close(self) -> None:
+        """Leave the group with the server, if we are its rank 0."""
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def _session(client: Server) -> AsyncIterator[None]:
+        """An update session; closed also when it fails, so that another can be opened."""
+        await client.post("/begin_weight_update", {"selector": "all"})
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServerError):  # the first failure is the one to tell
+                await client.post("/end_weight_update", {})
+            raise
+        await client.post("/end_weight_update", {})
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the weights in bytes."""
-        return int(self.buffer.nbytes) + (self.policy.num_bytes if self.policy else 0)
+    def _patience(self) -> float:
+        return self._config.sglang.update_timeout
+
+    async def check(
+        self, client: Server, weights: Mapping[str, torch.Tensor] | Checksums, *, draft: bool
+    ) -> CanaryReport:
+        """Fingerprints of every rank against those of `weights`, or as the trainer computed them.
+
+        draft: whether the server drafts.
+        """
+        answer = await client.read("/weights_checker", {"action": "checksum", "selector": "all"})
+        report = CanaryReport()
+        for rank in answer.get("ranks") or []:
+            place = rank["parallelism_info"][0]
+            if isinstance(weights, Checksums):
+                expected = weights.of(place["tp_rank"], draft)
+            else:
+                shard = Shard(
+                    rank=place["tp_rank"],
+                    size=place["tp_size"],
+                    kv_heads=int(self._hf_config["num_key_value_heads"]),
+                )
+                expected = await asyncio.to_thread(self._fingerprints, weights, shard, draft)
+            found = canary.compare(expected, rank["checksums"])
+            report.target += found.target
+            report.draft += found.draft
+        if not answer.get("ranks"):
+            report.target.append("every tensor: the server sent no checksums")
+        return report
+
+    def _fingerprints(self, weights: Mapping[str, torch.Tensor], shard: Shard, draft: bool) -> dict[str, str]:
+        dtype = getattr(torch, self._config.dtype)
+        tensors = canary.server_tensors(weights, dtype, shard, tied=self._tied, draft=draft)
+        return canary.fingerprints(tensors, self._on_gpu)
+
+    @contextlib.contextmanager
+    def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+        """`weights` as a Hugging Face directory, gone again at the end."""
+        folder = self._folder / f"sglang-weights-{uuid.uuid4().hex[:8]}"
+        write_checkpoint(folder, weights, like=self._model_path)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
 
 
-def pack_weights(
-    weights: Mapping[str, torch.Tensor], version: int, policy: WeightPayload | None = None
-) -> WeightPayload:
-    """Lay tensors (any dtype, any device) into one CPU buffer."""
-    index: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    offset = 0
-    for name, tensor in weights.items():
-        offset = -(-offset // 16) * 16
-        index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
-        offset += tensor.numel() * tensor.element_size()
-    buffer = torch.empty(offset, dtype=torch.uint8)
-    for name, tensor in weights.items():
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        start = index[name][2]
-        buffer[start : start + raw.numel()].copy_(raw)
-    return WeightPayload(version=version, index=index, buffer=buffer.numpy(), policy=policy)
-
-
-def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:
-    """Views into the buffer by HF name; copy before writing to them.
-
-    >>> w = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
-    >>> out = unpack_weights(pack_weights(w, version=1))
-    >>> all(torch.equal(w[k], out[k]) for k in w)
-    True
-    """
-    weights: dict[str, torch.Tensor] = {}
-    for name, (dtype_name, shape, start) in payload.index.items():
-        dtype = getattr(torch, dtype_name)
-        count = int(np.prod(shape, dtype=np.int64))
-        chunk = payload.buffer[start : start + count * dtype.itemsize]
-        if not chunk.flags.writeable:  # an object-store buffer; torch wants to be told it may be written
-            chunk = chunk.copy()
-        weights[name] = torch.from_numpy(chunk).view(dtype).view(shape)
-    return weights
+def _bodies(pieces: int, version: int, flush: bool) -> Iterator[dict[str, Any]]:
+    """What each request for a piece says of the update: the last completes it."""
+    for number in range(1, pieces + 1):
+        last = number == pieces
+        yield {
+            "selector": "all",
+            "flush_cache": flush and last,
+            "weight_version": str(version) if last else None,
+        }

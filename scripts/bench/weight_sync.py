@@ -33,7 +33,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 from rollout_speed import provenance  # noqa: E402
 
-from rlpipe.actors.weight_sender import WeightSender  # noqa: E402
 from rlpipe.config.algo import AlgoConfig  # noqa: E402
 from rlpipe.config.mtp import MtpConfig  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
@@ -42,8 +41,9 @@ from rlpipe.config.sglang import WeightTransfer  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.config.trainer import TrainerConfig  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from rlpipe.rollout.sglang.collective import Offer  # noqa: E402
 from rlpipe.trainer.megatron import MegatronTrainer  # noqa: E402
+from rlpipe.weights.collective import Offer  # noqa: E402
+from rlpipe.weights.sender import WeightSender  # noqa: E402
 
 ALONE = ("tensor", "collective", "disk")
 
@@ -125,7 +125,7 @@ def main() -> None:
         stack.callback(trainer.close)
         weights = trainer.export_weights()
         servers = Servers(args.servers, model, logs, config, stack)
-        sender = WeightSender(config, trainer)
+        sender = WeightSender(config, trainer, on_gpu=False)
         stack.callback(sender.close)
         seconds = measure(servers, sender, weights, args.repeats)
     size = sum(tensor.nbytes for tensor in weights.values())

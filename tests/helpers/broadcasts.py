@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpipe.actors.weight_sender import WeightSender
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
-from rlpipe.rollout.sglang.collective import Offer, Sent
 from rlpipe.trainer.hf_bridge import name_table
-from rlpipe.weights.sync import unpack_weights
+from rlpipe.weights.collective import Offer, Sent
+from rlpipe.weights.payload import unpack_weights
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.sender import WeightSender
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Trainer:
 
     @classmethod
     def of(cls, config: RolloutConfig, hf_config: Mapping[str, Any]) -> Trainer:
-        return cls(sender=WeightSender(config, Weights(hf_config=hf_config, weights={})))
+        return cls(sender=WeightSender(config, Weights(hf_config=hf_config, weights={}), on_gpu=False))
 
     def offer(
         self, weights: Mapping[str, torch.Tensor], version: int, members: list[str], *, again: bool = False

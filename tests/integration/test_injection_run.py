@@ -13,7 +13,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
-from rlpipe.weights.sync import pack_weights
+from rlpipe.weights.payload import pack_weights
 from tests.helpers.cli import SMALL, run
 
 pytestmark = pytest.mark.integration

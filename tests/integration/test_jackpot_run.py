@@ -16,7 +16,7 @@ from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
-from rlpipe.weights.sync import pack_weights, unpack_weights
+from rlpipe.weights.payload import pack_weights, unpack_weights
 from tests.helpers.candidates import policy_logprobs
 from tests.helpers.cli import SMALL, run
 

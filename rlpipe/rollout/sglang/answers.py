@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlpipe.rollout.sglang.client import ServerError
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.weights.protocols import ServerError
 
 _SEEDS = 2**31 - 1
 

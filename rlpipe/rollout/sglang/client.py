@@ -14,16 +14,10 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+
 _CONNECT_SECONDS = 5.0
 _READ_ATTEMPTS = 4
-
-
-class ServerError(RuntimeError):
-    """The server answered with an error, or what it answered is not what it should be."""
-
-
-class ServerUnreachable(ServerError):
-    """The server did not answer: it died, hangs, or was stopped."""
 
 
 class SglangClient:

@@ -35,15 +35,16 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
-from rlpipe.rollout.sglang.canary import CanaryReport
-from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient
-from rlpipe.rollout.sglang.collective import Checksums, Member, Offer
+from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment, is_on_gpu
 from rlpipe.rollout.sglang.replica import Goal, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
-from rlpipe.rollout.sglang.sync import WeightSync
 from rlpipe.rollout.sglang.turns import Turns, nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
+from rlpipe.weights.canary import CanaryReport
+from rlpipe.weights.collective import Checksums, Member, Offer
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.sync import WeightSync
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

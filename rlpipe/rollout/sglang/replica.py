@@ -30,10 +30,10 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
-from rlpipe.rollout.sglang.collective import Offer
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
-from rlpipe.rollout.sglang.sync import WeightSync
+from rlpipe.weights.collective import Offer
+from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process
 _END_SECONDS = 1.0  # a process is seen to end a moment after its connections broke

@@ -10,8 +10,8 @@ from rlpipe.rollout.sglang.answers import (
     spec_counts,
     token_versions,
 )
-from rlpipe.rollout.sglang.client import ServerError
 from rlpipe.types import FinishReason, GenerateRequest, SamplingParams
+from rlpipe.weights.protocols import ServerError
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable, SglangClient
+from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
 pytestmark = pytest.mark.unit
 

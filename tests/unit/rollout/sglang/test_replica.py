@@ -12,12 +12,13 @@ import pytest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
-from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica, sync
-from rlpipe.rollout.sglang.canary import CanaryReport
-from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
-from rlpipe.rollout.sglang.collective import Member, Offer, Rendezvous
+from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.types import FinishReason
+from rlpipe.weights import sync
+from rlpipe.weights.canary import CanaryReport
+from rlpipe.weights.collective import Member, Offer, Rendezvous
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from tests.helpers import fake_sglang
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, request

@@ -8,10 +8,10 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
-from rlpipe.rollout.sglang.client import ServerError, ServerUnreachable
-from rlpipe.rollout.sglang.collective import GroupBroken, Root, described
-from rlpipe.rollout.sglang.sync import WeightSync
+from rlpipe.weights.canary import Shard, fingerprints, server_tensors
+from rlpipe.weights.collective import GroupBroken, Root, described
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.sync import WeightSync
 from tests.helpers.broadcasts import Receiver, Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.sglang import perturbed

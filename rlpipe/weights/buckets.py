@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+Bucket = list[tuple[str, torch.Tensor]]
+
 _MEGABYTE = 2**20
 
 
-def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
     """Consecutive pieces of at most `megabytes`, a larger tensor alone.
 
     >>> tensors = {"a": torch.zeros(2**18), "b": torch.zeros(2**17), "c": torch.zeros(1)}
     >>> [[name for name, _ in piece] for piece in buckets(tensors, megabytes=1)]
     [['a'], ['b', 'c']]
     """
-    piece: list[tuple[str, torch.Tensor]] = []
+    piece: Bucket = []
     size = 0
     for name, tensor in weights.items():
         if piece and size + tensor.nbytes > megabytes * _MEGABYTE:
@@ -34,7 +36,7 @@ def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[lis
         yield piece
 
 
-def serialize(piece: list[tuple[str, torch.Tensor]]) -> str:
+def serialize(piece: Bucket) -> str:
     """One piece in base64; each tensor with a storage of its own, so that views cost what they show."""
     own = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in piece]
     return base64.b64encode(pickle.dumps(own)).decode()

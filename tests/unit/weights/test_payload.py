@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from rlpipe.weights.sync import pack_weights, unpack_weights
+from rlpipe.weights.payload import pack_weights, unpack_weights
 
 pytestmark = pytest.mark.unit
 

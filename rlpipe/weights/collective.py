@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rlpipe.rollout.sglang.canary import DRAFT
-
-Piece = list[tuple[str, torch.Tensor]]
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.canary import DRAFT
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class Offer:
     group: Rendezvous
     members: Sequence[str]
     ranks: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[Bucket]
     sent: Callable[[], Awaitable[Sent]]
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]]
 
@@ -123,7 +122,7 @@ class Root:
         )
         self._group: dist.ProcessGroup | None = None
 
-    def send(self, pieces: Iterable[Piece]) -> None:
+    def send(self, pieces: Iterable[Bucket]) -> None:
         """Send pieces to every rank, one after the other; the first ever waits for all ranks to join.
 
         Leaves the group and raises GroupBroken when a rank is missing.
@@ -137,7 +136,7 @@ class Root:
             self.close()
             raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {error}") from error
 
-    def _broadcast(self, piece: Piece) -> None:
+    def _broadcast(self, piece: Bucket) -> None:
         flat = torch.cat(
             [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(piece)]
         )
@@ -166,7 +165,7 @@ class Root:
         return group
 
 
-def described(piece: Piece, group: str) -> dict[str, Any]:
+def described(piece: Bucket, group: str) -> dict[str, Any]:
     """What a server is told of a piece that `Root.broadcast` sends; the tensors may be on the meta device."""
     piece = _aligned(piece)
     return {
@@ -178,6 +177,6 @@ def described(piece: Piece, group: str) -> dict[str, Any]:
     }
 
 
-def _aligned(piece: Piece) -> Piece:
+def _aligned(piece: Bucket) -> Bucket:
     """Largest types first: SGLang wants each tensor aligned to its type."""
     return sorted(piece, key=lambda pair: -pair[1].itemsize)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from rlpipe.rollout.sglang.weights import buckets, serialize
+from rlpipe.weights.buckets import buckets, serialize
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlpipe.models.checkpoint import read_weights
-from rlpipe.rollout.sglang.canary import (
+from rlpipe.weights.canary import (
     Shard,
     compare,
     cpu_hash,

@@ -4,38 +4,37 @@
                           \\--> host memory: checksums for the canary, and a copy for a server that was lost
 
 Every rank has one, since gathering takes all of them; rank 0's owns the group and the copy of the newest
-version. What the servers are asked is the rollout workers' business (`rollout.sglang.sync`).
+version. What the servers are asked is the rollout workers' business (`weights.sync`).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import has_mtp
-from rlpipe.rollout.sglang.canary import Shard, fingerprints, server_tensors
-from rlpipe.rollout.sglang.collective import Checksums, GroupBroken, Piece, Rendezvous, Root, Sent
-from rlpipe.rollout.sglang.environment import is_on_gpu
-from rlpipe.weights.sync import WeightPayload, pack_weights
-
-if TYPE_CHECKING:
-    from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.canary import Shard, fingerprints, server_tensors
+from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
+from rlpipe.weights.payload import WeightPayload, pack_weights
+from rlpipe.weights.protocols import ExportsWeights
 
 
 class WeightSender:
-    """config: of the rollout side, whose type the weights are sent in. trainer: this rank."""
+    """config: of the rollout side, whose type the weights are sent in. trainer: this rank.
 
-    def __init__(self, config: RolloutConfig, trainer: MegatronTrainer) -> None:
+    on_gpu: whether the servers are on GPUs.
+    """
+
+    def __init__(self, config: RolloutConfig, trainer: ExportsWeights, *, on_gpu: bool) -> None:
         self._config, self._trainer = config, trainer
         self._model = trainer.hf_config
         self._form = {"megabytes": config.sglang.bucket_mb, "dtype": getattr(torch, config.dtype)}
-        self._on_gpu = is_on_gpu(config)
+        self._on_gpu = on_gpu
         self._root: Root | None = None
         self._newest: tuple[int, dict[str, torch.Tensor]] | None = None
 
-    def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Piece]]:
+    def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
         """A new group with so many servers, in place of the one before, and what each update consists of.
 
         host: how the servers reach this machine. They and we join at the first update. nccl where weights and
@@ -75,7 +74,7 @@ class WeightSender:
             self._root.close()
             self._root = None
 
-    def _sent(self, bucket: Piece) -> str:
+    def _sent(self, bucket: Bucket) -> str:
         """Why it was not; empty when it was."""
         if self._root is None:
             return "there is no group to send to"

@@ -1,0 +1,75 @@
+"""The two sides between which weights travel, and the server in the middle, as this package sees them.
+
+Owns the Protocols that engines, trainers and clients implement. Imports none of them: `rollout` and `trainer`
+stand above `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlpipe.weights.buckets import Bucket
+    from rlpipe.weights.collective import Member, Offer
+
+
+class ReceivesWeights(Protocol):
+    """An engine whose weights can be replaced."""
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace target and draft weights (HF names -> tensors) between two decode steps.
+
+        Tokens sampled after this call carry `version`.
+        """
+        ...
+
+
+@runtime_checkable
+class ReceivesBroadcasts(ReceivesWeights, Protocol):
+    """An engine whose server can also be a member of the group to which the trainer broadcasts."""
+
+    def membership(self) -> Member:
+        """The server, and the group it is in; waits until one serves. Raises RuntimeError if none will."""
+        ...
+
+    def receive_weights(self, offer: Offer) -> None:
+        """Does what `update_weights` does, from what the trainer broadcasts to all servers at once."""
+        ...
+
+
+class ExportsWeights(Protocol):
+    """A trainer rank that gives its weights out bucket by bucket."""
+
+    hf_config: Mapping[str, Any]
+    device: torch.device
+
+    def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
+        """Yields full tensors on rank 0; collective, so that every rank must iterate to the end."""
+        ...
+
+    def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
+        """What `weight_buckets` will yield, as tensors on the meta device."""
+        ...
+
+
+class ServerError(RuntimeError):
+    """The server answered with an error, or what it answered is not what it should be."""
+
+
+class ServerUnreachable(ServerError):
+    """The server did not answer: it died, hangs, or was stopped."""
+
+
+class Server(Protocol):
+    """HTTP to one server: JSON in and out."""
+
+    async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Ask for something that changes nothing; repeated while the server is unreachable."""
+        ...
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:
+        """Send once. timeout: seconds. Raises ServerError, ServerUnreachable."""
+        ...
