@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import socket
+from collections.abc import Collection, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from threading import Lock
+from urllib.parse import urlsplit
 
 from rlpipe.metrics.runs import dump
 from rlpipe.report.write import Content, load_runs, make_content, pack, page
@@ -55,13 +58,19 @@ class Live:
 def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
     """A server that is not running yet; port 0 takes a free one.
 
+    It answers to addresses and names of this machine alone: a foreign page whose name was made to point here
+    (DNS rebinding) sends that name along and gets nothing.
     Raises ValueError when a directory is no run directory, OSError when the port is taken.
     """
+    names = {name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn())}
     live = Live(run_dirs)
     live.content()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if not may_ask(self.headers.get("Host", ""), names):
+                self.send_error(421, "Misdirected Request")
+                return
             answers = {
                 "/": (lambda: page(live.content(), live=True), "text/html"),
                 "/stamp": (live.stamp, "text/plain"),
@@ -85,3 +94,16 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
     server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
     return server
+
+
+def may_ask(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header names this machine: by a name of it, or by an address, which nobody can rebind.
+
+    >>> [may_ask(host, {"localhost"}) for host in ("LOCALHOST:80", "[::1]:80", "10.0.0.7", "evil.org", "")]
+    [True, True, True, False, False]
+    """
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return name in names or bool(ip_address(name))
+    except ValueError:
+        return False

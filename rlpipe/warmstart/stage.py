@@ -44,7 +44,7 @@ def load_finished(name: str, module: nn.Module, run_dir: Path) -> bool:
     """Load the weights of a finished stage; False when it has not been finished."""
     file = run_dir / f"{name}.pt"
     if file.is_file():
-        module.load_state_dict(torch.load(file))
+        module.load_state_dict(torch.load(file, weights_only=True))
     return file.is_file()
 
 
@@ -59,7 +59,7 @@ def run_stage(
     optimizer = make_optimizer(module, stage.lr)
     start = 0
     if partial.is_file():
-        saved = torch.load(partial)
+        saved = torch.load(partial, weights_only=True)
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]

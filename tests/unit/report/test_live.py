@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -35,7 +35,7 @@ def address(run: Path) -> Iterator[str]:
     thread.join()
 
 
-def get(address: str) -> str:
+def get(address: str | Request) -> str:
     with urlopen(address, timeout=10) as answer:
         return answer.read().decode()
 
@@ -45,6 +45,14 @@ def test_the_page_is_served_and_may_ask_its_own_server_alone(address: str) -> No
     assert "connect-src 'self';" in page and "fetch('stamp')" in page
     with pytest.raises(HTTPError, match="404"):
         get(f"{address}/etc/passwd")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8008", "localhost.evil.example", ""])
+def test_a_foreign_name_that_points_here_gets_nothing(address: str, host: str) -> None:
+    for path in ("/", "/stamp", "/news"):
+        with pytest.raises(HTTPError, match="421"):
+            get(Request(address + path, headers={"Host": host}))
+    assert get(Request(f"{address}/stamp", headers={"Host": "localhost:1"}))
 
 
 def test_news_come_when_the_run_has_gone_on(run: Path, address: str) -> None:
