@@ -14,7 +14,7 @@ lies. So a prompt of eight siblings is run forward and backward once, and there 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,15 +40,13 @@ class Branch:
 
 @dataclass(slots=True, kw_only=True)
 class Candidates:
-    """What OBRS needs of P sampled tokens beside their logprobs.
+    """The tokens most likely where P tokens were sampled.
 
-    ids: [P, K] int64, the tokens most likely at each place when it was sampled; -1 is padding.
-    logprobs: [P, K] float32, the rollout's of each, -inf for padding. uniforms: [P] float32, the draws.
+    ids: [P, K] int64, -1 is padding. logprobs: [P, K] float32, the rollout's of each, -inf for padding.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
-    uniforms: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +60,8 @@ class MicroBatch:
     mask: [B, R] 1 for each sampled token, row by row from the left, R the most of any row; in row-major
         order the ones are the P predictions. indices: [B, R] of the sampled token in its trajectory.
     rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
-    candidates: of the P predictions, when the correction is OBRS.
+    columns: further numbers [P] of the P predictions, by name, and candidates: where the correction asks for
+        them.
     """
 
     rows: np.ndarray
@@ -75,6 +74,7 @@ class MicroBatch:
     indices: np.ndarray
     rollout_logprobs: np.ndarray
     advantages: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
     candidates: Candidates | None = None
 
     def padded(self) -> tuple[np.ndarray, np.ndarray]:

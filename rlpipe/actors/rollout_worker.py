@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.actors.engines import make_engine
+from rlpipe.algo.correction import top_logprobs
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
@@ -51,7 +52,7 @@ class RolloutWorker:
             chat=ChatFormat.from_pretrained(path),
             rollout=config.rollout,
             env=config.env,
-            top_logprobs=config.algo.top_logprobs(int(read_config(path)["vocab_size"])),
+            top_logprobs=top_logprobs(config.algo, int(read_config(path)["vocab_size"])),
             record_drafts=config.metrics.rollouts_per_step > 0,
             spans=self._spans,
         )

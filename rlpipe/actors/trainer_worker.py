@@ -15,8 +15,7 @@ import numpy as np
 from rlpipe.acceptance.probe import COLUMNS, ProbeTable
 from rlpipe.actors.trainers import make_trainer
 from rlpipe.algo.advantage import compute_advantages
-from rlpipe.algo.obrs import token_uniforms
-from rlpipe.config.algo import Correction
+from rlpipe.algo.correction import make_rule, token_data
 from rlpipe.config.run import Config
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Stats, Value
@@ -40,6 +39,7 @@ class TrainerWorker:
         self._rank, self._world_size = rank, world_size
         self._saving: list[Saving | SavingHf] = []
         self._sender: WeightSender | None = None
+        self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
@@ -69,9 +69,7 @@ class TrainerWorker:
         config = self._config
         advantages = compute_advantages(groups, config.algo)
         trajectories = [t for group in groups for t in group.trajectories]
-        seed, uniforms = config.run.seed, None
-        if config.algo.correction is Correction.OBRS:
-            uniforms = [token_uniforms(seed, t.trajectory_id, len(t.token_ids)) for t in trajectories]
+        seed = config.run.seed
         batch = self._pack(
             trajectories,
             advantages,
@@ -79,7 +77,7 @@ class TrainerWorker:
             # to the distillation of an actor every trajectory says something
             skip_zero_advantage=config.algo.skips_zero_advantage and not config.decoupled.active,
             draft_learns=self._trainer.trains_draft,
-            uniforms=uniforms,
+            **token_data(self._rule, trajectories, seed),
             seed=seed + self._trainer.policy_version,
         )
         metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}

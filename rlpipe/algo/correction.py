@@ -1,8 +1,8 @@
 """Correction of the mismatch between the policy that sampled and the policy that is trained.
 
 One contract for every kind: `correct` returns weights, the mask of the tokens kept, and metrics. Ratios and
-divergence masks are verl's, OBRS is `obrs`. They cover precision differences and staleness alike, because
-rollout_logprobs are those of the weights that sampled.
+divergence masks are verl's; every other kind is a `CorrectionRule` that `_RULES` names. They cover precision
+differences and staleness alike, because rollout_logprobs are those of the weights that sampled.
 
 Weights lead to the proximal policy of PPO's ratio: weight x ratio = pi / pi_rollout. Rejected tokens have
 weight 0 and leave the loss, but still count where it is normalised by the tokens of the global batch; in
@@ -11,16 +11,21 @@ metrics over tokens they count as weight 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rlpipe.algo import verl_door
-from rlpipe.algo.obrs import ObrsInputs, Verdict, judge, kl_estimates, kl_exact
-from rlpipe.algo.own_correction import CorrectionInputs, own_correction
-from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, ObrsCalibration, ObrsNormalizer, ObrsTarget
-from rlpipe.metrics.values import Max, Mean, Min, Ratio, Value
+from rlpipe.algo.obrs import Obrs
+from rlpipe.algo.rule import CorrectionInputs, CorrectionRule, TokenExtras
+from rlpipe.algo.user_correction import UserCorrection
+from rlpipe.config.algo import AlgoConfig, Correction, MaskRule
+from rlpipe.metrics.values import Max, Mean, Min, Value
+from rlpipe.types import Trajectory
+
+_RULES = {Correction.OBRS: Obrs, Correction.USER: UserCorrection}
 
 _LEVEL = {
     Correction.TIS_TOKEN: "token",
@@ -28,7 +33,6 @@ _LEVEL = {
     Correction.ICEPOP: "token",
 }
 _SQUARE = "_moment/is_square"
-_KAPPA = "rollout_corr/obrs_kappa"
 
 # verl's metric -> what it averages over; the ones left out (std, effective sample size of one
 # micro-batch) cannot be combined across micro-batches.
@@ -45,6 +49,31 @@ class Corrected:
     metrics: dict[str, Value]
 
 
+def make_rule(config: AlgoConfig) -> CorrectionRule | None:
+    """The rule of `algo.correction`; None for those that verl computes from the two logprobs of a token.
+
+    Raises ValueError for a user's that cannot be imported.
+    """
+    rule = _RULES.get(config.correction)
+    return None if rule is None else rule(config)
+
+
+def top_logprobs(config: AlgoConfig, vocab_size: int) -> int:
+    """How many logprobs the engine returns with each sampled token."""
+    rule = make_rule(config)
+    return 0 if rule is None else rule.top_logprobs(vocab_size)
+
+
+def token_data(rule: CorrectionRule | None, trajectories: Sequence[Trajectory], seed: int) -> dict[str, Any]:
+    """What the packing lays out for a rule, as options of `pack`; seed: the run's."""
+    if rule is None:
+        return {}
+    return {
+        "columns": [rule.columns(t, seed) for t in trajectories],
+        "candidates": rule.needs_candidates,
+    }
+
+
 def correct(
     *,
     current_logprobs: torch.Tensor,
@@ -52,14 +81,15 @@ def correct(
     rollout_logprobs: torch.Tensor,
     mask: torch.Tensor,
     config: AlgoConfig,
-    obrs: ObrsInputs | None = None,
+    rule: CorrectionRule | None = None,
+    extras: TokenExtras | None = None,
 ) -> Corrected:
     """Weights, kept tokens and off-policy metrics of one micro-batch.
 
     All tensors [B, S], detached; the mask holds at least one 1. current_logprobs: of the policy being
-    updated. trainer_logprobs: of the proximal policy. obrs: with correction=obrs. Metrics are
-    `rollout_corr/*`; `add_sample_size` completes them once they are reduced.
-    Raises ValueError when OBRS is asked for without its inputs, or a custom correction breaks the contract.
+    updated. trainer_logprobs: of the proximal policy. rule: `make_rule(config)`, with what it remembers;
+    extras: what it asked for. Metrics are `rollout_corr/*`; `add_sample_size` completes them once they are
+    reduced. Raises ValueError when a rule lacks what it needs, or breaks the contract.
     """
     threshold: float | str = config.correction_threshold
     if config.correction is Correction.ICEPOP:
@@ -77,13 +107,7 @@ def correct(
     if config.mask is not MaskRule.NONE:
         metrics |= _masked(mask, kept)
     weights = None if proto is None else proto.batch["rollout_is_weights"]
-    if config.correction is Correction.OBRS:
-        weights, accepted, obrs_metrics = _obrs(
-            current_logprobs, trainer_logprobs, rollout_logprobs, mask, config, obrs
-        )
-        kept = kept * accepted
-        metrics |= obrs_metrics
-    if config.correction is Correction.CUSTOM:
+    if rule is not None:
         inputs = CorrectionInputs(
             trainer_logprobs=trainer_logprobs,
             rollout_logprobs=rollout_logprobs,
@@ -91,10 +115,16 @@ def correct(
             mask=mask,
             threshold=config.correction_threshold,
             low=config.correction_low,
+            extras=extras or TokenExtras(),
         )
-        weights, accepted, own_metrics = own_correction(inputs, config)
-        kept = kept * accepted
-        metrics |= _masked(mask, kept) | own_metrics
+        result = rule.weigh(inputs)
+        weights, count = result.weights, result.mask.sum().item()
+        kept = kept * result.mask
+        if rule.counts_masked:
+            metrics |= _masked(mask, kept)
+        for name, value in result.metrics.items():
+            mean = value if isinstance(value, Value) else Mean(float(value) * count, count)
+            metrics[f"rollout_corr/{name}"] = mean
     if weights is not None:
         weights = weights * kept
         metrics |= _weight_metrics(weights[mask.bool()], kept[mask.bool()], config)
@@ -111,15 +141,6 @@ def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
         mean = metrics["rollout_corr/rollout_is_mean"].value()
         metrics["rollout_corr/rollout_is_eff_sample_size"] = Mean(mean**2 / square.value(), 1.0)
     return metrics
-
-
-def next_kappa(metrics: Mapping[str, Value], kappa: float) -> float:
-    """The calibration for the next batch, from the reduced metrics of this one.
-
-    kappa: what was used so far; it stays when nothing was sampled or accepted.
-    """
-    measured = metrics[_KAPPA].value() if _KAPPA in metrics else None
-    return measured or kappa
 
 
 def _mask_bounds(config: AlgoConfig) -> str | None:
@@ -164,56 +185,7 @@ def _weight_metrics(weights: torch.Tensor, kept: torch.Tensor, config: AlgoConfi
     }
     if config.correction is Correction.ICEPOP:
         metrics["rollout_corr/rollout_is_oob_ratio"] = Mean(((weights == 0) * kept).sum().item(), tokens)
-    elif config.correction not in (Correction.OBRS, Correction.CUSTOM):
+    elif config.correction not in _RULES:
         clipped = (weights >= config.correction_threshold).sum().item()
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = Mean(clipped, tokens)
     return metrics
-
-
-def _obrs(
-    current: torch.Tensor,
-    trainer: torch.Tensor,
-    rollout: torch.Tensor,
-    mask: torch.Tensor,
-    config: AlgoConfig,
-    inputs: ObrsInputs | None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Value]]:
-    """Weights min(w, c1) min(p_proximal / p_target, c2) and draws on the grid (Jackpot Eq. 5), metrics."""
-    if inputs is None:
-        raise ValueError(
-            "algo.correction=obrs got no ObrsInputs: the batch carries no top-k logprobs of the rollout. "
-            "Collect with SamplingParams.top_logprobs=algo.obrs.top_k."
-        )
-    where = mask.bool()
-    proximal, sampled = trainer[where], rollout[where]
-    target = proximal if config.obrs.target is ObrsTarget.REFERENCE else current[where]
-    verdict = judge(target, sampled, inputs, config.obrs)
-    to_proximal = (proximal - target).exp().clamp(max=config.obrs.c2)
-    flat = verdict.weights.clamp(max=config.obrs.c1) * to_proximal
-    grid = torch.zeros_like(mask)
-    weights, accepted = (grid.masked_scatter(where, x.to(mask.dtype)) for x in (flat, verdict.accepted))
-    return weights, accepted, _obrs_metrics(target, sampled, inputs, verdict, config)
-
-
-def _obrs_metrics(
-    target: torch.Tensor, rollout: torch.Tensor, inputs: ObrsInputs, verdict: Verdict, config: AlgoConfig
-) -> dict[str, Value]:
-    def total(x: torch.Tensor) -> float:
-        return x.double().sum().item()
-
-    settings, tokens, accepted = config.obrs, len(target), total(verdict.accepted)
-    exact = settings.normalizer is ObrsNormalizer.EXACT
-    before, after = kl_exact(inputs, settings.lam) if exact else kl_estimates(target, rollout, verdict)
-    estimate, expected = total(verdict.estimate), total(verdict.accept_prob)
-    rate = accepted if settings.calibration is ObrsCalibration.ACCEPTED else expected
-    truncated = total(verdict.accepted & (verdict.weights > settings.c1))
-    return {
-        "rollout_corr/obrs_acceptance": Mean(accepted, tokens),
-        "rollout_corr/obrs_acceptance_prob": Mean(expected, tokens),
-        "rollout_corr/obrs_z": Mean(total(verdict.z), tokens),
-        "rollout_corr/obrs_z_ratio": Ratio(estimate, total(verdict.exact) if exact else expected),
-        _KAPPA: Ratio(rate, estimate),
-        "rollout_corr/obrs_kl_before": Mean(before, tokens),
-        "rollout_corr/obrs_kl_after": Mean(after, tokens),
-        "rollout_corr/obrs_truncated": Mean(truncated, accepted),
-    }

@@ -1,7 +1,7 @@
 """Optimal budgeted rejection sampling (OBRS, Jackpot): which sampled tokens to keep, and their weights.
 
-Owns the math; `correction` turns it into weights, mask and metrics of a micro-batch. With p the target,
-q the rollout's distribution that sampled and q' that of the tokens kept:
+Owns all of it: the math, the draws, the calibration that is remembered, weights, mask and metrics. With p
+the target, q the rollout's distribution that sampled and q' that of the tokens kept:
 
     accept x with   a(x) = min(1, p(x) / (lam q(x)))                      Jackpot Eq. 3
     kept            q'(x) = min(q(x), p(x) / lam) / Z                     Eq. 4
@@ -32,14 +32,76 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlpipe.config.algo import ObrsCalibration, ObrsConfig, ObrsNormalizer
+from rlpipe.algo.rule import CorrectionInputs, CorrectionRule, TokenWeights
+from rlpipe.config.algo import AlgoConfig, ObrsCalibration, ObrsConfig, ObrsNormalizer, ObrsTarget
+from rlpipe.metrics.values import Mean, Ratio, Value
+from rlpipe.types import Trajectory
 
 _SAFETY = 20.0  # bound of log ratios, as verl's
+_KAPPA = "rollout_corr/obrs_kappa"
+
+
+class Obrs(CorrectionRule):
+    """Weights min(w, c1) min(p_proximal / p_target, c2) of the accepted tokens (Jackpot Eq. 5).
+
+    kappa: calibration of the normalisers of the next batch, measured on the last one.
+    """
+
+    counts_masked = False  # obrs_acceptance says it
+
+    def __init__(self, config: AlgoConfig) -> None:
+        super().__init__(config)
+        self.kappa = 1.0
+        self.target_at_start = config.obrs.target is ObrsTarget.REFERENCE
+
+    def top_logprobs(self, vocab_size: int) -> int:
+        exact = self.config.obrs.normalizer is ObrsNormalizer.EXACT
+        return vocab_size if exact else min(self.config.obrs.top_k, vocab_size)
+
+    def columns(self, trajectory: Trajectory, seed: int) -> dict[str, np.ndarray]:
+        return {"uniforms": token_uniforms(seed, trajectory.trajectory_id, len(trajectory.token_ids))}
+
+    def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        extras, settings = inputs.extras, self.config.obrs
+        if extras.rollout_top is None:
+            raise ValueError(
+                "algo.correction=obrs got no candidates: the batch carries no top-k logprobs of the rollout. "
+                "Collect with SamplingParams.top_logprobs=algo.obrs.top_k."
+            )
+        where = inputs.mask.bool()
+        proximal, sampled = inputs.trainer_logprobs[where], inputs.rollout_logprobs[where]
+        target = proximal if self.target_at_start else inputs.current_logprobs[where]
+        told = ObrsInputs(
+            uniforms=extras.columns["uniforms"],
+            rollout_top=extras.rollout_top,
+            target_top=extras.target_top,
+            kappa=self.kappa,
+        )
+        verdict = judge(target, sampled, told, settings)
+        to_proximal = (proximal - target).exp().clamp(max=settings.c2)
+        flat = verdict.weights.clamp(max=settings.c1) * to_proximal
+        grid = torch.zeros_like(inputs.mask)
+        weights, accepted = (grid.masked_scatter(where, x.to(grid.dtype)) for x in (flat, verdict.accepted))
+        metrics = _metrics(target, sampled, told, verdict, settings)
+        return TokenWeights(weights=weights, mask=accepted, metrics=metrics)
+
+    def observe(self, metrics: Mapping[str, Value]) -> None:
+        """The calibration for the next batch; it stays when nothing was sampled or accepted."""
+        if _KAPPA in metrics:
+            self.kappa = metrics[_KAPPA].value() or self.kappa
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kappa": self.kappa}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kappa = state.get("kappa", 1.0)
 
 
 def acceptance(target: torch.Tensor, rollout: torch.Tensor, lam: float) -> torch.Tensor:
@@ -198,6 +260,30 @@ def kl_exact(inputs: ObrsInputs, lam: float) -> tuple[float, float]:
     kept = kept_logprobs(target, rollout, lam)
     before, after = (kl(target, other).sum(dtype=torch.float64).item() for other in (rollout, kept))
     return before, after
+
+
+def _metrics(
+    target: torch.Tensor, rollout: torch.Tensor, inputs: ObrsInputs, verdict: Verdict, settings: ObrsConfig
+) -> dict[str, Value]:
+    def total(x: torch.Tensor) -> float:
+        return x.double().sum().item()
+
+    tokens, accepted = len(target), total(verdict.accepted)
+    exact = settings.normalizer is ObrsNormalizer.EXACT
+    before, after = kl_exact(inputs, settings.lam) if exact else kl_estimates(target, rollout, verdict)
+    estimate, expected = total(verdict.estimate), total(verdict.accept_prob)
+    rate = accepted if settings.calibration is ObrsCalibration.ACCEPTED else expected
+    truncated = total(verdict.accepted & (verdict.weights > settings.c1))
+    return {
+        "obrs_acceptance": Mean(accepted, tokens),
+        "obrs_acceptance_prob": Mean(expected, tokens),
+        "obrs_z": Mean(total(verdict.z), tokens),
+        "obrs_z_ratio": Ratio(estimate, total(verdict.exact) if exact else expected),
+        "obrs_kappa": Ratio(rate, estimate),
+        "obrs_kl_before": Mean(before, tokens),
+        "obrs_kl_after": Mean(after, tokens),
+        "obrs_truncated": Mean(truncated, accepted),
+    }
 
 
 def _ratio(target: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 
 from rlpipe.algo import verl_door
 from rlpipe.algo.advantage import check_estimator
-from rlpipe.algo.correction import Corrected, add_sample_size, correct
-from rlpipe.algo.own_correction import load_correction
+from rlpipe.algo.correction import Corrected, add_sample_size, correct, make_rule
 from rlpipe.config.algo import AlgoConfig, Proximal
 from rlpipe.metrics.values import Max, Mean, Sum, Value
 
 if TYPE_CHECKING:
     import torch
 
-    from rlpipe.algo.obrs import ObrsInputs
+    from rlpipe.algo.rule import CorrectionRule, TokenExtras
 
 _MOMENT = "_moment/"
 
@@ -63,12 +62,13 @@ def micro_batch_loss(
     reference_logprobs: torch.Tensor | None,
     totals: LossTotals,
     config: AlgoConfig,
-    obrs: ObrsInputs | None = None,
+    rule: CorrectionRule | None = None,
+    extras: TokenExtras | None = None,
 ) -> tuple[torch.Tensor, dict[str, Value]]:
     """Loss (scalar, its gradient summed over micro-batches is the batch's) and metrics.
 
     All tensors [B, S] float32, zero where mask is 0; logprobs and entropies carry the graph.
-    old_logprobs: of the trainer at the start of the batch. obrs: with algo.correction=obrs.
+    old_logprobs: of the trainer at the start of the batch. rule, extras: see `correct`.
     """
     tokens = mask.sum().item()
     if tokens == 0:  # an empty micro-batch, there to keep the ranks in step
@@ -81,7 +81,8 @@ def micro_batch_loss(
         rollout_logprobs=rollout_logprobs,
         mask=mask,
         config=config,
-        obrs=obrs,
+        rule=rule,
+        extras=extras,
     )
     metrics = corrected.metrics | _probability_gap(trainer, rollout_logprobs, mask)
     metrics["perf/train_tokens"] = Sum(tokens)
@@ -183,7 +184,7 @@ def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
 
 def check_names(config: AlgoConfig) -> None:
     """Refuse names that are unknown or cannot be used, at launch. Raises ValueError with the registered ones,
-    or saying why a correction of one's own cannot be imported."""
+    or saying why a user's correction cannot be imported."""
     verl_door.policy_loss(config.policy_loss)
     check_estimator(config)
-    load_correction(config)
+    make_rule(config)

@@ -39,7 +39,7 @@ class Correction(Choice):
     TIS_SEQUENCE = "tis_sequence"  # the same of the product of the ratios of a trajectory
     ICEPOP = "icepop"  # weight r where it lies between two bounds, else 0
     OBRS = "obrs"  # tokens accepted with min(1, r / lam), the kept ones reweighted (Jackpot)
-    CUSTOM = "custom"  # a function of your own, named by algo.correction_function
+    USER = "user"  # yours, named by algo.user_correction
 
 
 class Proximal(Choice):
@@ -138,7 +138,7 @@ class AlgoConfig:
     kl_coef, kl_kind: penalty to the start weights (0: no reference is kept). entropy_coef: bonus.
     proximal: see Proximal. correction: see Correction; obrs: its settings. correction_threshold: C of TIS and
         the upper bound of IcePop, whose lower one is correction_low.
-    correction_function: "module:function" for correction=custom, see `rlpipe.algo.own_correction`.
+    user_correction: "module:function" or "module:class" for correction=user, see `rlpipe.algo.rule`.
     mask: see MaskRule, on top of any correction. mask_high: bound of its statistic; for k1 of
         pi_rollout / pi_trainer, whose lower bound is mask_low (default 1 / mask_high).
     ppo_epochs, minibatches: passes over a batch, and optimizer steps in each pass.
@@ -162,7 +162,7 @@ class AlgoConfig:
     correction: Correction = Correction.TIS_TOKEN
     correction_threshold: float = 2.0
     correction_low: float = 0.5
-    correction_function: str = ""
+    user_correction: str = ""
     proximal: Proximal = Proximal.START
     mask: MaskRule = MaskRule.NONE
     mask_high: float | None = None
@@ -190,11 +190,11 @@ class AlgoConfig:
                 "algo.loss_agg=seq-mean-token-sum-norm divides by algo.loss_scale_factor, which is "
                 f"{self.loss_scale_factor}: set it, for example to the longest response in tokens."
             )
-        if (self.correction is Correction.CUSTOM) != bool(self.correction_function):
+        if (self.correction is Correction.USER) != bool(self.user_correction):
             raise ValueError(
-                f"algo.correction={self.correction} with algo.correction_function="
-                f"{self.correction_function!r}: a correction of your own needs both algo.correction=custom "
-                "and algo.correction_function=module:function."
+                f"algo.correction={self.correction} with algo.user_correction={self.user_correction!r}: a "
+                "correction of yours needs both algo.correction=user and "
+                "algo.user_correction=module:function."
             )
         if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:
             raise ValueError(
@@ -253,16 +253,3 @@ class AlgoConfig:
         With one step the current logprobs are those of the start.
         """
         return self.proximal is Proximal.START and self.optimizer_steps > 1
-
-    @property
-    def needs_start_candidates(self) -> bool:
-        """Whether that pass also scores the candidates of OBRS: its target is the policy at the start."""
-        aims_at_start = self.correction is Correction.OBRS and self.obrs.target is ObrsTarget.REFERENCE
-        return self.needs_start_logprobs and aims_at_start
-
-    def top_logprobs(self, vocab_size: int) -> int:
-        """How many logprobs the engine returns with each sampled token."""
-        if self.correction is not Correction.OBRS:
-            return 0
-        exact = self.obrs.normalizer is ObrsNormalizer.EXACT
-        return vocab_size if exact else min(self.obrs.top_k, vocab_size)

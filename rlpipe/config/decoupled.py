@@ -62,7 +62,7 @@ class DecoupledConfig:
             raise ValueError(
                 f"decoupled: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}."
             )
-        if self.correction in (Correction.OBRS, Correction.CUSTOM):
+        if self.correction in (Correction.OBRS, Correction.USER):
             raise ValueError(
                 f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "
                 "alone. Set decoupled.correction=tis_token; what corrects the policy is algo.correction."
@@ -89,7 +89,7 @@ class DecoupledConfig:
         return replace(
             policy,
             correction=self.correction,
-            correction_function="",
+            user_correction="",
             correction_threshold=self.correction_threshold,
             correction_low=min(policy.correction_low, self.correction_threshold),
             proximal=Proximal.START,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlpipe.config.env import EnvConfig
-from rlpipe.config.own_code import load_function
+from rlpipe.config.user_code import load_function
 from rlpipe.envs.base import Suite
 
 METHODS = ("splits", "instance_ids", "episode", "sandbox_counts")

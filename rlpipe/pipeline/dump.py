@@ -180,7 +180,9 @@ def _about(config: Config) -> dict[str, Any]:
 
 def _candidates(config: Config) -> int:
     """Logprobs that are kept beside each sampled token."""
-    return config.algo.top_logprobs(int(read_config(resolve(config.model.path))["vocab_size"]))
+    from rlpipe.algo.correction import top_logprobs
+
+    return top_logprobs(config.algo, int(read_config(resolve(config.model.path))["vocab_size"]))
 
 
 def _require_fit(dump: Dump, config: Config) -> None:

@@ -79,7 +79,7 @@ class SavingHf:
 
 
 def save(trainer: MegatronTrainer, directory: Path) -> None:
-    """Write model, optimizer, schedule, version, calibration and random states; collective.
+    """Write model, optimizer, schedule, version, the correction's state and random states; collective.
 
     Raises ValueError when the directory exists and OSError when it cannot be written.
     """
@@ -104,7 +104,7 @@ def begin_save(trainer: MegatronTrainer, directory: Path) -> Saving:
     state = _tensors(trainer, loading=False) | {
         "updates": dict(updates),
         "policy_version": trainer.policy_version,
-        "kappa": trainer.kappa,
+        "correction": {} if trainer.rule is None else trainer.rule.state_dict(),
         "random": _random_states(),
     }
     filesystem_async._results_queue = queue.Queue()
@@ -133,7 +133,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     common = dist_checkpointing.load_common_state_dict(str(directory))
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
-    trainer.kappa = common["kappa"]
+    if trainer.rule is not None:  # older checkpoints hold the calibration of OBRS alone
+        older = {} if "correction" in common else {"kappa": common["kappa"]}
+        trainer.rule.load_state_dict(common.get("correction", older))
     _restore_random_states(common["random"])
 
 

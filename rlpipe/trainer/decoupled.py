@@ -87,7 +87,7 @@ class DecoupledTrainer:
     """Stands where a `MegatronTrainer` does; `policy` is what the run is for, `actor` what it generates with.
 
     actor: built with `beside=policy`, with the settings `DecoupledConfig.trainer` and `.algo` make.
-    algo: the actor's. kappa and policy_version are the policy's.
+    algo: the actor's. policy_version is the policy's.
     """
 
     def __init__(

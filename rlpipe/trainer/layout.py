@@ -6,7 +6,7 @@ business. numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,15 +21,16 @@ def lay_out(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
     size: int,
-    uniforms: Sequence[np.ndarray] | None = None,
+    columns: Sequence[Mapping[str, np.ndarray]] | None = None,
+    candidates: bool = False,
 ) -> MicroBatch:
     """One trajectory after the other, each as a branch of what it shares with the one before.
 
     rows: [B] indices into trajectories and advantages. inputs: tokens of each that are read.
     shared: how many of them are those of the row before (the first entry counts for nothing).
     size: tokens to fill the micro-batch up to, with a branch that nobody attends to.
-    uniforms: parallel to trajectories, see `pack`. Raises ValueError when a trajectory has none of the
-    candidates that come with them.
+    columns: parallel to trajectories, see `pack`. candidates: lay out top_logprobs. Raises ValueError when
+    a trajectory has none.
     """
     branches: list[Branch] = []
     tokens, positions, sources = [], [], []
@@ -71,9 +72,11 @@ def lay_out(
         indices=grid([np.arange(len(ids)) for ids in token_ids], np.int64),
         rollout_logprobs=grid([trajectories[i].rollout_logprobs for i in rows], np.float32),
         advantages=grid([advantages[i] for i in rows], np.float32),
-        candidates=None
-        if uniforms is None
-        else _candidates([trajectories[i] for i in rows], [uniforms[i] for i in rows], targets),
+        columns={
+            name: np.concatenate([columns[i][name][c] for i, c in zip(rows, targets, strict=True)])
+            for name in (columns[rows[0]] if columns else ())
+        },
+        candidates=_candidates([trajectories[i] for i in rows], targets) if candidates else None,
     )
 
 
@@ -95,17 +98,14 @@ def nothing() -> MicroBatch:
     )
 
 
-def _candidates(
-    trajectories: Sequence[Trajectory], uniforms: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-) -> Candidates:
+def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray]) -> Candidates:
     """Of the sampled tokens `targets` of each trajectory, one after the other."""
     told: list[list[tuple[int, float]]] = []
     for trajectory, chosen in zip(trajectories, targets, strict=True):
         if trajectory.top_logprobs is None:
             raise ValueError(
-                f"trajectory {trajectory.trajectory_id!r} carries no top_logprobs, which "
-                "algo.correction=obrs needs: collect with "
-                "SamplingParams.top_logprobs=algo.top_logprobs(vocab_size)."
+                f"trajectory {trajectory.trajectory_id!r} carries no top_logprobs, which algo.correction "
+                "needs: collect with SamplingParams.top_logprobs=CorrectionRule.top_logprobs(vocab_size)."
             )
         told += [trajectory.top_logprobs[place] for place in chosen]
     counts = np.array([len(top) for top in told])
@@ -113,8 +113,7 @@ def _candidates(
     ids, logprobs = np.full(cells.shape, -1), np.full(cells.shape, -np.inf, dtype=np.float32)
     flat = np.array([pair for top in told for pair in top]).reshape(-1, 2)
     ids[cells], logprobs[cells] = flat[:, 0], flat[:, 1]
-    draws = [own[chosen] for own, chosen in zip(uniforms, targets, strict=True)]
-    return Candidates(ids=ids, logprobs=logprobs, uniforms=np.concatenate(draws))
+    return Candidates(ids=ids, logprobs=logprobs)
 
 
 def _sampled(trajectory: Trajectory) -> np.ndarray:

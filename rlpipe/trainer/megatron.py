@@ -23,11 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlpipe.algo.correction import next_kappa
-from rlpipe.algo.obrs import ObrsInputs
+from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.rule import TokenExtras
 from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
-from rlpipe.config.algo import AlgoConfig, Correction
+from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
@@ -59,7 +59,7 @@ class MegatronTrainer:
     """One rank of the trainer; every method is collective: call it on all ranks, in the same order.
 
     policy_version: updates so far, those without a gradient included; a refused one does not count.
-    kappa: calibration of OBRS in the next batch, measured on the last one.
+    rule: the correction, with what it remembers of the batches before.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MegatronTrainer:
             self.close()
             raise
         self.policy_version = 0
-        self.kappa = 1.0
+        self.rule = make_rule(algo)
 
     def _build(self, mtp: MtpConfig, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
         from megatron.core import parallel_state
@@ -208,7 +208,8 @@ class MegatronTrainer:
             )
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
-        scored, ahead = self._algo.needs_start_logprobs, self._algo.needs_start_candidates
+        scored = self._algo.needs_start_logprobs
+        ahead = self.rule is not None and self.rule.target_at_start
         score = partial(self._passes.scores, temperature=batch.temperature)
         old = [score(self.model, s, candidates=ahead) if scored else None for s in shards]
         reference = [score(self._reference, s) if self._reference else None for s in shards]
@@ -223,7 +224,8 @@ class MegatronTrainer:
                 yield
                 shared.append(self._apply(minibatch, stats))
         total = finish(reduce([*self._gather(reduce(mine)), *shared]))
-        self.kappa = next_kappa(total, self.kappa)
+        if self.rule is not None:
+            self.rule.observe(total)
         return total
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
@@ -394,7 +396,8 @@ class MegatronTrainer:
                 reference_logprobs=None if reference is None else reference[index].logprobs,
                 totals=totals,
                 config=self._algo,
-                obrs=self._obrs_inputs(micro, found, start),
+                rule=self.rule,
+                extras=None if self.rule is None else self._extras(micro, found, start),
             )
             if companion is not None:
                 loss, more = companion.watch(index, micro, found, loss, totals)
@@ -437,18 +440,15 @@ class MegatronTrainer:
             return self._total(parts)
         return total(parts, PpowTotals.nothing(self._runtime.device), self._dp_group)
 
-    def _obrs_inputs(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> ObrsInputs | None:
-        """The rollout's candidates and what OBRS' target gives to them; None for other corrections."""
+    def _extras(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> TokenExtras:
+        """What the rule asked for: columns, the rollout's candidates and what its target gives to them."""
         own, move = micro.candidates, self._runtime.to_device
-        if own is None or self._algo.correction is not Correction.OBRS:
-            return None
+        columns = {name: move(values) for name, values in micro.columns.items()}
+        if own is None:
+            return TokenExtras(columns=columns)
         ahead = None if start is None else start.candidates
-        return ObrsInputs(
-            uniforms=move(own.uniforms),
-            rollout_top=move(own.logprobs),
-            target_top=found.of(move(own.ids)) if ahead is None else ahead,
-            kappa=self.kappa,
-        )
+        target = found.of(move(own.ids)) if ahead is None else ahead
+        return TokenExtras(columns=columns, rollout_top=move(own.logprobs), target_top=target)
 
     def _apply(self, minibatch: MiniBatch, stats: MtpStats | PpowTotals | None) -> dict[str, Value]:
         """Step the optimizer; metrics that are the same on every rank.

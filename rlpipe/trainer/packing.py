@@ -13,7 +13,7 @@ rows gets empty ones).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -38,7 +38,8 @@ def pack(
     skip_zero_advantage: bool = False,
     draft_learns: bool = False,
     share_prefixes: bool = True,
-    uniforms: Sequence[np.ndarray] | None = None,
+    columns: Sequence[Mapping[str, np.ndarray]] | None = None,
+    candidates: bool = False,
     seed: int = 0,
 ) -> PackedBatch:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
@@ -49,10 +50,10 @@ def pack(
     draft_learns: lay those out too, in micro-batches of their own (`MiniBatch.draft_shards`).
     share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
         longest (see `MegatronTrainer.shares_prefixes`).
-    uniforms: the draws of OBRS per token, parallel to each trajectory's token_ids; the micro-batches then
-        hold the rollout's candidates too (None: another correction).
+    columns: further numbers of each trajectory's tokens by name, parallel to token_ids. candidates: lay out
+        top_logprobs.
     Left out always: masked trajectories, and those without a sampled token.
-    Raises ValueError when one trajectory alone exceeds the budget, or has no candidates for its draws.
+    Raises ValueError when one trajectory alone exceeds the budget, or has no top_logprobs.
     """
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
     # tokens after the last sampled one are cut off, nothing is learnt from them
@@ -76,7 +77,7 @@ def pack(
     def dealt(members: list[int]) -> list[list[MicroBatch]]:
         line = _Line.of(members, inputs, share_prefixes)
         cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
-        given = (trajectories, advantages, uniforms)
+        given = (trajectories, advantages, columns, candidates)
         shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
         cost, read = sum(line.cost(*cut) for own in cuts for cut in own), sum(map(len, line.inputs))
         cells = sum(len(micro.tokens) for shard in shards for micro in shard)
@@ -182,12 +183,13 @@ def _fill(
     budget: int,
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray],
-    uniforms: Sequence[np.ndarray] | None,
+    columns: Sequence[Mapping[str, np.ndarray]] | None,
+    candidates: bool,
 ) -> MicroBatch:
     """The micro-batch of a stretch."""
     size = 0 if line.padded else min(budget, -(-line.cost(start, stop) // MULTIPLE) * MULTIPLE)
     rows, inputs, shared = (x[start:stop] for x in (line.rows, line.inputs, line.shared))
-    return lay_out(rows, inputs, shared, trajectories, advantages, size, uniforms)
+    return lay_out(rows, inputs, shared, trajectories, advantages, size, columns, candidates)
 
 
 def _inputs(trajectory: Trajectory) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from rlpipe.algo.advantage import compute_advantages
-from rlpipe.algo.obrs import token_uniforms
-from rlpipe.config.algo import AlgoConfig, Correction
+from rlpipe.algo.correction import make_rule, token_data
+from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
@@ -63,10 +63,8 @@ def make_batch(
     share: bool = True,
     draft: bool = True,
 ) -> PackedBatch:
-    """Groups packed as a trainer worker packs them, of a draft that learns or not; OBRS draws from seed 0."""
-    trajectories, uniforms = [t for group in groups for t in group.trajectories], None
-    if algo.correction is Correction.OBRS:
-        uniforms = [token_uniforms(0, t.trajectory_id, len(t.token_ids)) for t in trajectories]
+    """Groups packed as a trainer worker packs them, of a draft that learns or not; seed 0."""
+    trajectories = [t for group in groups for t in group.trajectories]
     return pack(
         trajectories,
         compute_advantages(groups, algo),
@@ -77,7 +75,7 @@ def make_batch(
         skip_zero_advantage=algo.skips_zero_advantage,
         draft_learns=draft,
         share_prefixes=share,
-        uniforms=uniforms,
+        **token_data(make_rule(algo), trajectories, seed=0),
     )
 
 

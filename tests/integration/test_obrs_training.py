@@ -189,20 +189,20 @@ def test_the_calibration_of_a_batch_serves_the_next_and_survives_a_checkpoint(pa
     first, second = (make_batch(rollouts(model, seed=seed), algo) for seed in range(2))
     trainer = make_trainer(path, algo=algo)
     measured = step(trainer, first)["rollout_corr/obrs_kappa"]
-    assert trainer.kappa == measured > 1.05
+    assert trainer.rule.kappa == measured > 1.05
     trainer.save(tmp_path / "checkpoint")
     uninterrupted = step(trainer, second)
     trainer.close()
 
     trainer = make_trainer(path, algo=algo)
     trainer.load(tmp_path / "checkpoint")
-    assert trainer.kappa == measured
+    assert trainer.rule.kappa == measured
     assert step(trainer, second) == uninterrupted
     trainer.close()
 
     trainer = make_trainer(path, algo=algo)
     trainer.load(tmp_path / "checkpoint")
-    trainer.kappa = 1.0
+    trainer.rule.kappa = 1.0
     forgotten = step(trainer, second)["rollout_corr/obrs_z"]
     assert uninterrupted["rollout_corr/obrs_z"] == pytest.approx(forgotten * measured, rel=1e-6)
     trainer.close()

@@ -1,7 +1,7 @@
 """Every shell command of README, docs and recipes is run here, or stands on a short list with the reason.
 
 the tutorial                  run as written, in order, in an empty folder
-own_environment, own_correction   run as written by test_newcomer
+own_environment, user_correction   run as written by test_newcomer
 other runs                    composed, with every check of values that a launch makes
 commands about a run          run on the tutorial's run
 NOT_RUN                       what a test machine cannot do; scripts must exist and know the options
@@ -51,7 +51,7 @@ NOT_RUN = {
     "python recipes/*/study.py": HOURS,
 }
 TUTORIAL = "docs/tutorial.md"
-PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/own_correction.md"}
+PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md"}
 RUN = ("python", "-m", "rlpipe.run")
 ABOUT_A_RUN = ("rlpipe.report", "rlpipe.pipeline.ledger", "rlpipe.wandb_workspace")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]

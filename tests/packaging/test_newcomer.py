@@ -62,10 +62,10 @@ def test_the_page_alone_leads_to_a_run_with_an_own_environment_and_reward(tmp_pa
     assert "backwards" in json.dumps(trajectory)
 
 
-def test_the_page_alone_leads_to_a_run_with_an_own_correction(tmp_path):
+def test_the_page_alone_leads_to_a_run_with_a_user_correction(tmp_path):
     """Ray, whose workers import the file from the folder the run was started in."""
     given = ["metrics.wandb=off", "val.every=0", "injection.stale_steps=1", "pipeline.max_staleness=2"]
-    run = play(tmp_path, "own_correction.md", "my_correction.py", *given) / "runs" / "bounded"
+    run = play(tmp_path, "user_correction.md", "my_correction.py", *given) / "runs" / "bounded"
     steps = [r for r in metrics(run) if "timing_s/step" in r]
     assert len(steps) == 2
     trained = [r for r in steps if "rollout_corr/far_tokens" in r]

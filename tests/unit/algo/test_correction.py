@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from rlpipe.algo.correction import add_sample_size, correct, next_kappa
-from rlpipe.algo.obrs import ObrsInputs, acceptance, kept_logprobs, kl, normalizer_bounds
+from rlpipe.algo.correction import add_sample_size, correct, make_rule
+from rlpipe.algo.obrs import Obrs, acceptance, kept_logprobs, kl, normalizer_bounds
 from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.rule import TokenExtras
 from rlpipe.config.algo import (
     AlgoConfig,
     Correction,
@@ -39,7 +40,8 @@ def corrected(config, trainer=TRAINER, rollout=ROLLOUT, current=None, obrs=None)
         rollout_logprobs=rollout,
         mask=MASK,
         config=config,
-        obrs=obrs,
+        rule=make_rule(config),
+        extras=obrs,
     )
 
 
@@ -165,7 +167,8 @@ def test_obrs_weights_equal_equation_5_for_either_target(target, lam):
         rollout_logprobs=rollout,
         mask=mask,
         config=config,
-        obrs=ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=which),
+        rule=make_rule(config),
+        extras=TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=which),
     )
     where = mask.bool()
     p = (current if target is ObrsTarget.CURRENT else start)[where].exp()
@@ -188,7 +191,8 @@ def test_obrs_metrics_equal_their_definitions_and_are_declared():
         rollout_logprobs=rollout,
         mask=mask,
         config=config,
-        obrs=ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=laws[2]),
+        rule=make_rule(config),
+        extras=TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2]),
     )
     where = mask.bool()
     probs = acceptance(current[where], rollout[where], 1.0)
@@ -235,27 +239,37 @@ def test_kappa_of_many_batches_removes_the_bias_of_the_candidates(calibration):
             for law in (laws[0], laws[2])
         )
         draws = torch.rand(len(sampled), generator=generator)
-        inputs = ObrsInputs(uniforms=draws, **top)
+        inputs = TokenExtras(columns={"uniforms": draws}, **top)
         found = correct(
-            current_logprobs=p, trainer_logprobs=p, rollout_logprobs=q, mask=mask, config=config, obrs=inputs
+            current_logprobs=p,
+            trainer_logprobs=p,
+            rollout_logprobs=q,
+            mask=mask,
+            config=config,
+            rule=make_rule(config),
+            extras=inputs,
         )
         parts.append({"rollout_corr/obrs_kappa": found.metrics["rollout_corr/obrs_kappa"]})
     exact = torch.minimum(laws[0].exp(), laws[2].exp()).sum()
     estimate = torch.minimum(best.exp(), top["target_top"].exp()).sum()
     # the standard error of the share of accepted tokens is at most 0.5 / sqrt(tokens drawn)
     tolerance = 4 * 0.5 / math.sqrt(rounds * len(best)) * len(best) / estimate.item()
-    assert next_kappa(reduce(parts), 1.0) == pytest.approx((exact / estimate).item(), abs=tolerance)
+    rule = Obrs(config)
+    rule.observe(reduce(parts))
+    assert rule.kappa == pytest.approx((exact / estimate).item(), abs=tolerance)
     assert exact / estimate > 1.1
 
 
 def test_the_next_calibration_is_the_one_measured_and_stays_when_nothing_was():
-    assert next_kappa({"rollout_corr/obrs_kappa": Ratio(11, 10)}, 1.0) == pytest.approx(1.1)
-    assert next_kappa({"rollout_corr/obrs_kappa": Ratio(0, 10)}, 1.2) == 1.2
-    assert next_kappa({"rollout_corr/obrs_kappa": Ratio(0, 0)}, 1.2) == 1.2
-    assert next_kappa({"actor/lr": Mean(1, 1)}, 1.2) == 1.2
+    rule = Obrs(settings())
+    for measured in (Ratio(11, 10), Ratio(0, 10), Ratio(0, 0)):
+        rule.observe({"rollout_corr/obrs_kappa": measured})
+        assert rule.kappa == pytest.approx(1.1)
+    rule.observe({"actor/lr": Mean(1, 1)})
+    assert rule.kappa == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize("correction", [kind for kind in Correction if kind is not Correction.CUSTOM])
+@pytest.mark.parametrize("correction", [kind for kind in Correction if kind is not Correction.USER])
 def test_equal_policies_are_not_corrected_by_any_kind(correction):
     """Every weight is exactly 1 and no token is lost: with lambda 1 a correction costs nothing on-policy."""
     mask, laws, (rollout, _, _), draws = obrs_case()
@@ -266,7 +280,8 @@ def test_equal_policies_are_not_corrected_by_any_kind(correction):
         rollout_logprobs=rollout,
         mask=mask,
         config=AlgoConfig(correction=correction),
-        obrs=ObrsInputs(uniforms=draws, rollout_top=best, target_top=laws[0].gather(-1, ids)),
+        rule=make_rule(AlgoConfig(correction=correction)),
+        extras=TokenExtras(columns={"uniforms": draws}, rollout_top=best, target_top=laws[0].gather(-1, ids)),
     )
     assert torch.equal(found.mask, mask)
     assert correction is Correction.NONE or torch.equal(found.weights, mask)
@@ -285,10 +300,14 @@ def test_a_mask_applies_on_top_of_obrs_and_reports_only_what_it_took():
             trainer_logprobs=start,
             rollout_logprobs=rollout,
             mask=mask,
-            config=AlgoConfig(correction=Correction.OBRS, **rule),
-            obrs=ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=laws[2]),
+            config=config,
+            rule=make_rule(config),
+            extras=TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2]),
         )
-        for rule in ({}, {"mask": MaskRule.TOKEN_K1, "mask_high": 1.5})
+        for config in (
+            AlgoConfig(correction=Correction.OBRS, **mask_settings)
+            for mask_settings in ({}, {"mask": MaskRule.TOKEN_K1, "mask_high": 1.5})
+        )
     )
     inside = ((start - rollout).abs() <= math.log(1.5)) * mask
     assert torch.equal(both.mask, alone.mask * inside)
@@ -299,7 +318,7 @@ def test_a_mask_applies_on_top_of_obrs_and_reports_only_what_it_took():
 
 
 def test_obrs_without_its_inputs_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"got no ObrsInputs.*top_logprobs"):
+    with pytest.raises(ValueError, match=r"got no candidates.*top_logprobs"):
         corrected(settings())
 
 
@@ -309,7 +328,12 @@ def loss_case(seed=0):
     return mask, laws, rollout, start, current, draws, advantages
 
 
-def gradient(config, mask, rollout, start, current, advantages, obrs=None, totals=None, reference=None):
+def gradient(
+    config, mask, rollout, start, current, advantages, obrs=None, totals=None, reference=None, kappa=1.0
+):
+    rule = make_rule(config)
+    if isinstance(rule, Obrs):
+        rule.kappa = kappa
     logprobs = current.clone().requires_grad_()
     loss, metrics = micro_batch_loss(
         logprobs=logprobs,
@@ -321,7 +345,8 @@ def gradient(config, mask, rollout, start, current, advantages, obrs=None, total
         reference_logprobs=reference,
         totals=totals or LossTotals(tokens=mask.sum().item(), sequences=len(mask), dp_size=1),
         config=config,
-        obrs=obrs,
+        rule=make_rule(config),
+        extras=obrs,
     )
     loss.backward()
     return logprobs.grad, metrics
@@ -332,7 +357,7 @@ WIDE = {"clip_low": 1.0, "clip_high": 1e9, "clip_dual": 1e9}
 
 def test_the_loss_leaves_out_rejected_tokens_and_weighs_the_rest():
     mask, laws, rollout, start, current, draws, advantages = loss_case()
-    obrs = ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=laws[2])
+    obrs = TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2])
     exact = ObrsConfig(normalizer=ObrsNormalizer.EXACT)
     config = AlgoConfig(correction=Correction.OBRS, obrs=exact, kl_coef=0.5, **WIDE)
     found = correct(
@@ -341,7 +366,8 @@ def test_the_loss_leaves_out_rejected_tokens_and_weighs_the_rest():
         rollout_logprobs=rollout,
         mask=mask,
         config=config,
-        obrs=obrs,
+        rule=make_rule(config),
+        extras=obrs,
     )
     reference = start - 0.1 * mask
     grad, metrics = gradient(config, mask, rollout, start, current, advantages, obrs, reference=reference)
@@ -359,7 +385,7 @@ def test_the_short_circuit_follows_the_current_policy_and_never_clips(correction
     mask, laws, rollout, start, current, draws, advantages = loss_case(2)
     config = AlgoConfig(correction=correction, proximal=Proximal.CURRENT, clip_low=1e-6, clip_high=1e-6)
     config.obrs.normalizer = ObrsNormalizer.EXACT
-    obrs = ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=laws[2])
+    obrs = TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2])
     grad, metrics = gradient(config, mask, rollout, start, current, advantages, obrs)
     ratio = (current - rollout).exp()
     weight = ratio.clamp(max=2.0)
@@ -394,7 +420,7 @@ def test_coupled_ppo_clips_against_the_rollout_without_weights():
 
 def test_a_micro_batch_that_loses_all_its_tokens_has_gradient_zero_and_still_reports():
     mask, laws, rollout, start, current, draws, advantages = loss_case()
-    obrs = ObrsInputs(uniforms=torch.ones_like(draws), rollout_top=laws[0], target_top=laws[2])
+    obrs = TokenExtras(columns={"uniforms": torch.ones_like(draws)}, rollout_top=laws[0], target_top=laws[2])
     grad, metrics = gradient(settings(lam=2.0), mask, rollout, start, current, advantages, obrs)
     assert not grad.any()
     assert metrics["rollout_corr/obrs_acceptance"].value() < 1
@@ -405,7 +431,7 @@ def test_a_micro_batch_that_loses_all_its_tokens_has_gradient_zero_and_still_rep
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "gpg"])
 def test_obrs_reaches_other_losses(loss):
     mask, laws, rollout, start, current, draws, advantages = loss_case()
-    obrs = ObrsInputs(uniforms=draws, rollout_top=laws[0], target_top=laws[2])
+    obrs = TokenExtras(columns={"uniforms": draws}, rollout_top=laws[0], target_top=laws[2])
     config = AlgoConfig(correction=Correction.OBRS, policy_loss=loss)
     grad, _ = gradient(config, mask, rollout, start, current, advantages, obrs)
     assert grad.isfinite().all() and grad.any()
@@ -420,9 +446,9 @@ def test_weights_and_metrics_do_not_depend_on_the_cut_into_micro_batches():
 
     def part(rows):
         flat = slice(ends[rows.start], ends[rows.stop])
-        inputs = ObrsInputs(uniforms=draws[flat], rollout_top=best[flat], target_top=top[flat], kappa=1.1)
+        inputs = TokenExtras(columns={"uniforms": draws[flat]}, rollout_top=best[flat], target_top=top[flat])
         grids = (x[rows] for x in (mask, rollout, start, current, advantages))
-        return gradient(config, *grids, obrs=inputs, totals=totals)
+        return gradient(config, *grids, obrs=inputs, totals=totals, kappa=1.1)
 
     whole, metrics = part(slice(0, 3))
     parts = [part(slice(i, i + 1)) for i in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlpipe.algo.correction import top_logprobs
 from rlpipe.config.algo import AlgoConfig, Correction, LossAgg, MaskRule, ObrsConfig, ObrsNormalizer, Proximal
 
 pytestmark = pytest.mark.unit
@@ -50,11 +51,11 @@ def test_obrs_settings_out_of_range_are_refused(settings, message):
 
 
 def test_the_engine_is_asked_for_candidates_only_by_obrs():
-    assert AlgoConfig().top_logprobs(1000) == 0
-    assert AlgoConfig(correction=Correction.OBRS).top_logprobs(1000) == 20
-    assert AlgoConfig(correction=Correction.OBRS).top_logprobs(7) == 7
+    assert top_logprobs(AlgoConfig(), 1000) == 0
+    assert top_logprobs(AlgoConfig(correction=Correction.OBRS), 1000) == 20
+    assert top_logprobs(AlgoConfig(correction=Correction.OBRS), 7) == 7
     exact = ObrsConfig(normalizer=ObrsNormalizer.EXACT)
-    assert AlgoConfig(correction=Correction.OBRS, obrs=exact).top_logprobs(1000) == 1000
+    assert top_logprobs(AlgoConfig(correction=Correction.OBRS, obrs=exact), 1000) == 1000
 
 
 @pytest.mark.parametrize(

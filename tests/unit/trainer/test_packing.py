@@ -52,18 +52,20 @@ def micro_batches(batch):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_draws_and_candidates_stay_with_their_token_however_it_is_laid_out(share):
-    trajectories, uniforms = written("prompt:", "bcd.", "axyz.", "axw."), []
+def test_columns_and_candidates_stay_with_their_token_however_it_is_laid_out(share):
+    trajectories, columns = written("prompt:", "bcd.", "axyz.", "axw."), []
     for i, t in enumerate(trajectories):  # what each token carries names it
         name = [100.0 * i + place for place in range(len(t.token_ids))]
-        uniforms.append(np.array(name, dtype=np.float32))
+        columns.append({"name": np.array(name, dtype=np.float32)})
         told = [[(int(x), -x), (1, -1.0)][: 1 + (x > 10)] for x in name]
         t.top_logprobs = [top if m else [] for top, m in zip(told, t.loss_mask, strict=True)]
-    (micro,) = micro_batches(pack(trajectories, None, 40, share_prefixes=share, uniforms=uniforms))
+    (micro,) = micro_batches(
+        pack(trajectories, None, 40, share_prefixes=share, candidates=True, columns=columns)
+    )
     cells = micro.mask > 0
     names = (100 * micro.rows[:, None] + micro.indices)[cells]
     found = micro.candidates
-    for line in (found.uniforms, found.ids[:, 0], -found.logprobs[:, 0]):
+    for line in (micro.columns["name"], found.ids[:, 0], -found.logprobs[:, 0]):
         assert line.tolist() == names.tolist()
     padded = names <= 10  # these came with one candidate, the others with two
     assert 0 < padded.sum() < len(names)
@@ -71,11 +73,10 @@ def test_draws_and_candidates_stay_with_their_token_however_it_is_laid_out(share
     assert (found.logprobs[:, 1] == np.where(padded, -np.inf, -1.0)).all()
 
 
-def test_draws_without_candidates_are_refused_and_say_what_to_ask_the_engine_for():
+def test_missing_candidates_are_refused_and_say_what_to_ask_the_engine_for():
     trajectories = written("prompt:", "bcd.")
-    uniforms = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
     with pytest.raises(ValueError, match=r"'0' carries no top_logprobs, .* SamplingParams\.top_logprobs"):
-        pack(trajectories, None, 40, uniforms=uniforms)
+        pack(trajectories, None, 40, candidates=True)
 
 
 def test_siblings_are_branches_of_what_they_share():

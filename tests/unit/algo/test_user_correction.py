@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from rlpipe.algo.correction import correct
-from rlpipe.algo.own_correction import SETTING
+from rlpipe.algo.correction import correct, make_rule
 from rlpipe.algo.policy_loss import check_names
+from rlpipe.algo.user_correction import SETTING
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.metrics.names import declared
 
@@ -20,20 +20,20 @@ ROLLOUT = torch.tensor([[0.2, 0.5, 0.4], [0.5, 1.0, 0.1]]).log()
 TRAINER = torch.tensor([[0.4, 0.5, 0.1], [0.25, 1.0, 0.8]]).log()
 SOURCE = """
 import torch
-from rlpipe.algo.own_correction import OwnCorrection
+from rlpipe.algo.rule import TokenWeights
 
 def truncated(inputs):
-    return OwnCorrection(weights=inputs.ratio.clamp(max=inputs.threshold), mask=inputs.mask)
+    return TokenWeights(weights=inputs.ratio.clamp(max=inputs.threshold), mask=inputs.mask)
 
 def halved(inputs):
     kept = inputs.mask * (inputs.ratio > 0.4)
-    return OwnCorrection(weights=None, mask=kept, metrics={"mine": 7.0})
+    return TokenWeights(weights=None, mask=kept, metrics={"mine": 7.0})
 
-def shape(inputs): return OwnCorrection(weights=inputs.ratio[:1], mask=inputs.mask)
-def graph(inputs): return OwnCorrection(weights=inputs.ratio.clone().requires_grad_(), mask=inputs.mask)
-def negative(inputs): return OwnCorrection(weights=-inputs.ratio, mask=inputs.mask)
-def infinite(inputs): return OwnCorrection(weights=inputs.ratio / 0, mask=inputs.mask)
-def invented(inputs): return OwnCorrection(weights=None, mask=torch.ones_like(inputs.mask))
+def shape(inputs): return TokenWeights(weights=inputs.ratio[:1], mask=inputs.mask)
+def graph(inputs): return TokenWeights(weights=inputs.ratio.clone().requires_grad_(), mask=inputs.mask)
+def negative(inputs): return TokenWeights(weights=-inputs.ratio, mask=inputs.mask)
+def infinite(inputs): return TokenWeights(weights=inputs.ratio / 0, mask=inputs.mask)
+def invented(inputs): return TokenWeights(weights=None, mask=torch.ones_like(inputs.mask))
 def pair(inputs): return inputs.ratio, inputs.mask
 """
 
@@ -48,14 +48,19 @@ def folder(tmp_path, monkeypatch):
 
 
 def corrected(name):
-    config = AlgoConfig(correction="custom", correction_function=f"correction_of_mine:{name}")
+    config = AlgoConfig(correction="user", user_correction=f"correction_of_mine:{name}")
     check_names(config)
     return run(config)
 
 
 def run(config):
     return correct(
-        current_logprobs=TRAINER, trainer_logprobs=TRAINER, rollout_logprobs=ROLLOUT, mask=MASK, config=config
+        current_logprobs=TRAINER,
+        trainer_logprobs=TRAINER,
+        rollout_logprobs=ROLLOUT,
+        mask=MASK,
+        config=config,
+        rule=make_rule(config),
     )
 
 
@@ -93,7 +98,7 @@ def test_a_function_that_breaks_the_contract_is_refused(name, says):
         corrected(name)
 
 
-@pytest.mark.parametrize("settings", [{"correction": "custom"}, {"correction_function": "a:b"}])
+@pytest.mark.parametrize("settings", [{"correction": "user"}, {"user_correction": "a:b"}])
 def test_the_function_and_the_choice_go_together(settings):
-    with pytest.raises(ValueError, match=r"needs both algo\.correction=custom"):
+    with pytest.raises(ValueError, match=r"needs both algo\.correction=user"):
         AlgoConfig(**settings)

@@ -1,0 +1,110 @@
+"""What a correction of off-policy tokens declares: the data it needs, what it does, what it remembers.
+
+One class per correction, in one file: `obrs` is one, a user's another. The worker, the packing, the passes
+and the checkpoint ask the rule and know none by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.metrics.values import Value
+from rlpipe.types import Trajectory
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TokenExtras:
+    """What a rule asked for, of the P ones of the mask, row by row; no gradients.
+
+    columns: [P] float32 by name. rollout_top, target_top: [P, K] float32 logprobs that the rollout and the
+        target policy give to the same candidates, -inf on both sides for padding.
+    """
+
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rollout_top: torch.Tensor | None = None
+    target_top: torch.Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CorrectionInputs:
+    """One micro-batch, everything [B, S] float32, detached, 0 where mask is 0.
+
+    trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled.
+    current_logprobs: of the policy being updated. mask: 1 where a token is trained on.
+    threshold, low: `algo.correction_threshold` and `algo.correction_low`, to use or not.
+    extras: what the rule declared besides.
+    """
+
+    trainer_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    current_logprobs: torch.Tensor
+    mask: torch.Tensor
+    threshold: float
+    low: float
+    extras: TokenExtras = field(default_factory=TokenExtras)
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """pi_trainer / pi_rollout of each token, [B, S]; 1 where mask is 0."""
+        return ((self.trainer_logprobs - self.rollout_logprobs) * self.mask).exp()
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenWeights:
+    """What a rule returns.
+
+    weights: [B, S], what multiplies the loss of each token, or None for ones. mask: [B, S], the tokens kept,
+    a part of `inputs.mask`; the others leave the loss and still count where it is normalised.
+    metrics: by name, logged as `rollout_corr/NAME`; a number is a mean over the kept tokens.
+    """
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor
+    metrics: dict[str, float | Value] = field(default_factory=dict)
+
+
+class CorrectionRule:
+    """A correction. What it does not override it does not need.
+
+    target_at_start: whether the candidates are scored by the policy at the start of the batch, not by the
+        current one. counts_masked: whether the tokens it leaves out are reported with those of `algo.mask`.
+    """
+
+    target_at_start = False
+    counts_masked = True
+
+    def __init__(self, config: AlgoConfig) -> None:
+        self.config = config
+
+    def top_logprobs(self, vocab_size: int) -> int:
+        """How many logprobs the engine returns with each sampled token."""
+        return 0
+
+    @property
+    def needs_candidates(self) -> bool:
+        """Whether it reads them."""
+        return self.top_logprobs(1) > 0
+
+    def columns(self, trajectory: Trajectory, seed: int) -> dict[str, np.ndarray]:
+        """Numbers of the rule's own for each token, float32, parallel to token_ids; seed: the run's."""
+        return {}
+
+    def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        """Weights and tokens kept of a micro-batch."""
+        raise NotImplementedError
+
+    def observe(self, metrics: Mapping[str, Value]) -> None:
+        """Learn from the metrics of a batch, reduced over all ranks and under their full names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, the same on every rank; part of the trainer's checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; empty when the checkpoint was written with another correction."""

@@ -1,0 +1,91 @@
+"""A correction that lives outside the package: loaded, called, and held to the contract of `rule`.
+
+`algo.user_correction` names a function
+
+    def correction(inputs: CorrectionInputs) -> TokenWeights
+
+or, where it needs more than the logprobs of a micro-batch, a subclass of `CorrectionRule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.algo.rule import CorrectionInputs, CorrectionRule, TokenWeights
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.user_code import load_function
+from rlpipe.metrics.values import Value
+from rlpipe.types import Trajectory
+
+SETTING = "algo.user_correction"
+
+
+class UserCorrection(CorrectionRule):
+    """The user's function or rule, whose results are checked. Raises ValueError if it cannot be imported."""
+
+    def __init__(self, config: AlgoConfig) -> None:
+        super().__init__(config)
+        made = load_function(config.user_correction, setting=SETTING, takes="inputs")
+        is_rule = isinstance(made, type) and issubclass(made, CorrectionRule)
+        self._rule = made(config) if is_rule else _Function(config, made)
+        self.target_at_start, self.counts_masked = self._rule.target_at_start, self._rule.counts_masked
+
+    def top_logprobs(self, vocab_size: int) -> int:
+        return self._rule.top_logprobs(vocab_size)
+
+    def columns(self, trajectory: Trajectory, seed: int) -> dict[str, np.ndarray]:
+        return self._rule.columns(trajectory, seed)
+
+    def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        """Weights and kept tokens, checked.
+
+        Raises ValueError when they break the contract: another type or shape, a graph, a weight that is
+        negative or not finite, a token kept that was not there.
+        """
+        result, mask = self._rule.weigh(inputs), inputs.mask
+        if not isinstance(result, TokenWeights):
+            raise self._broken(f"returned a {type(result).__name__}, not TokenWeights")
+        if result.weights is not None:
+            self._check_grid("weights", result.weights, mask)
+        self._check_grid("mask", result.mask, mask)
+        kept = result.mask.to(mask.dtype)
+        if (kept * (1 - mask)).any() or not ((kept == 0) | (kept == 1)).all():
+            raise self._broken("returned a mask that is not made of zeros and of ones where inputs.mask is 1")
+        weights = None if result.weights is None else result.weights.to(mask.dtype)
+        return TokenWeights(weights=weights, mask=kept, metrics=result.metrics)
+
+    def observe(self, metrics: Mapping[str, Value]) -> None:
+        self._rule.observe(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rule.load_state_dict(state)
+
+    def _check_grid(self, name: str, value: Any, mask: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor) or value.shape != mask.shape:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise self._broken(f"returned {name} of shape {shape}, not {tuple(mask.shape)}")
+        if value.requires_grad:
+            raise self._broken(f"returned {name} with a graph: detach them")
+        if not torch.isfinite(value[mask.bool()].float()).all() or (value[mask.bool()] < 0).any():
+            raise self._broken(f"returned {name} that are negative or not finite")
+
+    def _broken(self, what: str) -> ValueError:
+        return ValueError(f"{SETTING}={self.config.user_correction!r} {what}: see rlpipe.algo.rule.")
+
+
+class _Function(CorrectionRule):
+    """A function from the logprobs of a micro-batch to weights."""
+
+    def __init__(self, config: AlgoConfig, function: Callable[[CorrectionInputs], TokenWeights]) -> None:
+        super().__init__(config)
+        self._function = function
+
+    def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
+        return self._function(inputs)
