@@ -6,20 +6,18 @@ computed here from the weights that were sent, fused and named as SGLang keeps t
 
     q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
 
-so a difference is a tensor that did not arrive. Hashes: SHA-256 of the bytes on a CPU, SGLang's own
-64-bit mix (kernels/ops/memory/gpu_tensor_hash.py) on a GPU.
+so a difference is a tensor that did not arrive. Owns names and shapes; the hashes are `fingerprint.py`'s.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
+from rlpipe.weights.fingerprint import Parts
 
 _FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -68,14 +66,16 @@ class Shard:
         return tensor.chunk(size)[rank]
 
 
-def server_tensors(
+def server_parts(
     weights: Mapping[str, torch.Tensor], dtype: torch.dtype, shard: Shard, *, tied: bool, draft: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Parts]:
     """HF weights under the names and in the shapes of one rank's parameters, `draft.` before the draft's.
+
+    Each tensor as the parts it is fused of along its first dimension, as far as they go without a copy.
 
     tied: the server keeps no lm_head of its own. draft: whether it drafts at all.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Parts] = {}
     for name, tensor in weights.items():
         if (is_mtp_weight(name) and not draft) or (tied and name == "lm_head.weight"):
             continue
@@ -86,13 +86,15 @@ def server_tensors(
         if module in _FUSED:
             fused, parts = _FUSED[module]
             tensors = [weights[".".join([*path, part, kind])].to(dtype) for part in parts]
-            tensor = torch.cat([shard.rows(one, part) for one, part in zip(tensors, parts, strict=True)])
+            pieces = [shard.rows(one, part) for one, part in zip(tensors, parts, strict=True)]
             name = ".".join([*path, fused, kind])
         elif module in _SPLIT_BY_INPUT:
-            tensor = tensor.chunk(shard.size, dim=1)[shard.rank]
+            pieces = [tensor.chunk(shard.size, dim=1)[shard.rank]]
         elif name in _VOCABULARY:
-            tensor = shard.rows(_padded(tensor), module)
-        found[_server_name(name)] = tensor
+            pieces = [shard.rows(_padded(tensor), module)]
+        else:
+            pieces = [tensor]
+        found[_server_name(name)] = pieces
     if draft:  # the draft reads the target's embedding and head
         found |= {DRAFT + name: found[name] for name in _VOCABULARY if name in found}
     return found
@@ -100,13 +102,8 @@ def server_tensors(
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
     """SGLang keeps a multiple of 64 rows of a vocabulary; those beyond it are zero."""
-    return torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % 64))
-
-
-def fingerprints(tensors: Mapping[str, torch.Tensor], on_gpu: bool) -> dict[str, str]:
-    """Hash of each tensor as the server's device hashes it, 16 hexadecimal digits."""
-    function: Callable[[np.ndarray], int] = gpu_hash if on_gpu else cpu_hash
-    return {name: f"{function(_bytes(tensor)):016x}" for name, tensor in tensors.items()}
+    missing = -len(tensor) % 64
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
 def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryReport:
@@ -121,53 +118,6 @@ def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryRep
             bad = report.draft if name.startswith(DRAFT) else report.target
             bad.append(name)
     return report
-
-
-def cpu_hash(data: np.ndarray) -> int:
-    """First 8 bytes of SHA-256, big-endian."""
-    return int.from_bytes(hashlib.sha256(data.data).digest()[:8], "big")
-
-
-def gpu_hash(data: np.ndarray) -> int:
-    """SGLang's GPU hash: two 32-bit position-mixed sums per tile of 8192 words, added and mixed."""
-    words = np.frombuffer(data.tobytes() + bytes(-data.nbytes % 4), np.uint32)
-    if not len(words):
-        return 0
-    seed, tile = 0x243F6A88, 8192
-    seeds = (seed, ((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-    total = 0
-    size = np.uint32((len(words) * 4) & 0xFFFFFFFF)
-    with np.errstate(over="ignore"):
-        for start in range(0, len(words), tile):
-            place = np.arange(start, min(start + tile, len(words)), dtype=np.uint32)
-            value = words[start : start + tile]
-            halves = []
-            for seed_word, factor, turn in zip(seeds, (0x27D4EB2D, 0x165667B1), (15, 13), strict=True):
-                mixed = place * np.uint32(factor) + np.uint32(seed_word)
-                mixed ^= (place << np.uint32(turn)) | (place >> np.uint32(32 - turn))
-                summed = _fmix32(value ^ mixed).sum(dtype=np.uint32) ^ size
-                halves.append(int(_fmix32(np.asarray([summed], np.uint32))[0]))
-            total += (halves[0] << 32) | halves[1]
-    return _splitmix64(total)
-
-
-def _fmix32(x: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3, on uint32."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-def _splitmix64(x: int) -> int:
-    mask = 2**64 - 1
-    x &= mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _server_name(name: str) -> str:

@@ -14,8 +14,9 @@ import torch
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.canary import Shard, fingerprints, server_tensors
+from rlpipe.weights.canary import Shard, server_parts
 from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
+from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.protocols import ExportsWeights
 
@@ -90,5 +91,5 @@ class WeightSender:
             rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
         )
         tied = bool(self._model.get("tie_word_embeddings"))
-        tensors = server_tensors(weights, self._form["dtype"], shard, tied=tied, draft=has_mtp(self._model))
+        tensors = server_parts(weights, self._form["dtype"], shard, tied=tied, draft=has_mtp(self._model))
         return fingerprints(tensors, self._on_gpu)

@@ -33,6 +33,7 @@ from rlpipe.weights.collective import (
     Sent,
     described,
 )
+from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
 
 
@@ -207,8 +208,8 @@ class WeightSync:
 
     def _fingerprints(self, weights: Mapping[str, torch.Tensor], shard: Shard, draft: bool) -> dict[str, str]:
         dtype = getattr(torch, self._config.dtype)
-        tensors = canary.server_tensors(weights, dtype, shard, tied=self._tied, draft=draft)
-        return canary.fingerprints(tensors, self._on_gpu)
+        tensors = canary.server_parts(weights, dtype, shard, tied=self._tied, draft=draft)
+        return fingerprints(tensors, self._on_gpu)
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:

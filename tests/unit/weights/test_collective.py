@@ -8,8 +8,9 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.weights.canary import Shard, fingerprints, server_tensors
+from rlpipe.weights.canary import Shard, server_parts
 from rlpipe.weights.collective import GroupBroken, Root, described
+from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 from tests.helpers.broadcasts import Receiver, Trainer
@@ -113,7 +114,7 @@ def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, w
     for rank in range(ranks):
         shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
         for draft in (True, False):
-            whole = server_tensors(weights, torch.float32, shard, tied=False, draft=draft)
+            whole = server_parts(weights, torch.float32, shard, tied=False, draft=draft)
             assert sent.checksums.of(rank, draft) == fingerprints(whole, on_gpu=False)
 
 

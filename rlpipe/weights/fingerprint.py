@@ -1,0 +1,120 @@
+"""Hashes of tensors by the algorithms of SGLang's weights checker, computed where the tensors lie.
+
+On a CPU server SHA-256 (managers/mm_utils.py, `tensor_hash`), on a GPU server a 64-bit mix
+(kernels/ops/memory/gpu_tensor_hash.py). A tensor comes as the parts it is fused of, in order: SHA-256 reads
+their memory one after the other, without a copy, several tensors at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+Parts = Sequence[torch.Tensor]  # of one tensor, cut along its first dimension
+
+_TILE = 8192  # 32-bit words that the mix sums up before it mixes their sum
+_CHUNK = 64 * _TILE  # words mixed at once on a CPU: they stay in its cache
+_GPU_CHUNK = 4096 * _TILE
+_SEED = 0x243F6A88
+_HALVES = (  # seed, factor of the position, rotation of the position
+    (_SEED, 0x27D4EB2D, 15),
+    (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, 0x165667B1, 13),
+)
+
+
+def fingerprints(tensors: Mapping[str, Parts], on_gpu: bool) -> dict[str, str]:
+    """Hash of each tensor as the server's device hashes it, 16 hexadecimal digits.
+
+    Two names for the same parts cost one hash.
+    """
+    distinct = {id(parts): parts for parts in tensors.values()}
+    if on_gpu:
+        hashes = [gpu_hash(parts) for parts in distinct.values()]
+    else:
+        with ThreadPoolExecutor(min(len(distinct), os.cpu_count() or 1) or 1) as pool:
+            hashes = list(pool.map(cpu_hash, distinct.values()))  # hashlib releases the interpreter's lock
+    by_parts = dict(zip(distinct, hashes, strict=True))
+    return {name: f"{by_parts[id(parts)]:016x}" for name, parts in tensors.items()}
+
+
+def cpu_hash(parts: Parts) -> int:
+    """First 8 bytes of SHA-256 of the bytes, big-endian."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(_bytes(part.cpu()).numpy().data)
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def gpu_hash(parts: Parts) -> int:
+    """SGLang's mix: two 32-bit position-mixed sums per tile of 8192 words, added and mixed again.
+
+    Arithmetic is modulo 2^32, which int32 gives; a shift to the right needs its sign bits cleared.
+    """
+    data = _bytes(parts[0]) if len(parts) == 1 else torch.cat([_bytes(part) for part in parts])
+    if not len(data):
+        return 0
+    if len(data) % 4:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 4))
+    if data.data_ptr() % 4:
+        data = data.clone()
+    words = data.view(torch.int32)
+    step = _GPU_CHUNK if words.is_cuda else _CHUNK
+    starts = range(0, len(words), step)
+    sums = torch.stack([_mixed(words[start : start + step], start, 4 * len(words)) for start in starts])
+    high, low = sums.sum(0).tolist()
+    return _splitmix64((high << 32) + low)
+
+
+def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
+    """Both halves of the mixed sums of these tiles, added. words: [n] int32 from position `start` on.
+
+    Returns [2] int64.
+    """
+    place = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
+    halves = []
+    for seed, factor, turn in _HALVES:
+        mixed = (place * _signed(factor)).add_(_signed(seed))
+        mixed ^= (place << turn) | _shifted(place, 32 - turn)
+        mixed = _fmix32_(mixed.bitwise_xor_(words))
+        mixed = torch.nn.functional.pad(mixed, (0, -len(words) % _TILE)).view(-1, _TILE)
+        summed = mixed.sum(1, dtype=torch.int32).bitwise_xor_(_signed(num_bytes & 0xFFFFFFFF))
+        halves.append((_fmix32_(summed).long() & 0xFFFFFFFF).sum())
+    return torch.stack(halves)
+
+
+def _fmix32_(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3 on int32, in place."""
+    x.bitwise_xor_(_shifted(x, 16)).mul_(_signed(0x85EBCA6B))
+    x.bitwise_xor_(_shifted(x, 13)).mul_(_signed(0xC2B2AE35))
+    return x.bitwise_xor_(_shifted(x, 16))
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned shift of int32 to the right."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word.
+
+    >>> _signed(0xFFFFFFFF), _signed(1)
+    (-1, 1)
+    """
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _splitmix64(x: int) -> int:
+    mask = 2**64 - 1
+    x &= mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[n] uint8 view of its memory; copied only if it is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

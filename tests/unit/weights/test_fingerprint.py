@@ -1,0 +1,102 @@
+"""Hashes equal those of SGLang's checker, by an oracle in plain integers, and cost no copy."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from rlpipe.weights import fingerprint
+from rlpipe.weights.canary import Shard, server_parts
+from rlpipe.weights.fingerprint import _CHUNK, cpu_hash, fingerprints, gpu_hash
+
+pytestmark = pytest.mark.unit
+
+
+def mixed_by_numpy(data: bytes) -> int:
+    """SGLang's mix, tile by tile in uint32, as its Triton kernel says it."""
+
+    def fmix(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    words = np.frombuffer(data + bytes(-len(data) % 4), np.uint32)
+    seed, total, size = 0x243F6A88, 0, np.uint32(4 * len(words))
+    seeds = (seed, ((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(words), 8192):
+            value = words[start : start + 8192]
+            place = np.arange(start, start + len(value), dtype=np.uint32)
+            for seed_word, factor, turn, up in zip(
+                seeds, (0x27D4EB2D, 0x165667B1), (15, 13), (32, 0), strict=True
+            ):
+                key = place * np.uint32(factor) + np.uint32(seed_word)
+                key ^= (place << np.uint32(turn)) | (place >> np.uint32(32 - turn))
+                summed = fmix(value ^ key).sum(dtype=np.uint32) ^ size
+                total += int(fmix(np.asarray([summed], np.uint32))[0]) << up
+    mask = 2**64 - 1
+    x = total & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def test_the_cpu_hash_is_the_start_of_sha256_over_all_parts():
+    parts = [torch.arange(60, dtype=torch.uint8), torch.arange(60, 100, dtype=torch.uint8)]
+    assert f"{cpu_hash(parts):016x}" == hashlib.sha256(bytes(range(100))).hexdigest()[:16]
+
+
+def test_the_gpu_hash_is_sglangs():
+    """Values from SGLang 0.5.23's Triton kernel (hash_tiles32_kernel_blocked), run in the interpreter."""
+    torch.manual_seed(0)
+    sizes = (torch.randn(100), torch.randn(30000), torch.randn(7, 3).bfloat16(), torch.randn(16384))
+    found = [f"{gpu_hash([tensor]):016x}" for tensor in sizes]
+    assert found == ["6429891496f5d53e", "e2be0195db945207", "94e3baabd3ce1502", "c231bcaac5bc090a"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 4 * 8192, 4 * 8192 + 6, 4 * _CHUNK, 8 * _CHUNK + 40_003])
+def test_the_gpu_hash_equals_the_oracle_at_every_edge_of_tiles_and_chunks(count):
+    data = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    assert gpu_hash([data]) == mixed_by_numpy(data.numpy().tobytes())
+    assert gpu_hash([data[:1], data[1:]]) == gpu_hash([data]) == gpu_hash([torch.cat([data[:1], data])[1:]])
+
+
+def test_nothing_hashes_to_zero_on_a_gpu():
+    assert gpu_hash([torch.empty(0)]) == 0
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_every_single_flipped_bit_changes_its_fingerprint_alone(on_gpu):
+    tensors = {name: [torch.randn(64, 33)] for name in "abc"}
+    sent = fingerprints(tensors, on_gpu)
+    for byte in (0, 4097, 64 * 33 * 4 - 1):
+        raw = tensors["b"][0].view(-1).view(torch.uint8)
+        raw[byte] ^= 1
+        served = fingerprints(tensors, on_gpu)
+        raw[byte] ^= 1
+        assert [name for name in sent if sent[name] != served[name]] == ["b"]
+
+
+def test_names_of_one_tensor_are_hashed_once(monkeypatch):
+    """The draft's embedding and head are the target's: the two largest tensors."""
+    hashed = []
+    monkeypatch.setattr(fingerprint, "cpu_hash", lambda parts: hashed.append(parts) or len(hashed))
+    weights = {"model.embed_tokens.weight": torch.zeros(64, 2), "lm_head.weight": torch.ones(64, 2)}
+    parts = server_parts(weights, torch.float32, Shard(), tied=False, draft=True)
+    found = fingerprints(parts, on_gpu=False)
+    assert len(found) == 4 and len(hashed) == 2
+    assert found["lm_head.weight"] == found["draft.lm_head.weight"]
+
+
+def test_fused_and_padded_tensors_are_hashed_where_they_lie():
+    """One rank and a vocabulary that is a multiple of 64: no part of a tensor is a copy."""
+    layer = "model.layers.0.self_attn."
+    weights = {f"{layer}{part}_proj.weight": torch.randn(4, 4) for part in "qkvo"}
+    weights["lm_head.weight"] = torch.randn(64, 4)
+    parts = server_parts(weights, torch.float32, Shard(), tied=False, draft=False)
+    lie = {tensor.data_ptr() for tensor in weights.values()}
+    assert {part.data_ptr() for pieces in parts.values() for part in pieces} == lie
+    fused = torch.cat([weights[f"{layer}{part}_proj.weight"] for part in "qkv"])
+    found = fingerprints(parts, on_gpu=False)
+    assert found[f"{layer}qkv_proj.weight"] == f"{cpu_hash([fused]):016x}"
