@@ -1,9 +1,10 @@
 """A server process that speaks as much of SGLang's HTTP as the engine needs, and starts in no time.
 
-    python fake_sglang.py PORT VERSION FOLDER
+    python fake_sglang.py PORT VERSION FOLDER --config FILE
 
-It decodes the token 7. The file FOLDER/broken makes it end at once; FOLDER/slow makes answers take long;
-FOLDER/deadly makes it end when weights arrive; every weight update is a line in FOLDER/updates.
+It answers to the key in FILE alone, as SGLang does, and decodes the token 7. FOLDER/broken makes it end
+at once; FOLDER/slow makes answers take long; FOLDER/deadly makes it end when weights arrive; every weight
+update is a line in FOLDER/updates.
 """
 
 from __future__ import annotations
@@ -20,12 +21,22 @@ class Handler(BaseHTTPRequestHandler):
     """One request."""
 
     version = "0"
+    key = ""
     folder = Path()
 
     def do_GET(self) -> None:
-        self._say({"ok": True})
+        if self._may():
+            self._say({"ok": True})
+
+    def _may(self) -> bool:
+        allowed = self.headers["Authorization"] == f"Bearer {self.key}"
+        if not allowed:
+            self.send_error(401)
+        return allowed
 
     def do_POST(self) -> None:
+        if not self._may():
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path.startswith("/update_weights"):
             if (self.folder / "deadly").exists():
@@ -61,6 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     Handler.version, Handler.folder = sys.argv[2], Path(sys.argv[3])
+    Handler.key = Path(sys.argv[sys.argv.index("--config") + 1]).read_text().split()[1]
     if (Handler.folder / "broken").exists():
         sys.exit("broken on purpose")
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -21,12 +21,18 @@ _READ_ATTEMPTS = 4
 
 
 class SglangClient:
-    """url: of the server. timeout: seconds an answer may take. Used from one event loop."""
+    """Used from one event loop.
 
-    def __init__(self, url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    url: of the server. timeout: seconds an answer may take. key: the server's, sent with every request.
+    """
+
+    def __init__(
+        self, url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None, key: str = ""
+    ) -> None:
         self._url = url
         self._client = httpx.AsyncClient(
             base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy has no business between us and our server

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -282,14 +284,20 @@ class Replica:
         if self._stopped:
             raise RuntimeError("the engine is closed.")
         words = arguments.command(config, self.spec, path, port=port, on_gpu=on_gpu, version=goal.version)
-        self._server = server = ServerProcess(
-            [str(self._environment.python), *words],
-            arguments.server_environment(config, on_gpu),
-            self._log_dir / f"sglang-{port}.log",
-        )
-        self._client = client = SglangClient(f"http://{sglang.host}:{port}", sglang.request_timeout)
-        self.server_id = uuid.uuid4().hex
-        await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
+        key, url = secrets.token_urlsafe(24), f"http://{sglang.host}:{port}"
+        with tempfile.NamedTemporaryFile(
+            "w", suffix=".yaml"
+        ) as settings:  # a command line is readable by all
+            settings.write(f"api-key: {key}\n")
+            settings.flush()
+            self._server = server = ServerProcess(
+                [str(self._environment.python), *words, "--config", settings.name],
+                arguments.server_environment(config, on_gpu),
+                self._log_dir / f"sglang-{port}.log",
+            )
+            self._client = client = SglangClient(url, sglang.request_timeout, key=key)
+            self.server_id = uuid.uuid4().hex
+            await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
         arguments.check_server_info(await client.read("/server_info"), config, self.spec)
         report = await self._sync.check(client, read_weights(path), draft=self.drafts)
         if not report.passed:

@@ -64,7 +64,8 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         guard = Path(__file__).with_name("guard.py")
-        with log.open("ab") as output:
+        # SGLang writes its settings there, the key among them
+        with os.fdopen(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(guard), *command],
                 stdin=subprocess.PIPE,

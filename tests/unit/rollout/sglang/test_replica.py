@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -308,3 +310,18 @@ def test_a_turn_whose_server_is_closed_under_it_ends_as_aborted(fake):
         return await turn
 
     assert asyncio.run(run()).finish_reason is FinishReason.ABORT
+
+
+def test_a_server_answers_to_the_key_of_its_start_alone_and_nobody_else_can_read_it(fake):
+    [child] = psutil.Process(fake.server.pid).children()
+    line = child.cmdline()
+    settings = Path(line[line.index("--config") + 1])
+    http = fake._replica.client._client
+    url, key = str(http.base_url).rstrip("/"), http.headers["Authorization"].removeprefix("Bearer ")
+    assert len(key) >= 32 and not settings.exists()
+    for process in (child, psutil.Process(fake.server.pid)):
+        assert key not in " ".join(process.cmdline()) and key not in process.environ().values()
+    assert fake.server.log.stat().st_mode & 0o077 == 0
+    for headers in ({}, {"Authorization": "Bearer guessed"}):
+        assert httpx.get(f"{url}/server_info", headers=headers).status_code == 401
+    assert httpx.get(f"{url}/server_info", headers={"Authorization": f"Bearer {key}"}).is_success
