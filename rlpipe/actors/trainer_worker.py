@@ -25,6 +25,7 @@ from rlpipe.types import Group, Trajectory
 from rlpipe.weights.payload import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
+    from rlpipe.drafts.eagle3_trainer import Eagle3Trainer, SavingDraft
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.collective import Rendezvous, Sent
@@ -37,9 +38,11 @@ class TrainerWorker:
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         self._config = config
         self._rank, self._world_size = rank, world_size
-        self._saving: list[Saving | SavingHf] = []
+        self._saving: list[Saving | SavingHf | SavingDraft] = []
         self._sender: WeightSender | None = None
         self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
+        self._draft: Eagle3Trainer | None = None  # on the first rank, which sees the whole batch
+        self._draft_learns = config.trains_eagle3
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
@@ -51,6 +54,10 @@ class TrainerWorker:
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
+        if self._config.trains_eagle3 and self._rank == 0:
+            from rlpipe.actors.drafts import make_eagle3
+
+            self._draft = make_eagle3(self._config, self._config.spec.draft_path)
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender
@@ -87,11 +94,28 @@ class TrainerWorker:
             for value, counts in zip(own.tolist(), trajectory.loss_mask, strict=True)
             if counts
         )
-        return metrics | Stats.of(sampled).expand("critic/advantages") | self._trainer.train_step(batch)
+        metrics |= Stats.of(sampled).expand("critic/advantages")
+        draft = self._train_draft(trajectories)
+        step = self._trainer.train_step(batch)
+        for name in step.keys() & draft.keys():  # what both take: seconds
+            step[name] = Mean(step[name].value() + draft[name].value(), 1)
+        return metrics | draft | step
 
     def freeze_draft(self) -> None:
         """Train the policy alone from here on."""
         self._trainer.freeze_draft()
+        self._draft_learns = False
+
+    def _train_draft(self, trajectories: list[Trajectory]) -> dict[str, Value]:
+        """One optimizer step of an EAGLE-3 draft on all trajectories, for the policy before its own step."""
+        due = (self._trainer.policy_version + 1) % self._config.mtp.interval == 0
+        if not (self._draft_learns and due):
+            return {}
+        weights = self._trainer.export_weights()
+        if self._draft is None or weights is None:
+            return {}
+        self._draft.follow(weights)
+        return self._draft.adapt_step(self._pack(trajectories, None, share_prefixes=False))
 
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """What target and draft say at every context of these trajectories; see `metrics.probe`."""
@@ -116,8 +140,7 @@ class TrainerWorker:
             config.trainer.micro_batch_tokens,
             config.trainer.dp,
             temperature=config.rollout.temperature,
-            share_prefixes=self._trainer.shares_prefixes,
-            **options,
+            **{"share_prefixes": self._trainer.shares_prefixes} | options,
         )
 
     def export(self, version: int) -> WeightPayload | None:
@@ -132,6 +155,8 @@ class TrainerWorker:
             weights = self._trainer.export_weights()
             if weights is None:
                 return None
+            if self._draft is not None:
+                weights |= self._draft.export_weights()
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
     def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
@@ -149,9 +174,14 @@ class TrainerWorker:
         return self._sender.newest(version)
 
     def begin_save(self, directory: Path) -> None:
-        """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`."""
+        """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`.
+
+        That of an EAGLE-3 draft goes to `draft_trainer/` and, as servers read it, to `draft/`.
+        """
         with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
             self._saving = self._trainer.begin_save(directory / "trainer", directory / "hf")
+            if self._draft is not None:
+                self._saving.append(self._draft.begin_save(directory / "draft_trainer", directory / "draft"))
 
     def write_save(self) -> None:
         """Write this rank's part of the copy; on another thread than everything else, which goes on."""
@@ -166,7 +196,16 @@ class TrainerWorker:
             part.finish()
 
     def load(self, directory: Path) -> None:
-        """Trainer state of a checkpoint directory."""
+        """Trainer state of a checkpoint directory. Raises ValueError when it is of other drafts."""
+        draft = directory / "draft_trainer"
+        if draft.is_dir() != self._config.trains_eagle3:
+            holds, train = ("a", "online") if draft.is_dir() else ("no", "off")
+            raise ValueError(
+                f"{directory} holds {holds} co-trained EAGLE-3 draft: continue with spec.drafter=eagle3 "
+                f"mtp.train={train}, or choose another run.dir."
+            )
+        if self._draft is not None:
+            self._draft.load(draft)
         self._trainer.load(directory / "trainer")
 
     def close(self) -> None:

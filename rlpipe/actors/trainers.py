@@ -16,7 +16,8 @@ Trainer = MegatronTrainer | DecoupledTrainer
 def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
     """One rank, joined with the others, if any, at `master`.
 
-    The draft that `mtp` trains is the one the engines use: the actor's where there is one.
+    The draft that `mtp` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
+    has a trainer of its own (`actors.drafts`).
     Raises ValueError for settings or models it cannot work with.
     """
     actor, steps = config.decoupled, config.run.steps
@@ -24,7 +25,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     policy = MegatronTrainer(
         config.trainer,
         config.algo,
-        MtpConfig() if actor.active else config.mtp,
+        MtpConfig() if actor.active or config.trains_eagle3 else config.mtp,
         str(resolve(config.model.path)),
         rank=rank,
         world_size=world_size,

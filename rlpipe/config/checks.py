@@ -20,7 +20,7 @@ from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecMode
-from rlpipe.config.trainer import check_parallel
+from rlpipe.config.trainer import LrSchedule, check_parallel
 from rlpipe.models.checkpoint import read_config, require_mtp
 
 
@@ -80,7 +80,7 @@ def check(config: Config) -> None:
         _require_sampling(config, "algo.correction=obrs compares the distributions of rollout and trainer")
     probed = config.metrics.probe.every and config.spec.needs_mtp
     beside = config.task is Task.MTP_ADAPT and config.adapt.drafter is Drafter.EAGLE3  # needs no MTP layer
-    learns = config.mtp.online and not beside
+    learns = config.mtp.online and not (beside or config.trains_eagle3)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
     trained = config.mtp.online or config.task is Task.MTP_ADAPT
@@ -89,6 +89,8 @@ def check(config: Config) -> None:
             "mtp.objective=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no "
             "distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
         )
+    if config.trains_eagle3:
+        check_cotrained_eagle3(config)
     if config.task is Task.RL:
         check_staleness(config)
     temperatures = (config.rollout.temperature, config.val.temperature)
@@ -222,6 +224,25 @@ def check_eagle3(config: Config, hf_config: Mapping[str, Any]) -> None:
         read_shape(resolve(config.eagle3.start), hf_config, "eagle3.start")
     else:
         Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
+
+
+def check_cotrained_eagle3(config: Config) -> None:
+    """What training an EAGLE-3 draft beside the policy needs. Raises ValueError."""
+    if config.decoupled.active:
+        raise ValueError(
+            f"spec.drafter=eagle3 with mtp.train=online learns from the policy, and decoupled.path="
+            f"{config.decoupled.path!r} generates in its place: set mtp.train=off."
+        )
+    if config.mtp.lr_schedule is not LrSchedule.CONSTANT:
+        raise ValueError(
+            f"mtp.lr_schedule={config.mtp.lr_schedule}: an EAGLE-3 draft is trained at a constant learning "
+            "rate after mtp.warmup_steps. Set mtp.lr_schedule=constant."
+        )
+    if config.injection.weight_noise:
+        raise ValueError(
+            f"injection.weight_noise={config.injection.weight_noise} would disturb a co-trained EAGLE-3 "
+            "draft, its vocabulary included: set it to 0, or mtp.train=off."
+        )
 
 
 def check_run_dir(run: RunSettings) -> None:

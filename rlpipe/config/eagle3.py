@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+PREFIX = "eagle3."  # before the names of a draft's weights where they travel with its target's
 # Options of other EAGLE-3 exports that change the equations.
 REFUSED = ("bias", "attention_bias", "mlp_bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output")
 REFUSED += ("norm_before_residual", "tie_word_embeddings")

@@ -1,4 +1,4 @@
-"""How the draft (MTP) layer is trained. Imports no torch."""
+"""How a draft (MTP layer or EAGLE-3) is trained. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlpipe.models.checkpoint import has_mtp
 
 
 class MtpTrain(Choice):
-    """Whether the MTP layer learns during RL."""
+    """Whether the draft learns during RL: the MTP layer, or an EAGLE-3 draft where that one drafts."""
 
     OFF = "off"  # never updated; the embedding and head it shares with the target still move
     ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass

@@ -182,6 +182,11 @@ class Config:
         return self.decoupled.path or self.model.path
 
     @property
+    def trains_eagle3(self) -> bool:
+        """Whether an EAGLE-3 draft is co-trained with the policy."""
+        return self.task is Task.RL and self.mtp.online and self.spec.needs_eagle3
+
+    @property
     def broadcasts_weights(self) -> bool:
         """Whether the trainer broadcasts weights to all SGLang servers itself.
 

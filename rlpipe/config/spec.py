@@ -39,7 +39,7 @@ class SpecConfig:
     adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
         but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
     drafter: what drafts. Suffix drafts are certain, so rejection and block judge them as target_only does.
-    draft_path: directory of the draft, drafter eagle3 only. It stays as it is when the policy is updated.
+    draft_path: directory of the draft, drafter eagle3 only; where mtp.train=online starts from.
     suffix: most tokens of the text's end that drafter suffix looks up.
 
     >>> SpecConfig(mode="target_only").mode

@@ -98,13 +98,7 @@ class Eagle3(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them."""
-        from safetensors.torch import save_file
-
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(self.shape.hf_config(), indent=1) + "\n")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        write_draft(path, self.shape, self.state_dict())
 
     @classmethod
     def load(cls, path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3:
@@ -233,6 +227,17 @@ def frequent_ids(counts: Tensor, size: int) -> Tensor:
     [1, 2, 3]
     """
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tensor]) -> None:
+    """A draft's directory; weights: its state dict."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shape.hf_config(), indent=1) + "\n")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def read_draft(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import reduce
 from math import isfinite
 from operator import add
@@ -31,11 +32,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.batch import MicroBatch, PackedBatch, as_rows
-from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
 from rlpipe.drafts.draft_batch import draft_batch
-from rlpipe.drafts.eagle3 import Eagle3, frequent_ids
+from rlpipe.drafts.eagle3 import Eagle3, frequent_ids, write_draft
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
@@ -112,16 +113,18 @@ class Eagle3Trainer:
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""
-        directory = Path(directory)
-        part = directory.with_name(f"{directory.name}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        state = {
+        SavingDraft(self._state(), self._draft.shape, Path(directory)).write()
+
+    def begin_save(self, directory: Path, hf: Path) -> SavingDraft:
+        """Copy what `save` and `save_hf` would write into these directories, to be written later."""
+        return SavingDraft(deepcopy(self._state()), self._draft.shape, directory, hf)
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "draft": self._draft.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "updates": self.updates,
         }
-        torch.save(state, part / "eagle3.pt")
-        part.replace(directory)
 
     def load(self, directory: str | Path) -> None:
         """Continue from `save`."""
@@ -136,6 +139,14 @@ class Eagle3Trainer:
 
     def close(self) -> None:
         """Nothing is held that must be given back."""
+
+    def follow(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Draft for a target of these weights, by HF name, from here on."""
+        self._target.load(weights)
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """The draft's weights as they travel with its target's."""
+        return {f"{PREFIX}{name}": tensor.detach() for name, tensor in self._draft.state_dict().items()}
 
     def _apply(self, weight: float) -> dict[str, Value]:
         """Step on the summed gradient over `weight`."""
@@ -263,6 +274,27 @@ def _micros(batch: PackedBatch) -> Iterator[MicroBatch]:
     for minibatch in batch.minibatches:
         for shard in minibatch.shards:
             yield from shard
+
+
+class SavingDraft:
+    """State of a draft and its optimizer on its way to a checkpoint, and to `hf` as servers read it."""
+
+    def __init__(
+        self, state: dict[str, Any], shape: Eagle3Shape, directory: Path, hf: Path | None = None
+    ) -> None:
+        self._state, self._shape, self._directory, self._hf = state, shape, directory, hf
+
+    def write(self) -> None:
+        """All of it; the directory appears when it is complete. Raises OSError."""
+        part = self._directory.with_name(f"{self._directory.name}.part")
+        part.mkdir(parents=True, exist_ok=True)
+        torch.save(self._state, part / "eagle3.pt")
+        part.replace(self._directory)
+        if self._hf is not None:
+            write_draft(self._hf, self._shape, self._state["draft"])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
 
 def new_draft(

@@ -1,9 +1,9 @@
 """The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
 
 Owns the draft's weights and its step; the equations are stated in `drafts.eagle3`, which trains it. The
-draft comes from a directory of its own and stays as it is when the target's weights are replaced; only the
-embedding is the target's. So after an update of the policy it drafts for an older one: losslessly, and at an
-acceptance that falls until it is trained again.
+draft comes from a directory of its own; only the embedding is the target's. Where it is co-trained
+(mtp.train=online) its weights come with each update of the target. Where it is not it stays, and drafts for
+an older policy: losslessly, and at an acceptance that falls until it is trained again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlpipe.config.eagle3 import Eagle3Shape
+from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
 from rlpipe.drafts.eagle3 import draft_ids, read_draft
 from rlpipe.rollout.embedded.linear import Linear
 
@@ -37,17 +37,26 @@ class Eagle3Draft:
         """From a directory; target: `config.json` of the model. Raises ValueError, see `read_draft`."""
         return cls(*read_draft(path, target))
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its weights, by the names under which they travel with the target's."""
+        return {f"{PREFIX}{name}": shape for name, shape in self._shape.weight_shapes().items()}
+
     def attach(self, model: Model) -> None:
         """Bring the weights to the model's device and layout."""
-        get = model.getter(self._weights)
+        self.load(model, self._weights)
+        self._weights = {}  # the model holds copies
+
+    def load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights, by the names of the draft's checkpoint."""
+        get = model.getter(weights)
         self._fc = Linear(get("fc.weight"))
-        self._layer = model.layer(get, self._weights, "midlayer.", qk_norm=False)
+        self._layer = model.layer(get, weights, "midlayer.", qk_norm=False)
         self._hidden_norm = get("midlayer.hidden_norm.weight")
         self._norm = get("norm.weight")
         self._head = Linear(get("lm_head.weight"))
-        ids = draft_ids(self._weights["d2t"].long()) if self._shape.reduced else None
+        ids = draft_ids(weights["d2t"].long()) if self._shape.reduced else None
         self._ids = None if ids is None else ids.to(model.device)
-        self._weights = {}  # the model holds copies
 
     def step(
         self,

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig
@@ -69,6 +70,7 @@ class EmbeddedEngine:
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
+        self._draft_shapes = {} if eagle3 is None else eagle3.shapes
         # A tied head may be left out of an update, and a draft that is not used may be sent or not.
         self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not drafts)
         if arch.tied:
@@ -167,11 +169,12 @@ class EmbeddedEngine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and MTP weights between two steps; returns when they are in use.
 
-        An EAGLE-3 draft stays: what it drafts is verified against the new target all the same.
+        An EAGLE-3 draft that is not among them stays: what it drafts is verified against the new target.
 
         Raises ValueError naming missing, unknown or misshapen weights; the old ones stay in use then.
         """
-        check_weights(weights, self._shapes, self._optional)
+        draft = self._draft_shapes if any(name.startswith(PREFIX) for name in weights) else {}
+        check_weights(weights, self._shapes | draft, self._optional)
         self._call(lambda: self._load(weights, version))
 
     def stats(self) -> EngineStats:

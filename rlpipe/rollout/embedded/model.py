@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rlpipe.config.eagle3 import PREFIX
 from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.rollout.embedded.architecture import Architecture
 from rlpipe.rollout.embedded.attention import (
@@ -142,7 +143,10 @@ class Model:
         return self.mtp or self.eagle3 is not None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights but an EAGLE-3 draft's; the cache stays. Check names and shapes before."""
+        """Replace all weights; the cache stays, and an EAGLE-3 draft whose weights are not among them.
+
+        Check names and shapes before.
+        """
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
@@ -154,6 +158,9 @@ class Model:
             self.mtp_token_norm = get(f"{MTP_PREFIX}token_layernorm.weight")
             self.mtp_hidden_norm = get(f"{MTP_PREFIX}hidden_layernorm.weight")
             self.mtp_final_norm = get(f"{MTP_PREFIX}final_layernorm.weight")
+        draft = {name.removeprefix(PREFIX): w for name, w in weights.items() if name.startswith(PREFIX)}
+        if draft and self.eagle3 is not None:
+            self.eagle3.load(self, draft)
 
     def span(
         self,

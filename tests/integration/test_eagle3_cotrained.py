@@ -1,0 +1,138 @@
+"""An EAGLE-3 draft that is trained beside the policy: what is learnt travels, is saved and is resumed."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.checks import check
+from rlpipe.config.injection import InjectionConfig
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import ClusterConfig, Config, ModelConfig, RunSettings
+from rlpipe.config.spec import SpecConfig
+from rlpipe.config.trainer import TrainerConfig
+from rlpipe.rollout.embedded.engine import EmbeddedEngine
+from rlpipe.weights.payload import unpack_weights
+from tests.helpers.cli import ROOT, run
+from tests.helpers.eagle3_drafts import write_random_draft
+from tests.helpers.trajectories import make_groups
+
+pytestmark = pytest.mark.integration
+
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return write_random_draft(tmp_path_factory.mktemp("start"), TINY, scale=0.05, ids=range(400))
+
+
+def settings(start, tmp_path, **mtp) -> Config:
+    return Config(
+        model=ModelConfig(path=str(TINY)),
+        mtp=MtpConfig(**{"train": "online", "objective": "kl", "lr": 1e-2, "clip_grad": 0.5} | mtp),
+        spec=SpecConfig(drafter="eagle3", draft_path=str(start)),
+        rollout=RolloutConfig(device="cpu", max_context=64),
+        trainer=TrainerConfig(lr=1e-3, micro_batch_tokens=256),
+        pipeline=PipelineConfig(max_staleness=0),
+        cluster=ClusterConfig(mode="inline"),
+        run=RunSettings(dir=str(tmp_path / "run"), steps=4),
+    )
+
+
+def weights_of(engine):
+    draft = engine._model.eagle3
+    return {"fc.weight": draft._fc, "lm_head.weight": draft._head, "norm.weight": draft._norm}
+
+
+def test_the_draft_learns_for_the_policy_as_it_is_and_travels_with_it(start, tmp_path):
+    config = settings(start, tmp_path)
+    groups = make_groups(seed=3, groups=3, common=6)
+    for trajectory in groups[0].trajectories:
+        trajectory.reward = 1.0  # a group without variance teaches the policy nothing, and the draft as ever
+    worker = TrainerWorker(config)
+    worker.start()
+    engine = EmbeddedEngine(config.rollout, config.spec, TINY)
+    try:
+        draft, before = worker._draft, {}
+        for _ in range(2):
+            policy = worker._trainer.export_weights()
+            before = {name: tensor.clone() for name, tensor in draft._draft.state_dict().items()}
+            metrics = worker.step(groups)
+            assert torch.equal(draft._target.embedding, policy["model.embed_tokens.weight"])
+            assert metrics["mtp/grad_norm"].value() > 0 and metrics["mtp/lr"].value() == 1e-2
+            assert metrics["actor/grad_norm"].value() > 0
+        sent = unpack_weights(worker.export(2))
+        engine.update_weights(sent, 2)
+        learnt = draft._draft.state_dict()
+        for name, held in weights_of(engine).items():
+            assert not torch.equal(learnt[name], before[name]), name
+            held = held if isinstance(held, torch.Tensor) else held(torch.eye(learnt[name].shape[1])).T
+            torch.testing.assert_close(held, learnt[name], atol=1e-6, rtol=1e-5)
+        some = dict(list(sent.items())[:-1]) if list(sent)[-1].startswith("eagle3.") else {}
+        with pytest.raises(ValueError, match=r"missing eagle3\."):
+            engine.update_weights(some, 3)
+        worker.freeze_draft()
+        assert "mtp/grad_norm" not in worker.step(groups)
+        assert all(torch.equal(tensor, learnt[name]) for name, tensor in draft._draft.state_dict().items())
+    finally:
+        engine.close()
+        worker.close()
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(start, tmp_path):
+    asked = ["+recipe=reasoning_rl", "cluster=inline", "run.dir=out", "run.steps=2", "run.save_every=1"]
+    asked += ["pipeline.prompts_per_step=2", "pipeline.group_size=4", "pipeline.max_staleness=0"]
+    asked += ["rollout.max_running=1", "val.every=0", "metrics.probe.every=0", "metrics.report=false"]
+    asked += ["metrics.wandb=off", "spec.drafter=eagle3", f"spec.draft_path={start}"]
+    online = ["mtp.train=online", "mtp.objective=kl", "mtp.lr=5e-3"]
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    whole.mkdir()
+    first = run(*asked, *online, cwd=whole, OMP_NUM_THREADS="1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    shutil.copytree(whole, other)
+    shutil.rmtree(other / "out" / "checkpoints" / "step_2")
+    refused = run(*asked, cwd=other)
+    assert refused.returncode != 0 and "mtp.train=online" in refused.stdout + refused.stderr
+    second = run(*asked, *online, cwd=other, OMP_NUM_THREADS="1")
+    assert second.returncode == 0, second.stdout + second.stderr
+    a, b, earlier = (
+        load_file(part / "draft" / "model.safetensors")
+        for part in (
+            whole / "out" / "checkpoints" / "step_2",
+            other / "out" / "checkpoints" / "step_2",
+            whole / "out" / "checkpoints" / "step_1",
+        )
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["lm_head.weight"], earlier["lm_head.weight"])
+    states = [
+        torch.load(part / "out" / "checkpoints" / "step_2" / "draft_trainer" / "eagle3.pt")
+        for part in (whole, other)
+    ]
+    for index, moments in states[0]["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, states[1]["optimizer"]["state"][index][name])
+    records = [json.loads(line) for line in (whole / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["training/global_step"]]
+    assert len(steps) == 2
+    assert all(0 <= step["spec/acceptance_rate"] <= 1 and step["mtp/loss"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mtp": MtpConfig(train="online", lr_schedule="cosine")}, r"mtp\.lr_schedule=cosine"),
+        ({"injection": InjectionConfig(weight_noise=0.1)}, r"injection\.weight_noise=0\.1"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_at_launch(start, tmp_path, change, named):
+    config = replace(settings(start, tmp_path), **change)
+    with pytest.raises(ValueError, match=named):
+        check(config)
