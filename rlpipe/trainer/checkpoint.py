@@ -17,7 +17,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,10 +29,19 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from rlpipe.algo.rule import CorrectionRule
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
+from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.optimizer import PolicyOptimizer
 
-if TYPE_CHECKING:
-    from rlpipe.trainer.megatron import MegatronTrainer
+
+class Resumable(Protocol):
+    """The state of a trainer, in the parts that a checkpoint has."""
+
+    model: PolicyModel
+    optimizer: PolicyOptimizer
+    rule: CorrectionRule | None
+    policy_version: int
 
 
 class Saving:
@@ -78,7 +87,7 @@ class SavingHf:
         """Nothing is left to do."""
 
 
-def save(trainer: MegatronTrainer, directory: Path) -> None:
+def save(trainer: Resumable, directory: Path) -> None:
     """Write model, optimizer, schedule, version, the correction's state and random states; collective.
 
     Raises ValueError when the directory exists and OSError when it cannot be written.
@@ -89,7 +98,7 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
     saving.finish()
 
 
-def begin_save(trainer: MegatronTrainer, directory: Path) -> Saving:
+def begin_save(trainer: Resumable, directory: Path) -> Saving:
     """Copy what `save` writes; collective. Raises as `save` does."""
     if directory.exists():
         raise ValueError(f"{directory} exists: a checkpoint is never overwritten. Save to a new directory.")
@@ -118,7 +127,7 @@ def begin_save(trainer: MegatronTrainer, directory: Path) -> Saving:
         trainer.optimizer.write_steps(updates)
 
 
-def load(trainer: MegatronTrainer, directory: Path) -> None:
+def load(trainer: Resumable, directory: Path) -> None:
     """Restore what `save` wrote; collective.
 
     Raises ValueError when the directory holds no checkpoint.
@@ -159,7 +168,7 @@ def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
     return copies
 
 
-def _tensors(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
+def _tensors(trainer: Resumable, loading: bool) -> dict[str, Any]:
     """Sharded state of model and optimizer."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -1,8 +1,8 @@
 """The trainer: packed batches in, optimizer steps and weights out, on Megatron-core.
 
 Owns one rank of the policy, its optimizer and its version. The algorithm (loss, correction) is
-`rlpipe.algo`, forward and backward passes are `passes`, CPU or GPU is `runtime`, weights are `hf_bridge`,
-files are `checkpoint`.
+`rlpipe.algo`, forward and backward passes are `passes`, the draft's `draft_passes`, CPU or GPU is `runtime`,
+weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
@@ -14,45 +14,33 @@ policy's gradient does not need it. With mtp.train=online it learns from the hid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
-from rlpipe.algo.rule import TokenExtras
 from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 from rlpipe.drafts.ppow import PpowTotals
-from rlpipe.metrics.values import Last, Mean, Sum, Value, reduce
+from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.trainer import runtime
-from rlpipe.trainer.passes import Passes, Predictions, Scores, schedule
+from rlpipe.trainer.passes import Companion, Passes, Predictions, Scores, schedule
 
 if TYPE_CHECKING:
     from rlpipe.drafts.loss import MtpStats
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
     from rlpipe.trainer.hf_bridge import Bucket
-    from rlpipe.trainer.layers import BranchLayout
-
-
-class Companion(Protocol):
-    """What else happens to the micro-batches of an update; see `decoupled`."""
-
-    def watch(
-        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
-    ) -> tuple[torch.Tensor, dict[str, Value]]:
-        """The loss to descend in place of the policy's, which is given, and further metrics."""
-        ...
 
 
 class MegatronTrainer:
@@ -118,18 +106,17 @@ class MegatronTrainer:
             finalize_model_grads,
         )
 
-        from rlpipe.trainer.draft import Draft
+        from rlpipe.trainer.draft_passes import DraftPasses
         from rlpipe.trainer.hf_bridge import load_hf_weights
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer
-        from rlpipe.trainer.ppow import Ppow
 
-        windows = mtp.ppow and (self._online or self._adapt_only)
-        if windows and self._runtime.te:
-            raise ValueError(
-                "mtp.objective=ppow reads keys of finished passes, which TransformerEngine's attention keeps "
-                "to itself: set trainer.layers=local."
-            )
+        self._dp_rank = parallel_state.get_data_parallel_rank()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        windows = (ppow or PpowConfig()) if mtp.ppow and (self._online or self._adapt_only) else None
+        self._drafting = DraftPasses(
+            mtp, self._runtime, self._passes, self._dp_group, windows, updates=optimizer_steps, seed=seed
+        )
         weights = read_weights(self._path)
 
         def load_policy() -> Any:
@@ -142,12 +129,6 @@ class MegatronTrainer:
             self.model.mtp.requires_grad_(self._online or self._adapt_only)
         wants_reference = self._algo.kl_coef and not self._adapt_only
         self._reference = load_policy().requires_grad_(False) if wants_reference else None
-        self._draft, self._ppow = Draft(mtp, self._runtime), None
-        if windows:
-            updates = max(1, optimizer_steps // mtp.interval)
-            self._ppow = Ppow(
-                ppow or PpowConfig(), self._runtime, depths=mtp.depths, steps=updates, seed=seed
-            )
         sharded = self._config.distributed_optimizer
         self._wrapped = DistributedDataParallel(
             self.model.config,
@@ -156,8 +137,6 @@ class MegatronTrainer:
         )
         self.model.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, optimizer_steps)
-        self._dp_rank = parallel_state.get_data_parallel_rank()
-        self._dp_group = parallel_state.get_data_parallel_group()
 
     @property
     def hf_config(self) -> Mapping[str, Any]:
@@ -223,7 +202,7 @@ class MegatronTrainer:
                 mine += metrics
                 yield
                 shared.append(self._apply(minibatch, stats))
-        total = finish(reduce([*self._gather(reduce(mine)), *shared]))
+        total = finish(reduce([*runtime.gather(reduce(mine), self._dp_group), *shared]))
         if self.rule is not None:
             self.rule.observe(total)
         return total
@@ -238,13 +217,15 @@ class MegatronTrainer:
         if not self._adapt_only:
             raise ValueError("adapt_step trains the draft alone: build the trainer with adapt_only=True.")
         start = time.perf_counter()
-        self._temperature = batch.temperature
         steps = []
         for minibatch in batch.minibatches:
             self._wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
             shard = minibatch.shards[self._dp_rank]
-            stats = self._learned(self._run_draft(self._wrapped, shard, forward_only=False))
+            forward = self._drafting.forward(
+                self.model, len(shard), batch.temperature, self.optimizer.updates["mtp"]
+            )
+            stats = self._drafting.summed(schedule(self._wrapped, shard, forward, forward_only=False))
             steps.append(self._apply(minibatch, stats))
         return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
 
@@ -254,10 +235,8 @@ class MegatronTrainer:
         Changes nothing. Raises ValueError when the checkpoint has no draft.
         """
         check_draft(self._mtp, self._hf_config, str(self._path))
-        self._temperature = batch.temperature
-        with torch.no_grad():
-            shards = [m.shards[self._dp_rank] for m in batch.minibatches]
-            return self._total(s for shard in shards for s in self._run_draft(self.model, shard, True))
+        shard = [micro for m in batch.minibatches for micro in m.shards[self._dp_rank]]
+        return self._drafting.statistics(self.model, shard, batch.temperature)
 
     def freeze_draft(self) -> None:
         """No longer train the draft beside the policy."""
@@ -269,24 +248,10 @@ class MegatronTrainer:
         Changes nothing. Raises ValueError when the checkpoint has no draft.
         """
         check_draft(self._mtp, self._hf_config, str(self._path))
-        self._temperature = batch.temperature
-        found: dict[int, Table] = {}
-        with torch.no_grad():
-            for minibatch in batch.minibatches:
-                shard = minibatch.shards[self._dp_rank]
-                for part in schedule(self.model, shard, self._tabled, forward_only=True):
-                    found |= part
-        everywhere = {row: table for part in self._gather(found) for row, table in part.items()}
+        shard = [micro for m in batch.minibatches for micro in m.shards[self._dp_rank]]
+        found = self._drafting.tables(self.model, shard, batch.temperature)
+        everywhere = ChainMap(*runtime.gather(found, self._dp_group))
         return [everywhere.get(row) for row in range(len(batch.lengths))]
-
-    def _tabled(self, index: int, micro: MicroBatch) -> Any:
-        """A step of Megatron's schedule that ends in `Draft.tables`."""
-        hidden, *_ = self._passes.hidden(self.model, micro)
-
-        def finish_micro(hidden: torch.Tensor) -> Any:
-            return hidden.sum(), self._draft.tables(self.model, micro, hidden, self._temperature)
-
-        return hidden, finish_micro
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
         """Current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
@@ -296,14 +261,8 @@ class MegatronTrainer:
         found: dict[int, np.ndarray] = {}
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
-            scores = self._passes.scores(self.model, shard, temperature=batch.temperature)
-            for micro, score in zip(shard, scores, strict=True):
-                values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
-                for b in np.flatnonzero(micro.rows >= 0):
-                    line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
-                    line[micro.indices[b, mask[b]]] = values[b, mask[b]]
-                    found[int(micro.rows[b])] = line
-        everywhere = {row: line for part in self._gather(found) for row, line in part.items()}
+            found |= self._passes.lines(self.model, shard, batch)
+        everywhere = ChainMap(*runtime.gather(found, self._dp_group))
         return [
             everywhere[row].tolist() if row in everywhere else [0.0] * length
             for row, length in enumerate(batch.lengths)
@@ -377,6 +336,7 @@ class MegatronTrainer:
         drafts = self._online and (self.policy_version + 1) % self._mtp.interval == 0
         extra = minibatch.draft_shards[self._dp_rank] if drafts else []
         count = len(shard) + len(extra)
+        temperature, updates = self._temperature, self.optimizer.updates.get("mtp", 0)
         totals = LossTotals(
             tokens=max(1, minibatch.tokens), sequences=max(1, minibatch.sequences), dp_size=self._config.dp
         )
@@ -397,20 +357,21 @@ class MegatronTrainer:
                 totals=totals,
                 config=self._algo,
                 rule=self.rule,
-                extras=None if self.rule is None else self._extras(micro, found, start),
+                extras=None if self.rule is None else self._passes.extras(micro, found, start),
             )
             if companion is not None:
                 loss, more = companion.watch(index, micro, found, loss, totals)
                 metrics |= more
             stats = None
             if drafts:
-                draft_loss, stats = self._draft_loss(self.model, micro, found.hidden, found.layout)
+                seen = (micro, found.hidden, found.layout, temperature, updates)
+                draft_loss, stats = self._drafting.loss(self.model, *seen)
                 loss = loss + draft_loss
             return loss * count, (metrics, stats)  # Megatron divides by the number of micro-batches
 
-        keep = drafts and self._ppow is not None
-        teach = self._passes.forward(self._wrapped, loss_of, self._temperature, keep)
-        draft = self._draft_forward(self.model, count, forward_only=False)
+        keep = drafts and self._drafting.reads_keys
+        teach = self._passes.forward(self._wrapped, loss_of, temperature, keep)
+        draft = self._drafting.forward(self.model, count, temperature, updates)
 
         def forward(index: int, micro: MicroBatch) -> Any:
             return teach(index, micro) if index < len(shard) else draft(index, micro)
@@ -418,37 +379,7 @@ class MegatronTrainer:
         done = schedule(self._wrapped, [*shard, *extra], forward, forward_only=False)
         metrics = [metrics for metrics, _ in done[: len(shard)]]
         parts = [*(stats for _, stats in done[: len(shard)]), *done[len(shard) :]]
-        return metrics, self._learned(parts) if drafts else None
-
-    def _draft_loss(
-        self, policy: Any, micro: MicroBatch, hidden: torch.Tensor, layout: BranchLayout | None
-    ) -> tuple[torch.Tensor, MtpStats | PpowTotals]:
-        """The draft's objective on a micro-batch: numerator and statistics.
-
-        layout: of the backbone's pass, with keys if the objective reads them.
-        """
-        if self._ppow is None:
-            return self._draft.loss(policy, micro, hidden, self._temperature)
-        done = self.optimizer.updates["mtp"]
-        return self._ppow.loss(policy, micro, hidden, layout.release(), self._temperature, done)
-
-    def _learned(self, parts: Iterable[Any]) -> MtpStats | PpowTotals:
-        """Statistics of the draft's objective over micro-batches and ranks."""
-        from rlpipe.trainer.draft import total
-
-        if self._ppow is None:
-            return self._total(parts)
-        return total(parts, PpowTotals.nothing(self._runtime.device), self._dp_group)
-
-    def _extras(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> TokenExtras:
-        """What the rule asked for: columns, the rollout's candidates and what its target gives to them."""
-        own, move = micro.candidates, self._runtime.to_device
-        columns = {name: move(values) for name, values in micro.columns.items()}
-        if own is None:
-            return TokenExtras(columns=columns)
-        ahead = None if start is None else start.candidates
-        target = found.of(move(own.ids)) if ahead is None else ahead
-        return TokenExtras(columns=columns, rollout_top=move(own.logprobs), target_top=target)
+        return metrics, self._drafting.summed(parts) if drafts else None
 
     def _apply(self, minibatch: MiniBatch, stats: MtpStats | PpowTotals | None) -> dict[str, Value]:
         """Step the optimizer; metrics that are the same on every rank.
@@ -461,62 +392,8 @@ class MegatronTrainer:
         if stats is not None:  # gradients are means over ranks of what the numerator of the loss gives
             weight = stats.weight.item()
             scales["mtp"] = self._config.dp / weight if weight else 0.0
-        outcome = self.optimizer.step(scales) if minibatch.tokens else None
-        idle = outcome is not None and outcome.grad_norms.get("policy") == 0
-        for tag in groups:
-            name = {"policy": "actor", "mtp": "mtp"}[tag]
-            done = outcome is not None and tag in outcome.applied
-            rests = idle and tag == "policy"
-            metrics[f"{name}/skipped_steps"] = Sum(not done and not rests)
-            if outcome is not None and tag in outcome.lrs:
-                metrics[f"{name}/lr"] = Last(outcome.lrs[tag])
-            if done:
-                metrics[f"{name}/grad_norm"] = Mean(outcome.grad_norms[tag], 1)
-        if outcome is not None:
-            self.policy_version += bool(outcome.applied) or idle
-        if self._adapt_only:
-            return metrics
-        metrics["actor/idle_steps"] = Sum(idle)
-        return metrics if outcome is None else metrics | optimizer_step_count(self._algo)
-
-    def _run_draft(self, model: Any, shard: Sequence[MicroBatch], forward_only: bool) -> list[MtpStats]:
-        """The draft over micro-batches, from a backbone without gradients; statistics of each.
-
-        forward_only: teacher-forced statistics, whatever the objective.
-        """
-        forward = self._draft_forward(getattr(model, "module", model), len(shard), forward_only)
-        return schedule(model, shard, forward, forward_only=forward_only)
-
-    def _draft_forward(
-        self, policy: Any, count: int, forward_only: bool
-    ) -> Callable[[int, MicroBatch], tuple[torch.Tensor, Any]]:
-        """A step of Megatron's schedule over `count` micro-batches that ends in the draft's loss."""
-
-        def forward(index: int, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
-            keep = self._ppow is not None and not forward_only
-            with torch.no_grad():
-                hidden, _, layout = self._passes.hidden(policy, micro, keep)
-
-            def finish_micro(hidden: torch.Tensor) -> Any:
-                if forward_only:
-                    return self._draft.loss(policy, micro, hidden, self._temperature)
-                loss, stats = self._draft_loss(policy, micro, hidden, layout)
-                return loss * count, stats
-
-            return hidden, finish_micro
-
-        return forward
-
-    def _total(self, parts: Iterable[MtpStats]) -> MtpStats:
-        """The draft's statistics over micro-batches and ranks."""
-        from rlpipe.trainer.draft import no_stats, total
-
-        return total(parts, no_stats(self._mtp.depths, self._runtime.device), self._dp_group)
-
-    def _gather(self, part: Any) -> list[Any]:
-        """One object of each data parallel rank, on all of them."""
-        if self._config.dp == 1:
-            return [part]
-        parts: list[Any] = [None] * self._config.dp
-        dist.all_gather_object(parts, part, group=self._dp_group)
-        return parts
+        outcome = self.optimizer.step(scales if minibatch.tokens else {})
+        self.policy_version += bool(outcome.applied or "policy" in outcome.idle)
+        metrics |= outcome.metrics(groups)
+        counts = minibatch.tokens and not self._adapt_only
+        return metrics | optimizer_step_count(self._algo) if counts else metrics

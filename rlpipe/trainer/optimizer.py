@@ -7,7 +7,7 @@ clips all groups by one norm, steps all of them and applies whatever it is given
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -28,6 +28,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import Precision, TrainerConfig
+from rlpipe.metrics.values import Last, Mean, Sum, Value
 
 POLICY, MTP = "policy", "mtp"
 
@@ -39,6 +40,26 @@ class StepOutcome:
     applied: set[str]
     grad_norms: dict[str, float]
     lrs: dict[str, float]
+
+    @property
+    def idle(self) -> set[str]:
+        """Groups whose gradient was 0."""
+        return {tag for tag, norm in self.grad_norms.items() if norm == 0}
+
+    def metrics(self, groups: Sequence[str]) -> dict[str, Value]:
+        """What became of the groups that a step was meant for."""
+        metrics: dict[str, Value] = {}
+        for tag in groups:
+            name, done = {POLICY: "actor", MTP: "mtp"}[tag], tag in self.applied
+            rests = tag == POLICY and tag in self.idle
+            metrics[f"{name}/skipped_steps"] = Sum(not done and not rests)
+            if tag == POLICY:
+                metrics["actor/idle_steps"] = Sum(rests)
+            if tag in self.lrs:
+                metrics[f"{name}/lr"] = Last(self.lrs[tag])
+            if done:
+                metrics[f"{name}/grad_norm"] = Mean(self.grad_norms[tag], 1)
+        return metrics
 
 
 @dataclass(slots=True)

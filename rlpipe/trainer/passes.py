@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
-from rlpipe.batch import MicroBatch
+from rlpipe.algo.policy_loss import LossTotals
+from rlpipe.algo.rule import TokenExtras
+from rlpipe.batch import MicroBatch, PackedBatch
+from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -46,6 +50,16 @@ class Scores:
     candidates: torch.Tensor | None
 
 
+class Companion(Protocol):
+    """What else happens to the micro-batches of an update; see `decoupled`."""
+
+    def watch(
+        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+    ) -> tuple[torch.Tensor, dict[str, Value]]:
+        """The loss to descend in place of the policy's, which is given, and further metrics."""
+        ...
+
+
 class Passes:
     """Runs the models of a runtime."""
 
@@ -69,6 +83,31 @@ class Passes:
 
         with torch.no_grad():
             return schedule(model, shard, self.forward(model, keep, temperature), forward_only=True)
+
+    def extras(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> TokenExtras:
+        """What the correction asked for: columns, the rollout's candidates and what its target gives to them.
+
+        start: of the policy at the start of the batch, where that is the target.
+        """
+        candidates, move = micro.candidates, self._runtime.to_device
+        columns = {name: move(values) for name, values in micro.columns.items()}
+        if candidates is None:
+            return TokenExtras(columns=columns)
+        ahead = None if start is None else start.candidates
+        target = found.of(move(candidates.ids)) if ahead is None else ahead
+        return TokenExtras(columns=columns, rollout_top=move(candidates.logprobs), target_top=target)
+
+    def lines(self, model: Any, shard: Sequence[MicroBatch], batch: PackedBatch) -> dict[int, np.ndarray]:
+        """Logprobs of each trajectory of a shard, parallel to its tokens, by its row in the batch."""
+        found: dict[int, np.ndarray] = {}
+        scores = self.scores(model, shard, temperature=batch.temperature)
+        for micro, score in zip(shard, scores, strict=True):
+            values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
+            for b in np.flatnonzero(micro.rows >= 0):
+                line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
+                line[micro.indices[b, mask[b]]] = values[b, mask[b]]
+                found[int(micro.rows[b])] = line
+        return found
 
     def forward(
         self,

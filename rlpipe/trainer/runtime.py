@@ -221,3 +221,12 @@ def _on_cpu(factory: Any) -> Any:
         return factory(*args, **kwargs)
 
     return build
+
+
+def gather(part: Any, group: dist.ProcessGroup) -> list[Any]:
+    """One object of each rank of a group, on all of them."""
+    if group.size() == 1:
+        return [part]
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, part, group=group)
+    return parts

@@ -76,7 +76,7 @@ def rollouts(trainer, batch, step=0):
     for micro in batch.minibatches[0].shards[0]:
         with torch.no_grad():
             hidden, _, layout = trainer._passes.hidden(trainer.model, micro, keep=True)
-        rollout = trainer._ppow.rollout(trainer.model, micro, hidden, layout.release(), T, step)
+        rollout = trainer._drafting._ppow.rollout(trainer.model, micro, hidden, layout.release(), T, step)
         if rollout is not None:
             found.append((micro, rollout))
     return found
