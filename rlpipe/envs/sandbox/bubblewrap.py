@@ -32,6 +32,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,18 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             wrapper_args=[*_system(), *mounts, "--remount-ro", "/"],
         )
 
-    def run(self, command: str, *, timeout_s: float, stdin: bytes = b"") -> CommandResult:
+    def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        pass_fds: Sequence[int] = (),
+        stop: Callable[[], bool] = lambda: False,
+    ) -> CommandResult:
         """Run a shell command.
 
+        pass_fds: descriptors of ours that it gets as well. stop: ends it soon after it turns true.
         Raises InfrastructureError when bwrap failed before the command started.
         """
         ended = run_bounded(
@@ -100,8 +110,9 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             stdin=stdin,
             env={},
             filter_program=program(),
-            watch=self._watch,
+            watch=lambda pid: Limit.TIME if stop() else self._watch(pid),
             end=_end,
+            pass_fds=pass_fds,
         )
         return _result(ended)
 
@@ -168,9 +179,9 @@ def sweep() -> int:
 
 
 def execute(
-    config: SandboxConfig, tree: Tree, command: str, *, timeout_s: float, stdin: bytes = b""
+    config: SandboxConfig, tree: Tree, command: str, *, timeout_s: float, **options: Any
 ) -> tuple[CommandResult, Tree]:
-    """Run a command on a tree: its result and the tree it leaves.
+    """Run a command on a tree: its result and the tree it leaves. options: see `ContainedBubblewrap.run`.
 
     A tree over its limit is not kept: the command counts as ended for `Limit.FILES`, its changes undone.
     Raises InfrastructureError when bwrap cannot start, or the disk fails.
@@ -178,7 +189,7 @@ def execute(
     try:
         box = ContainedBubblewrap(config, tree)
         try:
-            result = box.run(command, timeout_s=timeout_s, stdin=stdin)
+            result = box.run(command, timeout_s=timeout_s, **options)
             try:
                 return result, box.tree()
             except TreeTooLarge:

@@ -50,16 +50,18 @@ def run_bounded(
     filter_program: bytes = b"",
     watch: Callable[[int], Limit | None] = lambda pid: None,
     end: Callable[[subprocess.Popen[bytes], bytes], None] = lambda process, status: process.kill(),
+    pass_fds: Sequence[int] = (),
 ) -> Ended:
     """Run `argv` until it ends or exceeds a limit.
 
     watch: given the process id every 0.1 s; the Limit it names ends the process.
     end: ends the process, given also what the status pipe said so far.
     env: the whole environment; None inherits ours. filter_program: less than a pipe holds (64 KiB).
+    pass_fds: descriptors of ours that it gets as well.
     Raises InfrastructureError when the process cannot be started or does not die.
     """
     with contextlib.ExitStack() as resources:
-        run = _Run(argv, stdin, env, filter_program, resources)
+        run = _Run(argv, stdin, env, filter_program, pass_fds, resources)
         exceeded = run.supervise(timeout_s, max_output, watch, end)
         returncode = run.process.wait()
         run.drain(max_output)
@@ -83,6 +85,7 @@ class _Run:
         stdin: bytes,
         env: Mapping[str, str] | None,
         filter_program: bytes,
+        pass_fds: Sequence[int],
         resources: contextlib.ExitStack,
     ) -> None:
         self.started = time.monotonic()
@@ -102,7 +105,7 @@ class _Run:
                     stdout=output_write,
                     stderr=output_write,
                     env=None if env is None else dict(env),
-                    pass_fds=passed,
+                    pass_fds=(*passed, *pass_fds),
                 )
             except OSError as error:
                 raise InfrastructureError(f"cannot start {argv[0]}: {error}") from error

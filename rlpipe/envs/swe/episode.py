@@ -110,6 +110,7 @@ class SweEpisode:
         if command.strip() in _SUBMISSIONS:
             grade = self._workspace.grade()
             info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}
+            info |= {"graded_in_process": True} if grade.in_process else {}
             return self._end(float(grade.solved), submitted=True, **info)
         if len(command.encode()) > _LONGEST_COMMAND:
             result = CommandResult(output="command too long", exit_code=126)

@@ -24,6 +24,8 @@ class Instance:
 
     files: path -> text of the whole repository, tests included; empty when it lives in `image`.
     fail_to_pass, pass_to_pass: test ids, e.g. "test_core.Test.test_it".
+    graded_in_process: its tests inspect the module (its source, its identity, callbacks), so they run in the
+    process that imports the model's code, which can cheat there.
     facts: the record's remaining text and number fields (family, bug_kind, ...).
     """
 
@@ -38,6 +40,7 @@ class Instance:
     patch: str = ""
     test_patch: str = ""
     image: str = ""
+    graded_in_process: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -127,6 +130,7 @@ def parse_instance(line: str, where: str) -> Instance:
         fail_to_pass=_ids(record.pop("FAIL_TO_PASS", None), "FAIL_TO_PASS", where),
         pass_to_pass=_ids(record.pop("PASS_TO_PASS", []), "PASS_TO_PASS", where),
         files=_files(record.pop("files", {}), where),
+        graded_in_process=_flag(record.pop("graded_in_process", False), "graded_in_process", where),
         **text,
     )
     instance.facts = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
@@ -151,6 +155,12 @@ def _required(record: dict[str, Any], key: str, where: str) -> str:
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be text, got {value!r}.")
+    return value
+
+
+def _flag(value: Any, key: str, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} must be true or false, got {value!r}.")
     return value
 
 

@@ -3,43 +3,38 @@
 Owns grading. Tests always run in a fresh sandbox, over what the model changed but with the instance's
 own test files, and every required test id must be reported as passed:
 
-    tree:   final tree - what could shadow modules + test files of the instance -> isolated_tests
+    tree:   final tree - tests - what could shadow modules -> grader.trees, beside the instance's tests
     image:  diff of the model's container -> fresh container + test_patch -> env.test_command
 """
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 import shlex
-import sys
 from dataclasses import dataclass
-from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
-from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import CommandResult, make_container_sandbox
 from rlpipe.envs.sandbox.local import TreeRunner, TreeSandbox
-from rlpipe.envs.sandbox.tree import EmptyDirectory, Entry, Tree, fingerprint, tree_of
+from rlpipe.envs.sandbox.tree import fingerprint, tree_of
+from rlpipe.envs.swe.grader.trees import code_to_grade, run_tests
 from rlpipe.envs.swe.instances import Instance
 
-_RUNNER = Path(__file__).with_name("isolated_tests.py")
-_START_HOOKS = {"sitecustomize", "usercustomize"}
-_BINARY_MODULES = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
 _PYTEST_PASSED = re.compile(r"^PASSED (\S+)", re.MULTILINE)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Grade:
     """changed: the repository differs from the start. passed: number of required tests that passed, of
-    `required`. The task is solved when it changed and all passed."""
+    `required`. in_process: the tests ran in the process that imported the code, which could have cheated.
+    The task is solved when it changed and all passed."""
 
     changed: bool
     passed: int
     required: int
+    in_process: bool = False
 
     @property
     def solved(self) -> bool:
@@ -77,56 +72,21 @@ class TreeWorkspace:
     def grade(self) -> Grade:
         """Run the tests over the tree as it is now; equal trees are graded once."""
         instance, memo = self._instance, self._runner.memo
-        tree = tree_to_grade(instance, self._sandbox.tree)
+        tree = code_to_grade(instance, self._sandbox.tree)
         required = len(instance.tests)
-        if tree == tree_of(instance.files):
-            return Grade(changed=False, passed=0, required=required)
+        if tree == code_to_grade(instance, tree_of(instance.files)):
+            return Grade(changed=False, passed=0, required=required, in_process=instance.graded_in_process)
         key = ("grade", instance.instance_id, fingerprint(tree))
         passed = memo.get(key) if memo else None
         if passed is None:
-            passed = run_tests(self._runner, tree, instance.tests, self._config.test_timeout_s)
+            passed = run_tests(self._runner, instance, tree, self._config.test_timeout_s)
             if memo:
                 memo.put(key, passed, size=256)
-        return Grade(changed=True, passed=passed, required=required)
+        return Grade(changed=True, passed=passed, required=required, in_process=instance.graded_in_process)
 
     def close(self) -> None:
         """Nothing is held between commands."""
         self._sandbox.close()
-
-
-def tree_to_grade(instance: Instance, final: Tree) -> dict[str, Entry]:
-    """What the tests run over: the model's files, the instance's tests, nothing that shadows a module."""
-    tests = {path: text for path, text in instance.files.items() if instance.owns_test(path)}
-    kept = {
-        path: entry
-        for path, entry in final.items()
-        if not isinstance(entry, EmptyDirectory)
-        and (path in instance.files or not _shadows(path))
-        and not instance.owns_test(path)
-        and not any(PurePosixPath(test).is_relative_to(path) for test in tests)
-    }
-    return kept | tree_of(tests)
-
-
-def _shadows(path: str) -> bool:
-    """Whether a path would be imported in place of the standard library, or is no source at all."""
-    name = PurePosixPath(path).parts[0].split(".")[0]
-    return name in sys.stdlib_module_names or name in _START_HOOKS or path.endswith(_BINARY_MODULES)
-
-
-def run_tests(runner: TreeRunner, tree: Tree, tests: tuple[str, ...], timeout_s: float) -> int:
-    """How many of the tests pass; 0 when the run was tampered with or ended early.
-
-    Raises InfrastructureError when the sandbox failed.
-    """
-    nonce = secrets.token_hex(16)
-    command = shlex.join(["python3", "-I", "-B", "-c", _RUNNER.read_text()])
-    result, _ = runner.run(tree, command, timeout_s=timeout_s, stdin=json.dumps([nonce, *tests]).encode())
-    for line in result.output.splitlines():
-        if line.startswith(nonce):
-            report = json.loads(line.removeprefix(nonce))
-            return len(set(tests) & set(report["passed"])) if report["intact"] else 0
-    return 0
 
 
 class ImageWorkspace:

@@ -8,6 +8,7 @@ right, else 0.0. Works with any tools (see `schema.Tool`), so a suite of one's o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -19,6 +20,7 @@ from rlpipe.envs.swe.episode import shorten
 from rlpipe.envs.tools.parsers import INSTRUCTIONS, MalformedCall, parse_turn
 from rlpipe.envs.tools.schema import Tool, ToolError, call_tool
 
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 SYSTEM_PROMPT = """\
 Answer the question with the help of these tools, one JSON schema each:
 
@@ -47,10 +49,14 @@ def same_answer(answer: str, wanted: str) -> bool:
 
     >>> same_answer("12.0", "12"), same_answer("1e9999999", "12"), same_answer("twelve", "12")
     (True, False, False)
+    >>> same_answer("1_2", "12"), same_answer("\u0661\u0662", "12")
+    (False, False)
     """
+    if not (_NUMBER.fullmatch(answer) and _NUMBER.fullmatch(wanted)):
+        return answer == wanted.lower()
     try:
         return Decimal(answer) == Decimal(wanted)
-    except InvalidOperation:
+    except InvalidOperation:  # an exponent beyond Decimal's
         return answer == wanted.lower()
 
 

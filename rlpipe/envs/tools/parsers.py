@@ -11,8 +11,10 @@ Owns the formats. Knows no tool: names and arguments are checked by `schema.call
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from rlpipe.config.env import ToolParser
 from rlpipe.envs.tools.schema import ToolCall
 
 LONGEST_TURN = 20_000  # characters; longer ones are not parsed
+LONGEST_NUMBER = 1000  # characters; Python refuses to show a whole number of more than 4,300 digits
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAGS = ("<tool_call>", "</tool_call>")
 
@@ -75,8 +78,11 @@ def _pythonic(text: str) -> ParsedTurn:
         found = ast.parse(text, mode="eval").body
         if not isinstance(found, ast.List) or not found.elts:
             raise MalformedCall("expected [tool(argument=value, ...)]")
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NUMBER and (len(token.string) > LONGEST_NUMBER or "_" in token.string):
+                raise MalformedCall(f"not a number: {token.string:.40}")
         return ParsedTurn(calls=tuple(_python_call(node) for node in found.elts), content="")
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (SyntaxError, tokenize.TokenError, ValueError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, MalformedCall):
             raise
         raise MalformedCall(f"not a list of calls: {error!s:.100}") from error

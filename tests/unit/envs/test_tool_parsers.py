@@ -53,6 +53,9 @@ def test_a_turn_may_reason_and_call_several_tools():
         ('{"name": "read", "arguments": {}} and more', "json"),
         ('{"name": "read", "arguments": {}, "parameters": {}}', "json"),
         ("[]", "pythonic"),
+        (f"[calculate(expression=0x{'f' * 5000})]", "pythonic"),  # more digits than Python shows
+        ("[calculate(expression=1_2)]", "pythonic"),
+        ("[calculate(expression=\u0661)]", "pythonic"),
         ("[read(", "pythonic"),
         ('[read("store")]', "pythonic"),
         ("[read(**{})]", "pythonic"),

@@ -1,0 +1,115 @@
+"""Values between the tests and the code under test: JSON with tags, decoded into exact builtin types only.
+
+    [1, "a"]  <->  ["list", [1, "a"]]          2.5  <->  ["float", "0x1.4p+1"]
+
+Owns messages and their bounds. Decoding calls nothing but constructors of builtin types, so no message
+can run code; a subclass of a builtin type is sent as a value of that builtin type. Runs inside the
+sandboxes, with the standard library alone.
+"""
+
+import json
+import os
+
+LONGEST = 4 << 20  # bytes of one message
+_DEEPEST = 60
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
+class Malformed(ValueError):
+    """A message that keeps not to the format or its bounds."""
+
+
+def encode(value, other, depth=0):
+    """The JSON form of a value; `other(value)` gives that of an object of no builtin type."""
+    if depth > _DEEPEST:
+        raise Malformed("nested too deeply")
+    if value is None:
+        return None
+    kind = next((k for k in _PLAIN if isinstance(value, k)), None)
+    if kind is bool:
+        return value
+    if kind is int:
+        return (
+            int.__int__(value)
+            if -(1 << 53) < int.__int__(value) < 1 << 53
+            else ["int", hex(int.__int__(value))]
+        )
+    if kind is float:
+        return ["float", float.hex(value)]
+    if kind is complex:
+        return ["complex", float.hex(value.real), float.hex(value.imag)]
+    if kind is str:
+        return str.__str__(value)
+    if kind is bytes or kind is bytearray:
+        return [kind.__name__, kind.hex(value)]
+    if kind is dict:
+        pairs = dict.items(value)
+        return ["dict", [[encode(k, other, depth + 1), encode(v, other, depth + 1)] for k, v in pairs]]
+    if kind is not None:
+        return [kind.__name__, [encode(item, other, depth + 1) for item in kind.__iter__(value)]]
+    return other(value)
+
+
+def decode(form, other, depth=0):
+    """The value of a JSON form; `other(form)` gives that of an unknown tag, or raises Malformed."""
+    if depth > _DEEPEST:
+        raise Malformed("nested too deeply")
+    if form is None or type(form) in (bool, int, str):
+        return form
+    if type(form) is not list or not form or type(form[0]) is not str:
+        raise Malformed(f"no value: {form!r:.80}")
+    tag, *rest = form
+    try:
+        if tag == "int":
+            return int(*rest, 16)
+        if tag == "float":
+            return float.fromhex(*rest)
+        if tag == "complex":
+            return complex(*map(float.fromhex, rest))
+        if tag in ("bytes", "bytearray"):
+            return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(*rest)
+        if tag in _CONTAINERS:
+            (items,) = rest
+            return _CONTAINERS[tag](decode(item, other, depth + 1) for item in items)
+        if tag == "dict":
+            (pairs,) = rest
+            return {decode(k, other, depth + 1): decode(v, other, depth + 1) for k, v in pairs}
+    except Malformed:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Malformed(f"no {tag}: {error!s:.80}") from error
+    return other(form)
+
+
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class Channel:
+    """Messages of one JSON line each over a socket's descriptor. Raises Malformed, EOFError, OSError."""
+
+    def __init__(self, descriptor):
+        self._descriptor, self._rest = descriptor, b""
+
+    def send(self, message):
+        """Write a message."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        if len(data) > LONGEST:
+            raise Malformed(f"a message of {len(data)} bytes, at most {LONGEST} are sent")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def receive(self):
+        """The next message."""
+        parts, size = [self._rest], len(self._rest)
+        while b"\n" not in parts[-1]:
+            if size > LONGEST:
+                raise Malformed(f"a message of more than {LONGEST} bytes")
+            parts.append(os.read(self._descriptor, 1 << 16))
+            if not parts[-1]:
+                raise EOFError("the other side is gone")
+            size += len(parts[-1])
+        line, _, self._rest = b"".join(parts).partition(b"\n")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"not JSON: {error!s:.80}") from error
