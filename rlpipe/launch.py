@@ -1,21 +1,20 @@
-"""The composition root: the only place that picks implementations.
+"""The composition root: the only place that picks implementations, and the life of every task.
 
-Owns start-up and shut-down order, the run directory, and what Ctrl-C means: once, the step in
+Owns start-up and shut-down order, the run directory, and what Ctrl-C and SIGTERM mean: once, the step in
 progress is finished and a checkpoint left; twice, everything stops at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
@@ -32,6 +31,28 @@ from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.masked import TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
 
+_LEAVING_S = 5.0
+
+
+class RunTask(Protocol):
+    """What `run_task` runs. The constructor writes nothing; it raises ValueError for settings."""
+
+    def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
+        """Start what the task needs. give_up: ends the run at once, from any thread, with this sentence."""
+        ...
+
+    def run(self) -> bool:
+        """Work to the end (True) or to a stop request (False), leaving a checkpoint."""
+        ...
+
+    def request_stop(self) -> None:
+        """Finish what is in progress, checkpoint, return from `run`; called by a signal handler."""
+        ...
+
+    def close(self, at_once: bool) -> None:
+        """Leave no process behind. at_once: wait for nobody."""
+        ...
+
 
 def launch(config: Config, resolved: str) -> int:
     """Run what the recipe asks for; returns the exit status.
@@ -45,116 +66,73 @@ def launch(config: Config, resolved: str) -> int:
 
         run_tiny_model(config.warmstart, run_dir)
         return 0
-    if config.task is Task.MTP_ADAPT:
-        return _launch_adaptation(config, run_dir)
-    return _launch_rl(config, run_dir)
-
-
-def _launch_rl(config: Config, run_dir: Path) -> int:
-    config, half = of_half(config), config.run.half
-    prompts, held_out = None, {}
-    if half.rolls:
-        check_environment(config.env)
-        check_engine(config)
-        suite = make_suite(config.env, seed=config.run.seed)
-        if half.trains:
-            sizes = config.val.instances or None
-            held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
-        prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
-    checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
-    newest = checkpoints.newest()
-    done = 0 if newest is None else int(newest[1]["step"])
-    dump = _dump(config, done)
-    forget_steps(run_dir, done)
-    bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
-    ledger = Ledger(run_dir / "ledger.sqlite", bus.event)
-    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=config.cluster.mode, half=half)
-    if injected := config.injection.active():
-        bus.event("injection", **injected)
-    cluster = None
-    finished = "failed"
-    try:
-        bus.event("phase", message="starting engines and trainer")
-        cluster = _make_cluster(config, bus)
-        if dump is not None:
-            cluster = with_dump(cluster, dump, config, bus.event)
-        controller = Controller(
-            config=config,
-            run_dir=run_dir,
-            cluster=cluster,
-            prompts=prompts or DumpedPrompts(dump),
-            held_out=held_out,
-            bus=bus,
-            ledger=ledger,
-            checkpoints=checkpoints,
-        )
-        asyncio.run(_run_until_done(controller, cluster))
-        finished = "done" if controller.version >= config.run.steps else "stopped"
-    except KeyboardInterrupt:
-        finished = "interrupted"
-    except TooManyMasked as verdict:
-        print(f"rlpipe: {verdict}", file=sys.stderr, flush=True)
-        return 1
-    except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
-        raise RuntimeError(f"the run failed: {first_cause(group)!r}") from first_cause(group)
-    finally:
-        bus.event("end", outcome=finished)
-        _stop_cluster(config, cluster)
-        ledger.close()
-        bus.close()
-        if config.metrics.report:
-            print(f"report: {_write_report(run_dir)}", flush=True)
-    return {"done": 0, "stopped": 0}.get(finished, 130)
-
-
-def _dump(config: Config, done: int) -> Dump | None:
-    """The dump this run reads or, behind step `done`, writes; None without one. Raises ValueError."""
-    if not config.run.dump:
-        return None
-    directory = resolve(config.run.dump)
-    return Dump.create(directory, config, done) if config.run.half.rolls else Dump.open(directory, config)
-
-
-def _launch_adaptation(config: Config, run_dir: Path) -> int:
-    from rlpipe.adapt.run import Adaptation, forget_evaluations, product_name
-
-    for name in config.adapt.environments(config.env):
-        check_environment(replace(config.env, name=name))
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
+    if config.task is Task.MTP_ADAPT:
+        from rlpipe.adapt.run import Adaptation
+
+        task: RunTask = Adaptation(config, run_dir, done)
+    else:
+        task = ReinforcementLearning(config, run_dir, done)
     forget_steps(run_dir, done or 0)
-    forget_evaluations(run_dir, done)
+    return run_task(task, config, run_dir, checkpoints)
+
+
+def run_task(task: RunTask, config: Config, run_dir: Path, checkpoints: CheckpointStore) -> int:
+    """The life of a task: start, work, stop by signal, end; returns the exit status."""
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
-    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=ClusterMode.INLINE)
-    adaptation = Adaptation(config=config, run_dir=run_dir, bus=bus, checkpoints=checkpoints)
-    finished = "failed"
+    mode = config.cluster.mode if config.task is Task.RL else ClusterMode.INLINE
+    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half)
+    leave = _Leaving(task, bus)
+    outcome, status = "failed", 1
     try:
-        with _stopping(adaptation.request_stop):
-            finished = "done" if adaptation.run() else "stopped"
+        task.prepare(bus, checkpoints, lambda sentence: leave(sentence, "failed", 1))
+        with _stopping(task.request_stop, leave):
+            outcome, status = "done" if task.run() else "stopped", 0
     except KeyboardInterrupt:
-        finished = "interrupted"
+        outcome, status = "interrupted", 130
+    except TooManyMasked as verdict:
+        print(f"rlpipe: {verdict}", file=sys.stderr, flush=True)
     finally:
-        bus.event("end", outcome=finished)
+        bus.event("end", outcome=outcome)
+        task.close(at_once=False)
         bus.close()
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
-    if finished == "done":
-        product = product_name(config)
-        print(f"{product}: {run_dir / product}", flush=True)
-    return {"done": 0, "stopped": 0}.get(finished, 130)
+    return status
+
+
+class _Leaving:
+    """Ends this process at once: its last words, the `end` event, no process left behind."""
+
+    def __init__(self, task: RunTask, bus: MetricsBus) -> None:
+        self._task, self._bus = task, bus
+
+    def __call__(self, sentence: str, outcome: str, status: int) -> None:
+        # Not in this thread: a signal handler may have interrupted the holder of a lock that this needs.
+        last = threading.Thread(target=self._close, args=(outcome,), daemon=True)
+        last.start()
+        last.join(_LEAVING_S)
+        print(f"\nrlpipe: {sentence}", file=sys.stderr, flush=True)
+        os._exit(status)
+
+    def _close(self, outcome: str) -> None:
+        self._bus.event("end", outcome=outcome)
+        self._task.close(at_once=True)
+        self._bus.close(timeout=1)
 
 
 @contextmanager
-def _stopping(request_stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C once: `request_stop`; twice: KeyboardInterrupt."""
+def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM requests a stop, the second leaves at once."""
     presses = 0
 
     def interrupt(*_: object) -> None:
         nonlocal presses
         presses += 1
         if presses > 1:
-            raise KeyboardInterrupt
+            leave("stopped at once; the last checkpoint stands.", "interrupted", 130)
         print(
             "\nrlpipe: finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).",
             file=sys.stderr,
@@ -170,32 +148,85 @@ def _stopping(request_stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(name, handler)
 
 
-async def _run_until_done(controller: Controller, cluster: Any) -> None:
-    """Run the controller with Ctrl-C handled, then stop the components it used."""
-    loop = asyncio.get_running_loop()
-    presses = 0
+class ReinforcementLearning:
+    """The task `rl`, or one half of it: a cluster and its controller. done: step of the newest checkpoint."""
 
-    def interrupt() -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            print("\nrlpipe: stopped at once; the last checkpoint stands.", file=sys.stderr, flush=True)
-            _exit_now(controller.bus, cluster)
-        print(
-            "\nrlpipe: finishing the step in progress, then a checkpoint (Ctrl-C again: stop at once).",
-            file=sys.stderr,
-            flush=True,
+    def __init__(self, config: Config, run_dir: Path, done: int | None) -> None:
+        self._config, self._run_dir = of_half(config), run_dir
+        config, half = self._config, config.run.half
+        self._held_out: dict[str, list[str]] = {}
+        if half.rolls:
+            check_environment(config.env)
+            check_engine(config)
+            suite = make_suite(config.env, seed=config.run.seed)
+            if half.trains:
+                sizes = config.val.instances or None
+                self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
+            self._prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+        self._dump = _dump(config, done or 0)
+        if not half.rolls:
+            self._prompts = DumpedPrompts(self._dump)
+        self._cluster = self._ray = self._ledger = self._loop = None
+
+    def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
+        config = self._config
+        if injected := config.injection.active():
+            bus.event("injection", **injected)
+        self._ledger = Ledger(self._run_dir / "ledger.sqlite", bus.event)
+        bus.event("phase", message="starting engines and trainer")
+        if config.cluster.mode is ClusterMode.RAY:
+            from rlpipe.actors.ray_session import RaySession
+
+            self._ray = RaySession(config, give_up)
+        self._cluster = _make_cluster(config, bus)
+        if self._dump is not None:
+            self._cluster = with_dump(self._cluster, self._dump, config, bus.event)
+        self._controller = Controller(
+            config=config,
+            run_dir=self._run_dir,
+            cluster=self._cluster,
+            prompts=self._prompts,
+            held_out=self._held_out,
+            bus=bus,
+            ledger=self._ledger,
+            checkpoints=checkpoints,
         )
-        controller.request_stop()
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, interrupt)
-    try:
-        await controller.run()
-    finally:
-        await cluster.close()
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(name)
+    def run(self) -> bool:
+        try:
+            asyncio.run(self._run())
+        except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
+            raise RuntimeError(f"the run failed: {first_cause(group)!r}") from first_cause(group)
+        return self._controller.version >= self._config.run.steps
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._controller.run()
+        finally:
+            await self._cluster.close()
+
+    def request_stop(self) -> None:
+        if self._loop is None:
+            return self._controller.request_stop()
+        with suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._controller.request_stop)
+
+    def close(self, at_once: bool) -> None:
+        if self._ray is not None:
+            self._ray.stop(at_once)
+        elif self._cluster is not None:
+            self._cluster.kill()
+        if self._ledger is not None and not at_once:
+            self._ledger.close()
+
+
+def _dump(config: Config, done: int) -> Dump | None:
+    """The dump this run reads or, behind step `done`, writes; None without one. Raises ValueError."""
+    if not config.run.dump:
+        return None
+    directory = resolve(config.run.dump)
+    return Dump.create(directory, config, done) if config.run.half.rolls else Dump.open(directory, config)
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
@@ -203,52 +234,9 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
         from rlpipe.actors.inline_cluster import InlineCluster
 
         return InlineCluster(config, bus.event)
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
-    import ray
-
     from rlpipe.actors.ray_cluster import RayCluster
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
-
-    package_root = str(Path(__file__).resolve().parent.parent)
-    half = config.run.half
-    actors = config.rollout.workers * half.rolls + config.trainer.world_size * half.trains
-    local = {} if config.cluster.address else {"num_cpus": max(actors, os.cpu_count() or 1)}
-    try:
-        ray.init(
-            address=config.cluster.address or "local",
-            include_dashboard=False,
-            logging_level="ERROR",
-            configure_logging=False,
-            runtime_env={"env_vars": {"PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}},
-            **local,
-        )
-    except Exception as error:  # Ray raises bare Exception
-        raise ValueError(
-            f"Ray did not start ({str(error).splitlines()[0]}). Is the machine overloaded, or "
-            f"cluster.address={config.cluster.address!r} wrong? cluster=inline runs without Ray."
-        ) from error
     return RayCluster(config, bus.event)
-
-
-def _stop_cluster(config: Config, cluster: Any) -> None:
-    """Leave no process behind, whatever happened."""
-    if config.cluster.mode is ClusterMode.RAY:
-        import ray
-
-        if ray.is_initialized():
-            ray.shutdown()
-    elif cluster is not None:
-        cluster.kill()
-
-
-def _exit_now(bus: MetricsBus, cluster: Any) -> None:
-    """The second Ctrl-C: kill every actor and leave, waiting a second at most for the sinks."""
-    cluster.kill()
-    bus.close(timeout=1)
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
-    os._exit(130)
 
 
 def _write_report(run_dir: Path) -> Path:

@@ -18,8 +18,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import Drafter
 from rlpipe.config.trainer import LrSchedule
+from rlpipe.envs import check_environment
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 from rlpipe.pipeline.checkpoints import CheckpointStore
@@ -49,18 +50,31 @@ if TYPE_CHECKING:
     from rlpipe.trainer.megatron import MegatronTrainer
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Adaptation:
-    """One run, in this process; `step` counts optimizer steps done."""
+    """The task `mtp_adapt`, in this process; `step` counts optimizer steps done.
+
+    done: step of the newest checkpoint, None without one; later evaluations are measured again.
+    """
 
     config: Config
     run_dir: Path
-    bus: MetricsBus
-    checkpoints: CheckpointStore
+    done: InitVar[int | None]
     step: int = 0
+    bus: MetricsBus = field(init=False)
+    checkpoints: CheckpointStore = field(init=False)
     _stop: bool = False
     _trainer: MegatronTrainer | Eagle3Trainer = field(init=False)
     _domains: list[Domain] = field(init=False)
+
+    def __post_init__(self, done: int | None) -> None:
+        for name in self.config.adapt.environments(self.config.env):
+            check_environment(replace(self.config.env, name=name))
+        forget_evaluations(self.run_dir, done)
+
+    def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
+        """Nothing else runs in processes that could fail by themselves."""
+        self.bus, self.checkpoints = bus, checkpoints
 
     def run(self) -> bool:
         """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
@@ -87,6 +101,9 @@ class Adaptation:
     def request_stop(self) -> None:
         """Finish the step or the evaluation in progress, checkpoint, return from `run`."""
         self._stop = True
+
+    def close(self, at_once: bool) -> None:
+        """Nothing outlives this process; `run` closes its trainer."""
 
     def _load(self, suites: dict[Any, Any]) -> list[Trajectory]:
         settings, config = self.config.adapt, self.config
@@ -201,6 +218,7 @@ class Adaptation:
         staging.rename(product)
         shutil.rmtree(self.run_dir / "draft.evaluated", ignore_errors=True)
         write_results(self.config, self.run_dir)
+        print(f"{product.name}: {product}", flush=True)
 
 
 def product_name(config: Config) -> str:

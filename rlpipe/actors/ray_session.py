@@ -1,0 +1,129 @@
+"""Ray on this machine for one run, or the connection to a cluster that runs elsewhere.
+
+A local Ray listens on loopback alone and asks for a token that only this run knows; its files are in a folder
+that only this user can read. Its processes have sessions of their own, so that a signal to the process group
+of the driver ends the driver alone, which then leaves its last checkpoint; and so that all of them can be
+ended whatever became of Ray. A thread watches them: without gcs_server or raylet no call is ever answered.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from rlpipe.config.run import Config
+
+_PREFIX = "rlpipe-ray-"
+_WATCHED = ("gcs_server", "raylet")
+_LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
+
+
+class RaySession:
+    """Started by its constructor, ended by `stop`. on_death: given one sentence once Ray itself has died."""
+
+    def __init__(self, config: Config, on_death: Callable[[str], None]) -> None:
+        self._stopped = threading.Event()
+        self._sessions: set[int] = set()
+        self._folder: Path | None = None
+        local = {}
+        if not config.cluster.address:
+            self._folder, self._lock = _private_folder()
+            half = config.run.half
+            actors = config.rollout.workers * half.rolls + config.trainer.world_size * half.trains
+            local = {
+                "num_cpus": max(actors, os.cpu_count() or 1),
+                "_temp_dir": str(self._folder / "r"),
+            }  # Ray opens its folder to everybody
+            if "ray" not in sys.modules:  # Ray reads these when it is imported
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+                os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine: loopback alone
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
+        import ray
+        from ray._private import services
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+        popen, services.ConsolePopen = services.ConsolePopen, self._started
+        try:
+            try:
+                ray.init(
+                    address=config.cluster.address or "local",
+                    include_dashboard=False,
+                    logging_level="ERROR",
+                    configure_logging=False,
+                    runtime_env={"env_vars": {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}},
+                    **local,
+                )
+            finally:
+                services.ConsolePopen = popen
+        except Exception as error:  # Ray raises bare Exception
+            self.stop()
+            raise ValueError(
+                f"Ray did not start ({str(error).splitlines()[0]}). Is the machine overloaded, or "
+                f"cluster.address={config.cluster.address!r} wrong? cluster=inline runs without Ray."
+            ) from error
+        threading.Thread(target=self._watch, args=(on_death,), daemon=True).start()
+
+    def _started(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        """In the place of Ray's own Popen: a session for each of its processes."""
+        process = subprocess.Popen(*args, **kwargs, start_new_session=True)
+        self._sessions.add(process.pid)
+        return process
+
+    def stop(self, at_once: bool = False) -> None:
+        """End Ray, every process that it started, and its folder. at_once: Ray itself is not waited for."""
+        self._stopped.set()
+        ray = sys.modules.get("ray")
+        if ray is not None and not at_once:
+            ray.shutdown()
+        killed = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) in self._sessions:
+                    process.kill()
+                    killed.append(process)
+        psutil.wait_procs(killed, timeout=3)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
+
+    def _watch(self, on_death: Callable[[str], None]) -> None:
+        processes = {p: p.name() for p in map(psutil.Process, self._sessions) if p.name() in _WATCHED}
+        while not self._stopped.wait(1.0):
+            dead = [p for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
+            if dead and not self._stopped.is_set():
+                name, pid = processes[dead[0]], dead[0].pid
+                return on_death(
+                    f"Ray's process {name} (pid {pid}) died, and the run cannot go on without it. Run again: "
+                    "it continues from the newest checkpoint."
+                )
+
+
+def _private_folder() -> tuple[Path, IO[str]]:
+    """A folder of mode 0700 and the lock that says its run lives; folders of dead runs are removed."""
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    if len(str(base)) > _LONGEST_BASE:
+        base = Path("/tmp")
+    for file in base.glob(f"{_PREFIX}*/lock"):
+        with suppress(OSError), file.open() as lock:  # another user's, or of a run that lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock

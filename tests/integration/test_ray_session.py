@@ -1,0 +1,67 @@
+"""Ray started for one run: who can reach it, what it leaves, what its actors import. Real Ray."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cli import environment
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = """
+import json, os, sys
+import psutil
+from rlpipe.actors.ray_session import RaySession
+from rlpipe.config.run import Config
+
+session = RaySession(Config(), sys.exit)
+import ray
+
+@ray.remote
+def look():
+    import my_suite
+    return my_suite.__file__, os.getpid()
+
+module, worker = ray.get(look.remote())
+mine = psutil.Process()
+processes = [mine, *mine.children(recursive=True)]
+listening = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
+folder = session._folder
+told = {
+    "module": module,
+    "listening": listening,
+    "worker": worker in {p.pid for p in processes},
+    "in_our_group": [p.name() for p in processes[1:] if os.getpgid(p.pid) == os.getpgrp()],
+    "mode": oct(folder.stat().st_mode & 0o777),
+    "token": os.environ["RAY_AUTH_MODE"],
+}
+if sys.argv[1:] == ["at_once"]:
+    session.stop(at_once=True)
+else:
+    session.stop()
+told["left"] = [p.name() for p in processes[1:] if p.is_running() and p.status() != "zombie"]
+told["folder"] = folder.exists()
+print(json.dumps(told), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["at_once", "in_order"])
+def test_ray_listens_on_loopback_asks_for_a_token_and_leaves_nothing(tmp_path, how):
+    (tmp_path / "my_suite.py").write_text("")
+    user = environment()
+    user["PYTHONPATH"] += f":{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], env=user, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["worker"] and told["listening"]
+    assert {ip.removeprefix("::ffff:") for ip in told["listening"]} == {"127.0.0.1"}
+    assert told["mode"] == "0o700" and told["token"] == "token"
+    assert told["in_our_group"] == [], "a signal to the driver's group would end Ray before the driver"
+    assert told["left"] == [] and not told["folder"]
+    assert Path(told["module"]) == tmp_path / "my_suite.py", "what the user put on PYTHONPATH is found"

@@ -1,0 +1,71 @@
+"""The life of a task: what is recorded and with which status it ends, for each way it can end."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from rlpipe.config.metrics import MetricsConfig
+from rlpipe.config.run import Config
+from rlpipe.launch import run_task
+from tests.helpers.dying_cluster import in_a_process
+
+pytestmark = pytest.mark.unit
+
+
+class Played:
+    """A task that `work` plays; it has `self.stop` once a stop was requested."""
+
+    def __init__(self, work, file):
+        self.work, self.file, self.stop = work, file, False
+
+    def prepare(self, bus, checkpoints, give_up):
+        self.give_up = give_up
+
+    def run(self):
+        return self.work(self)
+
+    def request_stop(self):
+        self.stop = True
+
+    def close(self, at_once):
+        self.file.write_text(f"at_once={at_once}")
+
+
+def signals(count):
+    def work(task):
+        for _ in range(count):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return not task.stop
+
+    return work
+
+
+def fails(task):
+    raise KeyError("a defect")
+
+
+@pytest.mark.parametrize(
+    ("work", "outcome", "status", "at_once"),
+    [
+        (signals(0), "done", 0, False),
+        (signals(1), "stopped", 0, False),
+        (signals(2), "interrupted", 130, True),
+        (lambda task: task.give_up("Ray died."), "failed", 1, True),
+        (fails, "failed", 1, False),
+    ],
+    ids=["done", "one signal", "two signals", "given up", "a defect"],
+)
+def test_every_way_to_end_has_one_end_event_and_closes_the_task(tmp_path, work, outcome, status, at_once):
+    closed = tmp_path / "closed"
+    config = Config(metrics=MetricsConfig(report=False, wandb="off"))
+
+    def live():
+        os._exit(run_task(Played(work, closed), config, tmp_path, None))
+
+    assert in_a_process(live) == status
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["start", "end"]
+    assert events[-1]["outcome"] == outcome
+    assert closed.read_text() == f"at_once={at_once}"
