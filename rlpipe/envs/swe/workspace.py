@@ -127,7 +127,9 @@ class ImageWorkspace:
             result = fresh.run(command, timeout_s=config.test_timeout_s)
             if result.exceeded:
                 return 0
-            return len(set(instance.tests) & set(_PYTEST_PASSED.findall(result.output)))
+            passed = len(set(instance.tests) & set(_PYTEST_PASSED.findall(result.output)))
+            # the code under test can print such lines; the command's exit code must agree with them
+            return passed if result.exit_code == 0 else min(passed, len(instance.tests) - 1)
         finally:
             fresh.close()
 

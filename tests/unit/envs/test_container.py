@@ -91,9 +91,12 @@ INSTANCE = Instance(
 )
 
 
-def graded(monkeypatch, diff="the diff", passed="PASSED t/test_a.py::test_x\nPASSED t/test_a.py::test_y"):
+BOTH = "PASSED t/test_a.py::test_x\nPASSED t/test_a.py::test_y"
+
+
+def graded(monkeypatch, diff="the diff", passed=BOTH, code=0):
     played = ScriptedContainer({"git rev-parse": ("abc\n", 0), "git add": (diff, 0)})
-    fresh = ScriptedContainer({"git apply": ("", 0), "pytest": (passed, 1)})
+    fresh = ScriptedContainer({"git apply": ("", 0), "pytest": (passed, code)})
     boxes, images = [played, fresh], []
 
     def make(config, image):
@@ -124,6 +127,7 @@ def test_an_image_is_graded_in_a_fresh_container_with_the_instances_tests(monkey
         ({"passed": "PASSED t/test_a.py::test_x\nFAILED t/test_a.py::test_y"}, False, 1),
         ({"passed": "2 passed\nOK"}, False, 0),
         ({"diff": ""}, False, 0),
+        ({"passed": BOTH + "\n1 failed", "code": 1}, False, 1),  # finding 12: printed by the code
     ],
 )
 def test_every_required_id_must_be_reported_and_something_must_have_changed(
