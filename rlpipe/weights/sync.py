@@ -72,11 +72,20 @@ class WeightSync:
             )
 
     async def send(
-        self, client: Server, weights: Mapping[str, torch.Tensor], version: int, *, flush: bool
+        self,
+        client: Server,
+        weights: Mapping[str, torch.Tensor],
+        version: int,
+        *,
+        flush: bool,
+        staged: Path | None = None,
     ) -> None:
-        """Replace target and draft together. flush: drop all cached keys and values. Raises ServerError."""
+        """Replace target and draft together. Raises ServerError.
+
+        flush: drop all cached keys and values. staged: where `staged` laid the weights, if it did before.
+        """
         if self._config.sglang.weight_transfer is WeightTransfer.DISK:
-            with self.checkpoint(weights) as folder:
+            with contextlib.nullcontext(staged) if staged else self.staged(weights) as folder:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
                 await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
@@ -179,37 +188,38 @@ class WeightSync:
     def _patience(self) -> float:
         return self._config.sglang.update_timeout
 
-    async def check(
-        self, client: Server, weights: Mapping[str, torch.Tensor] | Checksums, *, draft: bool
-    ) -> CanaryReport:
-        """Fingerprints of every rank against those of `weights`, or as the trainer computed them.
+    async def checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
+        """What `check` expects of a server that holds `weights`; takes no server, so ask before it pauses."""
+        return await asyncio.to_thread(self._checksums, weights)
 
-        draft: whether the server drafts.
-        """
+    def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
+        dtype, size = getattr(torch, self._config.dtype), self._config.sglang.tp
+        kv_heads = int(self._hf_config["num_key_value_heads"])
+        shards = [Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
+        parts = [canary.server_parts(weights, dtype, one, tied=self._tied, draft=True) for one in shards]
+        return Checksums(ranks=[fingerprints(tensors, self._on_gpu) for tensors in parts])
+
+    async def check(self, client: Server, expected: Checksums, *, draft: bool) -> CanaryReport:
+        """Fingerprints of every rank against those expected of it. draft: whether the server drafts."""
         answer = await client.read("/weights_checker", {"action": "checksum", "selector": "all"})
         report = CanaryReport()
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"][0]
-            if isinstance(weights, Checksums):
-                expected = weights.of(place["tp_rank"], draft)
-            else:
-                shard = Shard(
-                    rank=place["tp_rank"],
-                    size=place["tp_size"],
-                    kv_heads=int(self._hf_config["num_key_value_heads"]),
-                )
-                expected = await asyncio.to_thread(self._fingerprints, weights, shard, draft)
-            found = canary.compare(expected, rank["checksums"])
+            found = canary.compare(expected.of(place["tp_rank"], draft), rank["checksums"])
             report.target += found.target
             report.draft += found.draft
         if not answer.get("ranks"):
             report.target.append("every tensor: the server sent no checksums")
         return report
 
-    def _fingerprints(self, weights: Mapping[str, torch.Tensor], shard: Shard, draft: bool) -> dict[str, str]:
-        dtype = getattr(torch, self._config.dtype)
-        tensors = canary.server_parts(weights, dtype, shard, tied=self._tied, draft=draft)
-        return fingerprints(tensors, self._on_gpu)
+    @contextlib.contextmanager
+    def staged(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path | None]:
+        """All that sending by disk can do before the server is paused; None by other ways."""
+        if self._config.sglang.weight_transfer is not WeightTransfer.DISK:
+            yield None
+            return
+        with self.checkpoint(weights) as folder:
+            yield folder
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:

@@ -7,8 +7,9 @@
 |                  | a server, while one is replaced     | the new one's first check, or `abort`    |
 | `update_weights` | pause, pieces, canary, continue     | the server                               |
 
-Owns order and reactions. An update is: pause, send, check, continue; requests live through it, each token
-with its version. A check that fails is sent again, then answered as `rollout.sglang.on_canary_failure` says.
+Owns order and reactions. An update is: hash, pause, send, check, continue; requests live through it, each
+token with its version. A check that fails is sent again, then answered as
+`rollout.sglang.on_canary_failure` says.
 A server that dies or hangs is replaced (`replica.py`): turns it had are asked of the next one, and an update
 it died of is complete when the next one, started on those weights, serves.
 """
@@ -42,7 +43,7 @@ from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.turns import Turns, nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Checksums, Member, Offer
+from rlpipe.weights.collective import Member, Offer
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 
@@ -227,7 +228,12 @@ class SglangEngine:
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> CanaryReport:
         """Compare what the server holds, target and draft, with `weights`."""
-        return self._call(self._sync.check(self._http, weights, draft=self._replica.drafts))
+
+        async def compared() -> CanaryReport:
+            expected = await self._sync.checksums(weights)
+            return await self._sync.check(self._http, expected, draft=self._replica.drafts)
+
+        return self._call(compared())
 
     def restart(self, grace: float = 60.0) -> None:
         """Drain the server and replace it by one that holds the newest weights.
@@ -365,20 +371,25 @@ class SglangEngine:
             raise
 
     async def _transfer(self, client: SglangClient, goal: Goal) -> None:
-        """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
+        """Hash, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
         version, replica = goal.version, self._replica
-        started, mode = time.monotonic(), self._pause_mode
-        await client.post("/pause_generation", {"mode": mode})
-        for attempt in range(self._sglang.canary_retries + 1):
-            with replica.loading():
-                held = await self._bring(client, goal, flush=mode != "in_place")
-                sent = time.monotonic()
-                report = await self._sync.check(client, held, draft=replica.drafts)
-            if report.passed:
-                break
-            self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
-            if self._sglang.on_canary_failure is CanaryReaction.STOP:
-                break
+        with contextlib.ExitStack() as stack:
+            staged = None
+            if not self._takes_part(goal):
+                weights = await self._hashed(goal)
+                staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
+            started, mode = time.monotonic(), self._pause_mode
+            await client.post("/pause_generation", {"mode": mode})
+            for attempt in range(self._sglang.canary_retries + 1):
+                with replica.loading():
+                    await self._bring(client, goal, staged, flush=mode != "in_place")
+                    sent = time.monotonic()
+                    report = await self._sync.check(client, goal.checksums, draft=replica.drafts)
+                if report.passed:
+                    break
+                self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
+                if self._sglang.on_canary_failure is CanaryReaction.STOP:
+                    break
         self._last_update = {
             "weights/sync_seconds": sent - started,
             "weights/canary_seconds": time.monotonic() - sent,
@@ -389,21 +400,34 @@ class SglangEngine:
             return
         replica.arrived(goal)
 
-    async def _bring(
-        self, client: SglangClient, goal: Goal, *, flush: bool
-    ) -> Mapping[str, torch.Tensor] | Checksums:
-        """Get `goal` into the server, by the broadcast it is part of or alone; what it must hold then."""
-        member, offer, goal.offer = self._replica.server_id, goal.offer, None
-        if offer is not None and member in offer.members:
+    def _takes_part(self, goal: Goal) -> bool:
+        """Whether our server is in the group of a broadcast that has not passed."""
+        return goal.offer is not None and self._replica.server_id in goal.offer.members
+
+    async def _hashed(self, goal: Goal) -> Mapping[str, torch.Tensor]:
+        """The weights of `goal`, whose checksums are there then."""
+        weights = await goal.weights()
+        if goal.checksums is None:
+            goal.checksums = await self._sync.checksums(weights)
+        return weights
+
+    async def _bring(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
+        """Get `goal` into the server, by the broadcast it is part of or alone; its checksums are there then.
+
+        staged: the weights as `WeightSync.staged` laid them ready.
+        """
+        takes_part, offer, goal.offer = self._takes_part(goal), goal.offer, None
+        if takes_part:
+            member = self._replica.server_id
             try:
-                return (await self._sync.receive(client, offer, member, flush=flush)).checksums
+                goal.checksums = (await self._sync.receive(client, offer, member, flush=flush)).checksums
+                return
             except ServerUnreachable:
                 raise
             except ServerError as error:
                 self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
-        weights = await goal.weights()
-        await self._sync.send(client, weights, goal.version, flush=flush)
-        return weights
+        weights = await self._hashed(goal)
+        await self._sync.send(client, weights, goal.version, flush=flush, staged=staged)
 
     @property
     def _pause_mode(self) -> str:

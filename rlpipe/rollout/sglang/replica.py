@@ -34,7 +34,7 @@ from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
-from rlpipe.weights.collective import Offer
+from rlpipe.weights.collective import Checksums, Offer
 from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process
@@ -47,11 +47,13 @@ class Goal:
     """What the server must hold: `weights` (None: the model's checkpoint) as `version`.
 
     Asking for weights raises RuntimeError when nobody is left to give them: then a server starts on the
-    model's checkpoint, as the version that is. offer: a broadcast that brings them; it passes once.
+    model's checkpoint, as the version that is. checksums: what a server that holds them shows, computed once.
+    offer: a broadcast that brings them; it passes once.
     """
 
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]] | None
     version: int
+    checksums: Checksums | None = None
     offer: Offer | None = None
 
 
@@ -297,9 +299,13 @@ class Replica:
             )
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)
             self.server_id = uuid.uuid4().hex
-            await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
-        arguments.check_server_info(await client.read("/server_info"), config, self.spec)
-        report = await self._sync.check(client, read_weights(path), draft=self.drafts)
+            hashing = asyncio.create_task(self._expected(goal, path))  # while the server loads the same
+            try:
+                await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
+                arguments.check_server_info(await client.read("/server_info"), config, self.spec)
+                report = await self._sync.check(client, await hashing, draft=self.drafts)
+            finally:
+                hashing.cancel()
         if not report.passed:
             raise RuntimeError(
                 f"the SGLang server does not hold the weights of {str(path)!r}: {report.summary()}. "
@@ -309,3 +315,8 @@ class Replica:
             await client.post("/pause_generation", {"mode": "in_place"})
         self.loaded = goal
         self._gate.set()
+
+    async def _expected(self, goal: Goal, path: Path) -> Checksums:
+        if goal.checksums is None:
+            goal.checksums = await self._sync.checksums(await asyncio.to_thread(read_weights, path))
+        return goal.checksums

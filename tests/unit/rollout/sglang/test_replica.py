@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import SglangEngine, arguments, engine, replica
+from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.types import FinishReason
 from rlpipe.weights import sync
@@ -325,3 +327,58 @@ def test_a_server_answers_to_the_key_of_its_start_alone_and_nobody_else_can_read
     for headers in ({}, {"Authorization": "Bearer guessed"}):
         assert httpx.get(f"{url}/server_info", headers=headers).status_code == 401
     assert httpx.get(f"{url}/server_info", headers={"Authorization": f"Bearer {key}"}).is_success
+
+
+def recorded(fake, monkeypatch):
+    """What is done for updates, in order: hashes and checkpoints here, requests to the server."""
+    calls = []
+
+    def note(owner, name, what):
+        real = getattr(owner, name)
+
+        def wrapped(self, *args, **options):
+            calls.append(what or args[0].strip("/"))
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    note(sync.WeightSync, "_checksums", "hash")
+    note(sync.WeightSync, "checkpoint", "write")
+    note(sync.WeightSync, "check", "check")
+    note(SglangClient, "post", "")
+    return calls
+
+
+def test_a_server_is_paused_only_after_weights_are_hashed_and_written(fake, weights, monkeypatch):
+    calls = recorded(fake, monkeypatch)
+    fake.settings.sglang.weight_transfer = WeightTransfer.DISK
+    fake.update_weights(weights, 3)
+    served = ["pause_generation", "update_weights_from_disk", "check", "continue_generation"]
+    assert calls == ["hash", "write", *served]
+    calls.clear()
+    fake.settings.sglang.weight_transfer = WeightTransfer.TENSOR
+    fake.update_weights(weights, 4)
+    begun = ["pause_generation", "begin_weight_update", "update_weights_from_tensor"]
+    assert calls == ["hash", *begun, "end_weight_update", "check", "continue_generation"]
+
+
+def test_weights_that_are_sent_again_are_not_hashed_or_written_again(fake, weights, monkeypatch):
+    reports = [CanaryReport(draft=["draft.model.norm.weight"]), CanaryReport()]
+
+    async def check(self, client, expected, *, draft):
+        return reports.pop(0)
+
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    calls = recorded(fake, monkeypatch)
+    fake.settings.sglang.weight_transfer = WeightTransfer.DISK
+    fake.update_weights(weights, 3)
+    assert kinds(fake) == ["canary_failed"] and not reports
+    assert calls.count("hash") == calls.count("write") == 1 and calls.count("update_weights_from_disk") == 2
+
+
+def test_a_server_that_is_replaced_is_checked_without_hashing_its_weights_again(fake, weights, monkeypatch):
+    fake.update_weights(weights, 3)
+    calls = recorded(fake, monkeypatch)
+    kill(fake)
+    until(lambda: "server_restarted" in kinds(fake))
+    assert "check" in calls and "hash" not in calls
