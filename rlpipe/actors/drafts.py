@@ -11,8 +11,8 @@ from rlpipe.config.run import Config
 from rlpipe.drafts.eagle3 import Eagle3
 from rlpipe.drafts.eagle3_trainer import Eagle3Trainer, new_draft
 from rlpipe.drafts.ppow.eagle3 import draft_cost, window_slots
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.types import Trajectory
 

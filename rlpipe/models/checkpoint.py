@@ -114,6 +114,38 @@ def weight_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_weights(
+    weights: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
+) -> None:
+    """Names and shapes must be exactly those expected.
+
+    optional: names that may be there or not. Raises ValueError naming what is missing, unknown or
+    of a wrong shape.
+    """
+    problems = []
+    if missing := sorted(expected.keys() - weights.keys() - optional):
+        problems.append(f"missing {_some(missing)}")
+    if unknown := sorted(weights.keys() - expected.keys() - optional):
+        problems.append(f"unknown {_some(unknown)}")
+    wrong = [
+        f"{name} {tuple(weights[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != tuple(shape)
+    ]
+    if wrong:
+        problems.append(f"wrong shape {_some(wrong)}")
+    if problems:
+        raise ValueError(
+            f"The weights do not fit the model: {'; '.join(problems)}. "
+            "Send every weight of the checkpoint under its Hugging Face name."
+        )
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
     """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
 

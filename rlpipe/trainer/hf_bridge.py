@@ -1,6 +1,7 @@
 """Hugging Face weights in and out of a Megatron model, bit for bit.
 
-Owns the name table and the layout of each tensor; reads and writes no files (`models.checkpoint` does).
+Owns the layout of each tensor; names come from the family's table (`rlpipe/models`), files are
+read and written by `models.checkpoint`.
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
 and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
 merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by
@@ -10,16 +11,20 @@ buckets: one gathering each, so that memory is bounded however large the model i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlpipe.models import family_of, read_architecture
+from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Architecture, Layout, Part
 from rlpipe.trainer.model import PolicyModel
 
 Tensors = list[torch.Tensor]
+Merge = Callable[[Tensors], torch.Tensor]
+Split = Callable[[torch.Tensor], Tensors]
 Bucket = list[tuple[str, torch.Tensor]]
 BUCKET_MB = 256  # gathered at once where nothing else is said
 
@@ -35,8 +40,8 @@ class Entry:
 
     hf: list[str]
     shard_dim: int | None = None
-    merge: Callable[[Tensors], torch.Tensor] = lambda tensors: tensors[0]
-    split: Callable[[torch.Tensor], Tensors] = lambda full: [full]
+    merge: Merge = lambda tensors: tensors[0]
+    split: Split = lambda full: [full]
     vocab: bool = False
 
 
@@ -128,84 +133,69 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
 
 
 def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, Entry]:
-    """Megatron parameter name (local or TransformerEngine spec) -> Entry."""
-    table = {
-        "embedding.word_embeddings.weight": Entry(hf=["model.embed_tokens.weight"], shard_dim=0, vocab=True),
-        "decoder.final_layernorm.weight": Entry(hf=["model.norm.weight"]),
-    }
-    if not tied:
-        table["output_layer.weight"] = Entry(hf=["lm_head.weight"], shard_dim=0, vocab=True)
-    for i in range(int(hf_config["num_hidden_layers"])):
-        table |= _layer(f"decoder.layers.{i}.", f"model.layers.{i}.", hf_config, tp)
-    for i in range(int(hf_config.get("num_nextn_predict_layers") or 0)):
-        table |= _mtp_layer(f"mtp.layers.{i}.", f"model.mtp_layers.{i}.", hf_config, tp)
+    """Megatron parameter name (local or TransformerEngine spec) -> Entry, from the family's table."""
+    family, arch = family_of(hf_config), read_architecture(hf_config)
+    table: dict[str, Entry] = {}
+
+    def add(parts: Iterable[Part], ours: str = "", theirs: str = "") -> None:
+        for part in parts:
+            entry = _entry(part, theirs, arch, tp)
+            table.update({ours + name: entry for name in part.megatron})
+
+    add([EMBEDDING, FINAL_NORM] + ([] if tied else [HEAD]))
+    for i in range(arch.layers):
+        add(family.layer, f"decoder.layers.{i}.", f"model.layers.{i}.")
+    for i in range(arch.mtp_layers):
+        add(family.draft, f"mtp.layers.{i}.", f"model.mtp_layers.{i}.")
+        add(family.layer, f"mtp.layers.{i}.transformer_layer.", f"model.mtp_layers.{i}.")
     return table
 
 
-def _mtp_layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dict[str, Entry]:
-    return {
-        ours + "enorm.weight": Entry(hf=[theirs + "token_layernorm.weight"]),
-        ours + "hnorm.weight": Entry(hf=[theirs + "hidden_layernorm.weight"]),
-        # Megatron projects cat(embedding, hidden), MiMo cat(hidden, embedding)
-        ours + "eh_proj.weight": Entry(
-            hf=[theirs + "input_proj.weight"],
+def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
+    hf = [prefix + name for name in part.hf]
+    if part.layout is Layout.QKV:
+        merge, split = _by_query_group(arch)
+        return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
+    if part.layout is Layout.GATE_UP:
+        merge, split = _by_rank(tp)
+        return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
+    if part.layout is Layout.SWAPPED:
+        return Entry(
+            hf=hf,
             shard_dim=0,
             merge=lambda tensors: _swap_halves(tensors[0]),
             split=lambda full: [_swap_halves(full)],
-        ),
-        ours + "final_layernorm.weight": Entry(hf=[theirs + "final_layernorm.weight"]),
-        **_layer(ours + "transformer_layer.", theirs, hf_config, tp),
-    }
+        )
+    if part.layout is Layout.VOCABULARY:
+        return Entry(hf=hf, shard_dim=0, vocab=True)
+    return Entry(hf=hf, shard_dim=1 if part.layout is Layout.COLUMNS else None)
 
 
-def _layer(ours: str, theirs: str, hf_config: Mapping[str, Any], tp: int) -> dict[str, Entry]:
-    heads = int(hf_config["num_attention_heads"])
-    groups = int(hf_config.get("num_key_value_heads") or heads)
-    dim = int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads)
-    sizes = [heads // groups * dim, dim, dim]  # rows of q, k, v in one query group
+def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
+    groups = arch.kv_heads
+    sizes = [arch.heads // groups * arch.head_dim, arch.head_dim, arch.head_dim]  # rows of q, k, v in a group
 
-    def merge_qkv(tensors: Tensors) -> torch.Tensor:
+    def merge(tensors: Tensors) -> torch.Tensor:
         grouped = [t.view(groups, rows, -1) for t, rows in zip(tensors, sizes, strict=True)]
         return torch.cat(grouped, dim=1).reshape(groups * sum(sizes), *tensors[0].shape[1:])
 
-    def split_qkv(full: torch.Tensor) -> Tensors:
+    def split(full: torch.Tensor) -> Tensors:
         grouped = full.view(groups, sum(sizes), -1).split(sizes, dim=1)
         return [t.reshape(-1, *full.shape[1:]) for t in grouped]
 
-    def merge_gate_up(tensors: Tensors) -> torch.Tensor:
+    return merge, split
+
+
+def _by_rank(tp: int) -> tuple[Merge, Split]:
+    def merge(tensors: Tensors) -> torch.Tensor:
         pairs = zip(*(t.chunk(tp) for t in tensors), strict=True)  # a slice of gate and of up per rank
         return torch.cat([part for pair in pairs for part in pair])
 
-    def split_gate_up(full: torch.Tensor) -> Tensors:
+    def split(full: torch.Tensor) -> Tensors:
         parts = full.chunk(2 * tp)
         return [torch.cat(parts[0::2]), torch.cat(parts[1::2])]
 
-    attention, mlp = theirs + "self_attn.", theirs + "mlp."
-    input_norm = Entry(hf=[theirs + "input_layernorm.weight"])
-    mlp_norm = Entry(hf=[theirs + "post_attention_layernorm.weight"])
-
-    def qkv(kind: str) -> Entry:
-        names = [f"{attention}{x}_proj.{kind}" for x in "qkv"]
-        return Entry(hf=names, shard_dim=0, merge=merge_qkv, split=split_qkv)
-
-    return {
-        ours + "input_layernorm.weight": input_norm,
-        ours + "self_attention.linear_qkv.layer_norm_weight": input_norm,  # TransformerEngine fuses it
-        ours + "pre_mlp_layernorm.weight": mlp_norm,
-        ours + "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        ours + "self_attention.linear_qkv.weight": qkv("weight"),
-        ours + "self_attention.linear_qkv.bias": qkv("bias"),
-        ours + "self_attention.q_layernorm.weight": Entry(hf=[attention + "q_norm.weight"]),
-        ours + "self_attention.k_layernorm.weight": Entry(hf=[attention + "k_norm.weight"]),
-        ours + "self_attention.linear_proj.weight": Entry(hf=[attention + "o_proj.weight"], shard_dim=1),
-        ours + "mlp.linear_fc1.weight": Entry(
-            hf=[mlp + "gate_proj.weight", mlp + "up_proj.weight"],
-            shard_dim=0,
-            merge=merge_gate_up,
-            split=split_gate_up,
-        ),
-        ours + "mlp.linear_fc2.weight": Entry(hf=[mlp + "down_proj.weight"], shard_dim=1),
-    }
+    return merge, split
 
 
 def _pairs(model: PolicyModel, table: Mapping[str, Entry]) -> Iterator[tuple[str, torch.nn.Parameter, Entry]]:

@@ -18,13 +18,13 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.models import Architecture, read_architecture
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.runtime import Runtime
 
 Layout = BranchLayout | Continuation
-FAMILIES = ("qwen2", "qwen3", "llama", "mimo")
 
 
 class PolicyModel(GPTModel):
@@ -92,21 +92,20 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 
     Raises ValueError for a family or feature that is not supported.
     """
-    _check_supported(hf_config)
-    transformer = transformer_config(hf_config, config, runtime)
+    arch = read_architecture(hf_config)
+    transformer = transformer_config(arch, config, runtime)
     decoder, mtp = block_specs(transformer, runtime.te)
-    vocab = int(hf_config["vocab_size"])
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=decoder,
-        vocab_size=-(-vocab // config.tp) * config.tp,
-        max_sequence_length=int(hf_config.get("max_position_embeddings", 32768)),
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        vocab_size=-(-arch.vocab // config.tp) * config.tp,
+        max_sequence_length=arch.max_position,
+        share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
-        rotary_base=_rope(hf_config)["rope_theta"],
+        rotary_base=arch.rope_theta,
         mtp_block_spec=mtp,
     )
-    model.vocab_real = vocab
+    model.vocab_real = arch.vocab
     if runtime.device.type == "cpu":
         use_onednn(model.decoder)
         if model.mtp_process:
@@ -114,60 +113,29 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     return model.to(device=runtime.device, dtype=runtime.dtype)
 
 
-def transformer_config(
-    hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime
-) -> TransformerConfig:
+def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
     """Megatron's description of a Hugging Face model."""
-    heads = int(hf_config["num_attention_heads"])
-    family = hf_config["model_type"]
     recompute = config.recompute is Recompute.FULL
     return TransformerConfig(
-        num_layers=int(hf_config["num_hidden_layers"]),
-        hidden_size=int(hf_config["hidden_size"]),
-        ffn_hidden_size=int(hf_config["intermediate_size"]),
-        num_attention_heads=heads,
-        num_query_groups=int(hf_config.get("num_key_value_heads") or heads),
-        kv_channels=int(hf_config.get("head_dim") or hf_config["hidden_size"] // heads),
-        qk_layernorm=family == "qwen3",
-        add_qkv_bias=_qkv_bias(hf_config),
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        ffn_hidden_size=arch.intermediate,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        qk_layernorm=arch.qk_norm,
+        add_qkv_bias=arch.qkv_bias,
         add_bias_linear=False,
         normalization="RMSNorm",
-        layernorm_epsilon=float(hf_config["rms_norm_eps"]),
+        layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=config.tp,
-        mtp_num_layers=int(hf_config.get("num_nextn_predict_layers") or 0) or None,
+        mtp_num_layers=arch.mtp_layers or None,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         **runtime.model_flags,
     )
-
-
-def _qkv_bias(hf_config: Mapping[str, Any]) -> bool:
-    """Qwen2 and MiMo have biases on q, k, v whatever the config says; the others have to say so."""
-    return bool(hf_config.get("attention_bias", hf_config["model_type"] in ("qwen2", "mimo")))
-
-
-def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings; transformers 5 writes `rope_parameters`, older versions `rope_theta`."""
-    rope = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
-    return rope
-
-
-def _check_supported(hf_config: Mapping[str, Any]) -> None:
-    family = hf_config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(
-            f"model_type={family!r} is not supported by the trainer. Use one of {', '.join(FAMILIES)}."
-        )
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} is not supported: only silu is.")
-    kind = _rope(hf_config).get("rope_type", _rope(hf_config).get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_type={kind!r} is not supported: use a checkpoint without RoPE scaling.")
-    if hf_config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window=true is not supported: use a checkpoint without it.")

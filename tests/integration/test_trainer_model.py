@@ -237,7 +237,7 @@ def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path):
     path = write_random_checkpoint(tmp_path / "model", "llama")
     config = json.loads((path / "config.json").read_text()) | {"model_type": "gpt2"}
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="model_type='gpt2' is not supported by the trainer"):
+    with pytest.raises(ValueError, match="model_type='gpt2' is not supported"):
         make_trainer(path)
     path = write_random_checkpoint(tmp_path / "other", "llama")
     make_trainer(path).close()  # the failure left no process group behind

@@ -29,8 +29,8 @@ from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_weights, require_mtp
-from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting

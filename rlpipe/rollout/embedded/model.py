@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.config.eagle3 import PREFIX
+from rlpipe.models import Architecture
 from rlpipe.models.checkpoint import MTP_PREFIX
-from rlpipe.rollout.embedded.architecture import Architecture
 from rlpipe.rollout.embedded.attention import (
     Piece,
     attend,

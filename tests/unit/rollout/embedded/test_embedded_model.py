@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import MTP_PREFIX, read_config, read_weights
-from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, pieces_of
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model

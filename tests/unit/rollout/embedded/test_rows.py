@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.rollout.embedded.architecture import read_architecture
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

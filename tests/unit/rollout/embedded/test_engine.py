@@ -5,54 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.embedded import EmbeddedEngine
-from rlpipe.rollout.embedded.architecture import check_weights, read_architecture
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope scaling of type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling of type 'linear'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"use_sliding_window": True}, "sliding-window attention"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
-def test_models_it_would_compute_wrongly_are_refused(tmp_path, change, message):
-    config = read_config(write_random_checkpoint(tmp_path)) | change
-    with pytest.raises(ValueError, match=message):
-        read_architecture(config)
-
-
-@pytest.mark.parametrize("family", ["mimo", "qwen2", "qwen3", "llama"])
-def test_expected_weights_are_those_of_the_checkpoint(tmp_path, family):
-    path = write_random_checkpoint(tmp_path, family, head_dim=16)
-    arch = read_architecture(read_config(path))
-    shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(path).items()}
-    assert arch.weight_shapes(mtp=arch.mtp) == shapes
-
-
-def test_missing_unknown_and_misshapen_weights_are_named():
-    expected = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1,)}
-    weights = {"a.weight": torch.zeros(3, 2), "x.weight": torch.zeros(1), "c.weight": torch.zeros(1)}
-    with pytest.raises(ValueError) as error:
-        check_weights(weights, expected, frozenset())
-    assert "missing b.weight" in str(error.value)
-    assert "unknown x.weight" in str(error.value)
-    assert "wrong shape a.weight (3, 2) instead of (2, 3)" in str(error.value)
-    check_weights(
-        {"a.weight": torch.zeros(2, 3), "c.weight": torch.zeros(1)}, expected, frozenset({"b.weight"})
-    )
 
 
 def test_speculation_without_an_mtp_layer_is_refused(tmp_path):

@@ -1,0 +1,210 @@
+"""What the families share: a dense decoder's dimensions, its refusals, and one table of its weights.
+
+Owns names and shapes; computes nothing with tensors. The table says once, for each weight, what it is
+called by Hugging Face, by Megatron and by an SGLang server, and how it is laid out; the trainer's bridge
+(`trainer/hf_bridge.py`) and the canary turn that into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from rlpipe.models.checkpoint import MTP_PREFIX
+
+
+class Layout(Enum):
+    """How a weight is made of its Hugging Face tensors and how it is cut over ranks."""
+
+    WHOLE = auto()  # one tensor that every rank holds
+    QKV = auto()  # query, key and value: Megatron by query group, a server one after the other
+    GATE_UP = auto()  # gate and up: each rank holds a slice of both
+    COLUMNS = auto()  # one tensor, cut along its input
+    VOCABULARY = auto()  # one tensor, cut along its rows, which are padded
+    SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); a server: whole
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One weight of a model or of a layer, under the names of all who hold it.
+
+    megatron: its names in the local and in the TransformerEngine layers. hf: of the tensors that make it.
+    served: on an SGLang server; empty where it is the Hugging Face name.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[str, ...]
+    layout: Layout = Layout.WHOLE
+    served: str = ""
+
+    @property
+    def served_name(self) -> str:
+        """Its name on an SGLang server."""
+        return self.served or self.hf[0]
+
+
+def _qkv(kind: str) -> Part:
+    names = tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv")
+    return Part((f"self_attention.linear_qkv.{kind}",), names, Layout.QKV, f"self_attn.qkv_proj.{kind}")
+
+
+EMBEDDING = Part(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Layout.VOCABULARY)
+HEAD = Part(("output_layer.weight",), ("lm_head.weight",), Layout.VOCABULARY)
+FINAL_NORM = Part(("decoder.final_layernorm.weight",), ("model.norm.weight",))
+DENSE_LAYER = (
+    Part(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("input_layernorm.weight",),
+    ),
+    Part(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("post_attention_layernorm.weight",),
+    ),
+    _qkv("weight"),
+    _qkv("bias"),
+    Part(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
+    Part(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+    Part(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Layout.COLUMNS),
+    Part(
+        ("mlp.linear_fc1.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        Layout.GATE_UP,
+        "mlp.gate_up_proj.weight",
+    ),
+    Part(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
+)
+MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer
+    Part(("enorm.weight",), ("token_layernorm.weight",)),
+    Part(("hnorm.weight",), ("hidden_layernorm.weight",)),
+    Part(("eh_proj.weight",), ("input_proj.weight",), Layout.SWAPPED),
+    Part(("final_layernorm.weight",), ("final_layernorm.weight",)),
+)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Architecture:
+    """Dimensions of a dense decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+    mtp_layers: draft layers in MiMo's layout, one per depth if several; 0 without a draft.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    rope_theta: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    mtp_layers: int
+
+    def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape of every weight, the draft's included when `mtp`."""
+        shapes = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocab, self.hidden),
+        }
+        for index in range(self.layers):
+            shapes.update(self._layer_shapes(f"model.layers.{index}."))
+        if mtp:
+            shapes.update(self._layer_shapes(MTP_PREFIX))
+            shapes[f"{MTP_PREFIX}input_proj.weight"] = (self.hidden, 2 * self.hidden)
+            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+                shapes[f"{MTP_PREFIX}{name}.weight"] = (self.hidden,)
+        return shapes
+
+    def _layer_shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        linears = (
+            ("self_attn.q_proj", q, self.hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv, self.hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv, self.hidden, self.qkv_bias),
+            ("self_attn.o_proj", self.hidden, q, self.output_bias),
+            ("mlp.gate_proj", self.intermediate, self.hidden, self.mlp_bias),
+            ("mlp.up_proj", self.intermediate, self.hidden, self.mlp_bias),
+            ("mlp.down_proj", self.hidden, self.intermediate, self.mlp_bias),
+        )
+        for name, rows, columns, bias in linears:
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{prefix}{name}.bias", (rows,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{name}.weight", (self.hidden,)
+        if self.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Family:
+    """One model family; the defaults are Llama's.
+
+    name: `model_type` of its config.json. qkv_bias: whether query, key and value have biases where
+    `attention_bias` is not written. output_bias: whether `attention_bias` means o_proj too.
+    qk_norm: an RMSNorm on each query and key head. layer, draft: the table of one decoder layer, and of what
+    an MTP layer adds to it. sliding_window: whether a config asks for sliding-window attention.
+    """
+
+    name: str
+    qkv_bias: bool = False
+    output_bias: bool = True
+    qk_norm: bool = False
+    layer: tuple[Part, ...] = DENSE_LAYER
+    draft: tuple[Part, ...] = MIMO_DRAFT
+    sliding_window: Callable[[Mapping[str, Any]], bool] = lambda config: bool(
+        config.get("use_sliding_window")
+    )
+
+    def parse(self, config: Mapping[str, Any]) -> Architecture:
+        """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
+        rope = config.get("rope_parameters") or {}
+        self._refuse_unsupported(config, rope)
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        attention_bias = bool(config.get("attention_bias", self.qkv_bias))
+        return Architecture(
+            family=self.name,
+            vocab=int(config["vocab_size"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            max_position=int(config.get("max_position_embeddings", 32768)),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias and self.output_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=self.qk_norm,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+        )
+
+    def _refuse_unsupported(self, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+        scaling = config.get("rope_scaling") or {}
+        types = {r.get(key) for r in (rope, scaling) for key in ("rope_type", "type")} - {None, "default"}
+        factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        refused = {
+            f"rope scaling of type {', '.join(map(repr, types))}": bool(types),
+            f"partial_rotary_factor={factor}": factor != 1.0,
+            "sliding-window attention": self.sliding_window(config),
+            f"hidden_act={config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
+        }
+        for what, present in refused.items():
+            if present:
+                raise ValueError(
+                    f"The model's config.json asks for {what}, which is not supported. "
+                    "Use a checkpoint without it."
+                )

@@ -1,0 +1,5 @@
+"""Qwen3, dense: an RMSNorm on each query and key head, no biases unless `attention_bias` asks for them."""
+
+from rlpipe.models.base import Family
+
+FAMILY = Family(name="qwen3", qk_norm=True)

@@ -1,0 +1,109 @@
+"""What the families read from a config.json, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlpipe.models import FAMILIES, family_of, read_architecture
+from rlpipe.models.checkpoint import check_weights, read_config, read_weights
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
+
+pytestmark = pytest.mark.unit
+
+MIMO_7B = {  # config.json of XiaomiMiMo/MiMo-7B-RL
+    "architectures": ["MiMoForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "model_type": "mimo",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 640000,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151680,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported. Use .* llama, .*qwen3"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope scaling of type 'yarn'"),
+        ({"rope_parameters": {"type": "yarn", "factor": 4}}, "rope scaling of type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling of type 'linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"use_sliding_window": True}, "sliding-window attention"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_models_that_would_be_computed_wrongly_are_refused(tmp_path, change, message):
+    config = read_config(write_random_checkpoint(tmp_path)) | change
+    with pytest.raises(ValueError, match=message):
+        read_architecture(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expected_weights_are_those_of_the_checkpoint(tmp_path, family):
+    path = write_random_checkpoint(tmp_path, family, head_dim=16)
+    arch = read_architecture(read_config(path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in read_weights(path).items()}
+    assert arch.weight_shapes(mtp=bool(arch.mtp_layers)) == shapes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name):
+    """The shapes are derived from the dimensions, the table is by hand: both name the same weights."""
+    family = FAMILIES[name]
+    arch = dataclasses.replace(
+        read_architecture(MIMO_7B | {"model_type": name, "sliding_window": None}), layers=1, qk_norm=True
+    )
+    shapes = arch.weight_shapes(mtp=True)
+    listed = [n for part in family.layer for n in part.hf]
+    layer = {n.removeprefix("model.layers.0.") for n in shapes if n.startswith("model.layers.0.")}
+    assert len(listed) == len(set(listed)) and layer - {"self_attn.o_proj.bias"} == {
+        n for n in listed if arch.qkv_bias or not n.endswith(".bias")
+    }
+    draft = {n.removeprefix("model.mtp_layers.0.") for n in shapes if n.startswith("model.mtp_layers.")}
+    assert draft - layer == {n for part in family.draft for n in part.hf}
+
+
+def test_the_released_mimo_7b_is_read_as_it_was_published():
+    arch = read_architecture(MIMO_7B)
+    assert (arch.hidden, arch.layers, arch.heads, arch.kv_heads, arch.head_dim) == (4096, 36, 32, 8, 128)
+    assert (arch.rope_theta, arch.norm_eps, arch.vocab) == (640000.0, 1e-5, 151680)
+    assert arch.qkv_bias and not arch.output_bias and not arch.qk_norm and arch.mtp_layers == 1
+    parameters = sum(torch.Size(shape).numel() for shape in arch.weight_shapes(mtp=True).values())
+    assert parameters == pytest.approx(7.83e9, rel=1e-3)
+
+
+def test_a_family_is_found_by_its_file():
+    assert {"qwen2", "qwen3", "llama", "mimo"} <= FAMILIES.keys()
+    assert all(family_of({"model_type": name}).name == name for name in FAMILIES)
+
+
+def test_missing_unknown_and_misshapen_weights_are_named():
+    expected = {"a.weight": (2, 3), "b.weight": (4,), "c.weight": (1,)}
+    weights = {"a.weight": torch.zeros(3, 2), "x.weight": torch.zeros(1), "c.weight": torch.zeros(1)}
+    with pytest.raises(ValueError) as error:
+        check_weights(weights, expected, frozenset())
+    assert "missing b.weight" in str(error.value)
+    assert "unknown x.weight" in str(error.value)
+    assert "wrong shape a.weight (3, 2) instead of (2, 3)" in str(error.value)
+    check_weights(
+        {"a.weight": torch.zeros(2, 3), "c.weight": torch.zeros(1)}, expected, frozenset({"b.weight"})
+    )
