@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
 }
 
 
@@ -71,6 +72,8 @@ def write_random_checkpoint(
         "eos_token_id": 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if family == "mistral":
+        config["sliding_window"] = None
     if family == "mimo":
         config["num_nextn_predict_layers"] = mtp_layers
     (path / "config.json").write_text(json.dumps(config, indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
+from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.trainer.passes import Passes
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -25,6 +28,7 @@ FAMILIES = {
     "qwen2 tied": {"family": "qwen2", "tie": True},
     "qwen3 wide heads": {"family": "qwen3", "head_dim": 12},
     "qwen3 all heads grouped": {"family": "qwen3", "kv_heads": 1, "tie": True},
+    "mistral": {"family": "mistral", "head_dim": 12},
     "llama theta": {
         "family": "llama",
         "kv_heads": 4,
@@ -63,6 +67,19 @@ def test_weights_come_back_bit_for_bit(checkpoint, trainer_of):
     assert exported.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(exported[name], weight), name
+
+
+def test_a_wrong_entry_in_a_familys_table_shows_in_the_logits(tmp_path, trainer_of, monkeypatch):
+    """Gate and up exchanged have the right shapes and come back bit for bit; only the logits show it."""
+    family, part = FAMILIES_BY_NAME["qwen2"], next(p for p in DENSE_LAYER if p.layout is Layout.GATE_UP)
+    wrong = dataclasses.replace(part, hf=part.hf[::-1])
+    layer = tuple(wrong if p is part else p for p in family.layer)
+    monkeypatch.setitem(FAMILIES_BY_NAME, "qwen2", dataclasses.replace(family, layer=layer))
+    path = write_random_checkpoint(tmp_path / "model", "qwen2")
+    trainer, ids = trainer_of(path), torch.arange(40)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path)(ids).logits
+        assert (trainer.model.logits(ids) - expected).abs().max() > 0.1
 
 
 def test_logits_equal_transformers(checkpoint, trainer_of):

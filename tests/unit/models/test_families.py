@@ -57,6 +57,15 @@ def test_models_that_would_be_computed_wrongly_are_refused(tmp_path, change, mes
         read_architecture(config)
 
 
+@pytest.mark.parametrize("sliding_window", [{}, {"sliding_window": 4096}])
+def test_mistral_with_a_sliding_window_is_refused(tmp_path, sliding_window):
+    config = read_config(write_random_checkpoint(tmp_path, "mistral"))
+    assert read_architecture(config).family == "mistral"
+    del config["sliding_window"]
+    with pytest.raises(ValueError, match="sliding-window attention"):
+        read_architecture(config | sliding_window)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_expected_weights_are_those_of_the_checkpoint(tmp_path, family):
     path = write_random_checkpoint(tmp_path, family, head_dim=16)

@@ -38,6 +38,7 @@ VARIANTS = {
     "qwen2": {"family": "qwen2"},
     "qwen3 with head_dim != hidden / heads": {"family": "qwen3", "head_dim": 16},
     "llama": {"family": "llama"},
+    "mistral": {"family": "mistral"},
     "mimo backbone": {"family": "mimo"},
     "tied embeddings": {"family": "qwen2", "tie": True},
     "one kv head": {"family": "llama", "kv_heads": 1},

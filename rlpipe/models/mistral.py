@@ -1,0 +1,10 @@
+"""Mistral without sliding-window attention (v0.2 and later): Llama's decoder, no biases."""
+
+from rlpipe.models.base import Family
+
+FAMILY = Family(
+    name="mistral",
+    output_bias=False,
+    # a config.json that does not write sliding_window means transformers' default of 4096
+    sliding_window=lambda config: config.get("sliding_window", 4096) is not None,
+)
