@@ -28,7 +28,7 @@ from rlpipe.pipeline.ledger import Ledger
 
 @dataclass(slots=True, kw_only=True)
 class Saving:
-    """Of one run. event: as `MetricsBus.event`. score: val/reward of the version in hand, if there is one."""
+    """Saves the checkpoints of one run. event: `MetricsBus.event`. score: val/reward of the version."""
 
     config: Config
     cluster: Cluster

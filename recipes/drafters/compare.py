@@ -145,7 +145,7 @@ def joined(several: list[dict[str, Any]]) -> dict[str, Any]:
 def step_seconds(
     engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespace
 ) -> dict[str, dict[tuple[int, int], float]]:
-    """Of each drafter, seconds of a decode step by (batch, gamma): what adaptive gamma goes by."""
+    """Seconds of a decode step by (batch, gamma) for each drafter: what adaptive gamma goes by."""
     spawn, found = multiprocessing.get_context("spawn"), {}
     for arm, engine in engines.items():
         drafter = arm.split("/")[0]
@@ -189,7 +189,7 @@ def price(seconds: dict[str, dict[tuple[int, int], float]], gamma: int) -> dict[
 
 
 def by_conversation(counts: list[SpecCounts]) -> Counts:
-    """As `rlpipe.adapt.estimates` wants them."""
+    """The counts in the form that `rlpipe.adapt.estimates` reads."""
     return {str(n): PromptCounts(spec=mine) for n, mine in enumerate(counts) if mine.verify_steps}
 
 

@@ -35,7 +35,7 @@ LENGTH = "spec/acceptance_length"
 
 @dataclass(slots=True, kw_only=True)
 class Decomposition:
-    """Of the change between two spans of steps, (first, last) each.
+    """Parts of the change between two spans of steps, (first, last) each.
 
     slope: acceptance per nat. total = entropy + mismatch, exactly; their errors are correlated.
     entropy_change: H of the window minus H of the early phase, nat.

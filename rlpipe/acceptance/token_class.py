@@ -20,7 +20,7 @@ from typing import Any
 
 
 class TokenClass(StrEnum):
-    """See the module."""
+    """Kind of text that a token belongs to."""
 
     TOOL_CALL = "tool_call"
     CODE = "code"

@@ -111,7 +111,7 @@ class RolloutWorker:
         return await asyncio.to_thread(self._in_group().membership)
 
     async def receive_weights(self, offer: Offer) -> dict[str, Value]:
-        """As `update_weights`, of what the trainer broadcasts to the servers of all workers."""
+        """Receive what the trainer broadcasts to the servers of all workers; the rest is `update_weights`."""
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=offer.version):
             await asyncio.to_thread(self._in_group().receive_weights, offer)

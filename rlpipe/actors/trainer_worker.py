@@ -132,7 +132,7 @@ class TrainerWorker:
     def _pack(
         self, trajectories: list[Trajectory], advantages: list[np.ndarray] | None, **options: Any
     ) -> PackedBatch:
-        """As this trainer reads batches; options: further ones of `pack`."""
+        """Pack as this trainer reads batches; options: further arguments of `pack`."""
         config = self._config
         return pack(
             trajectories,

@@ -107,7 +107,7 @@ class ConversationSuite:
 
 
 class _Answer:
-    """See `rlpipe.envs.base.Episode`: any answer ends it, none is scored."""
+    """An episode that any answer ends and none scores."""
 
     def __init__(self, opening: list[Message]) -> None:
         self._opening = opening

@@ -70,7 +70,7 @@ class DomainEvaluation:
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Of the draft after `step` steps. domains: by name."""
+    """Evaluation of the draft after `step` steps. domains: by name."""
 
     step: int
     gamma: int

@@ -172,7 +172,7 @@ class Adaptation:
         self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
 
     def _measured(self) -> Evaluation:
-        """Of the draft as it is; what was measured before an interruption, or without some sets, stays."""
+        """Evaluate the current draft; what was measured before an interruption stays."""
         file = evaluation_file(self.run_dir, self.step)
         known = Evaluation.read(file).domains if file.is_file() else {}
         if missing := [domain for domain in self._domains if domain.name not in known]:

@@ -175,7 +175,7 @@ def _masked(mask: torch.Tensor, kept: torch.Tensor) -> dict[str, Value]:
 
 
 def _weight_metrics(weights: torch.Tensor, kept: torch.Tensor, config: AlgoConfig) -> dict[str, Value]:
-    """Of the weights [P] as applied; kept: [P] 1 where a token is."""
+    """Metrics of the weights [P] that are applied; kept: [P], 1 where a token is trained on."""
     tokens = len(weights)
     metrics: dict[str, Value] = {
         "rollout_corr/rollout_is_mean": Mean(weights.sum().item(), tokens),

@@ -200,7 +200,7 @@ class ObrsInputs:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """Of each of P sampled tokens.
+    """What the correction knows of each of P sampled tokens.
 
     accept_prob: a. accepted: the draw. estimate: Z before calibration. z: Z as used. weights: w before
     truncation, of rejected tokens too. exact: Z where the whole vocabulary was given, else None.

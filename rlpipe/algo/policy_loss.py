@@ -35,7 +35,7 @@ _MOMENT = "_moment/"
 
 @dataclass(slots=True, kw_only=True)
 class LossTotals:
-    """Of the global batch of one optimizer step. dp_size cancels the mean over ranks."""
+    """Totals of the global batch of one optimizer step. dp_size cancels the mean over ranks."""
 
     tokens: float
     sequences: float

@@ -141,5 +141,5 @@ def _other_tokenizer(actor: Path, policy: Path) -> str:
 
 
 def _meaning(text: bytes) -> dict[str, Any]:
-    """Of a tokenizer.json: all but what a caller asked for last (padding, truncation)."""
+    """The content of a tokenizer.json without what a caller asked for last (padding, truncation)."""
     return {k: v for k, v in json.loads(text).items() if k not in ("padding", "truncation", "version")}

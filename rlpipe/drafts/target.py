@@ -42,7 +42,7 @@ class Target(Protocol):
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Any], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and the outputs of some layers side by side [N, len(layers) * H]."""
+        """Run `forward`; returns also the outputs of some layers side by side [N, len(layers) * H]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def check_reasoning(config: EnvConfig) -> None:
 
 
 class MathEpisode:
-    """See `rlpipe.envs.base.Episode`: the first action is the answer."""
+    """An episode whose first action is the answer."""
 
     def __init__(self, instance_id: str, system_prompt: str) -> None:
         self._dataset, self._entry = _generate(instance_id)
@@ -80,7 +80,7 @@ class MathEpisode:
 
 
 class MathSuite:
-    """See `rlpipe.envs.base.Suite`. Splits: `train` and `held_out`, the tasks taking turns in both."""
+    """A suite of procedural tasks. Splits: `train` and `held_out`, the tasks taking turns in both."""
 
     max_turns = 1
 

@@ -35,7 +35,7 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """Of one run, whose ledger says what is in flight: on a start, `Ledger.restore` or `forget` comes first.
+    """The backlog of one run; its ledger says what is in flight: `Ledger.restore` or `forget` comes first.
 
     version: of the trainer at the start. steps: of the run in all. event: as `MetricsBus.event`.
     finished: a file that `save` wrote together with this ledger. trains: whether what is taken is trained on;

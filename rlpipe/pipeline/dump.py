@@ -41,7 +41,7 @@ class DumpedPrompt(Prompt):
     members: list[str]
 
     def trajectory_ids(self, group_size: int) -> list[str]:
-        """As recorded; there may be fewer than `group_size`."""
+        """The recorded groups; there may be fewer than `group_size`."""
         return self.members
 
 

@@ -235,7 +235,7 @@ class Ledger:
         return dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
 
     def violations(self, *, ended: bool = False, epoch: int | None = None) -> list[str]:
-        """See `violations`."""
+        """Rows that break an invariant; `violations` says which."""
         return violations(self._db, ended=ended, epoch=epoch)
 
     def save(self, path: Path) -> None:

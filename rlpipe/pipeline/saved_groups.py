@@ -42,7 +42,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _shallow(item: Any) -> dict[str, Any]:
-    """As `dataclasses.asdict`, without its copy of every token."""
+    """A dict like that of `dataclasses.asdict`, without its copy of every token."""
     return {own.name: getattr(item, own.name) for own in fields(item)}
 
 

@@ -87,7 +87,7 @@ class SelectionMeter:
 
 
 def _shift(kept: list[float], every: list[float]) -> float | None:
-    """See the module; 0 when all are alike, None when nothing was trained.
+    """The selection bias of the module docstring; 0 when all are alike, None when nothing was trained.
 
     >>> _shift([1.0, 1.0], [1.0, 1.0, 3.0, 3.0])
     -1.0

@@ -53,7 +53,7 @@ class ChatFormat:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ChatFormat:
-        """Of a checkpoint directory; its generation_config may name further stop tokens."""
+        """Read a checkpoint directory's tokenizer; generation_config may name further stop tokens."""
         from transformers import AutoTokenizer
 
         file = Path(path) / "generation_config.json"

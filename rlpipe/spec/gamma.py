@@ -110,7 +110,7 @@ class AdaptiveGamma:
         return batch * self._speeds(batch)[gamma]
 
     def choose(self, batch: int) -> int:
-        """See `GammaPolicy.choose`."""
+        """Choose gamma by the rule of the class; arguments of `GammaPolicy.choose`."""
         self._steps += 1
         if self._probing or self._steps - self._deepest > self._probe_after:
             return self._probe()
@@ -128,7 +128,7 @@ class AdaptiveGamma:
         return best
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """See `GammaPolicy.observe`."""
+        """Learn from a step; arguments of `GammaPolicy.observe`."""
         for depth, (reached, kept) in enumerate(zip(drafted, accepted, strict=True)):
             decay = max(0.0, 1 - reached / self.MEMORY)
             self._drafted[depth] = self._drafted[depth] * decay + reached

@@ -108,7 +108,7 @@ def _layout(tree: Tree) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
 
 @lru_cache
 def _paths(tree: Tree) -> torch.Tensor:
-    """See `Tree.paths`; shared, not to be written to."""
+    """The answer of `Tree.paths`, shared by all callers and not to be written to."""
     table = torch.full((len(tree.parents), tree.max_depth), -1)
     for node in range(1, len(tree.parents)):
         table[node] = table[tree.parents[node]]

@@ -137,15 +137,15 @@ class DecoupledTrainer:
         )
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
-        """As `MegatronTrainer.logprobs`, of the policy."""
+        """The policy's `MegatronTrainer.logprobs`."""
         return self.policy.logprobs(batch)
 
     def freeze_draft(self) -> None:
-        """As `MegatronTrainer.freeze_draft`: the draft is the actor's."""
+        """Freeze the draft, which is the actor's."""
         self.actor.freeze_draft()
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """As `MegatronTrainer.draft_tables`, of the actor: its draft serves the rollouts."""
+        """The actor's `MegatronTrainer.draft_tables`: its draft serves the rollouts."""
         return self.actor.draft_tables(batch)
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
@@ -158,7 +158,7 @@ class DecoupledTrainer:
         self.actor.save(of_the_actor(directory))
 
     def begin_save(self, directory: str | Path, hf: str | Path) -> list[Saving | SavingHf]:
-        """As `MegatronTrainer.begin_save`, of both."""
+        """Begin to save both models; see `MegatronTrainer.begin_save`."""
         actor = self.actor.begin_save(of_the_actor(directory), of_the_actor(hf))
         return [*self.policy.begin_save(directory, hf), *actor]
 

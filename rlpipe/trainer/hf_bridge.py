@@ -231,7 +231,7 @@ def _cut_into_buckets(
 
 
 def _full_shape(parameter: torch.Tensor, entry: Entry, size: int) -> list[int]:
-    """Of the tensor that `size` ranks hold together, a padded vocabulary included."""
+    """Shape of the tensor that `size` ranks hold together, a padded vocabulary included."""
     shape = list(parameter.shape)
     if entry.shard_dim is not None:
         shape[entry.shard_dim] *= size

@@ -99,7 +99,7 @@ def nothing() -> MicroBatch:
 
 
 def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray]) -> Candidates:
-    """Of the sampled tokens `targets` of each trajectory, one after the other."""
+    """Values of the sampled tokens `targets` of each trajectory, one after the other."""
     told: list[list[tuple[int, float]]] = []
     for trajectory, chosen in zip(trajectories, targets, strict=True):
         if trajectory.top_logprobs is None:

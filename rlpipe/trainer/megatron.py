@@ -155,7 +155,7 @@ class MegatronTrainer:
 
     @property
     def shares_prefixes(self) -> bool:
-        """See `Passes`."""
+        """Forward and backward passes over micro-batches."""
         return self._passes.shares_prefixes
 
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:

@@ -44,7 +44,7 @@ class Predictions:
 
 @dataclass(slots=True, kw_only=True)
 class Scores:
-    """Of one micro-batch under some policy: logprobs [B, R]; of its candidates [P, K], where asked for."""
+    """Log-probabilities of one micro-batch under some policy [B, R], and of its candidates [P, K]."""
 
     logprobs: torch.Tensor
     candidates: torch.Tensor | None

@@ -74,7 +74,7 @@ def _values(records: Records, name: str) -> list[float]:
 
 
 def _mean(records: Records, name: str, count: int = RECENT) -> float | None:
-    """Of the last values; None before there are three (or one, for what is measured rarely)."""
+    """Mean of the last values; None before there are three (or one, for what is measured rarely)."""
     seen = _values(records, name)[-count:]
     enough = 1 if name.startswith("probe/") else 3
     return fmean(seen) if len(seen) >= enough else None

@@ -33,7 +33,7 @@ CHAIN_RULES = {SpecMode.REJECTION: "rejection", SpecMode.TARGET_ONLY: "target_on
 
 
 class Monitor:
-    """Of one run. event: as `MetricsBus.event`. Raises ValueError for an alarm on an unknown metric."""
+    """Watches one run. event: `MetricsBus.event`. Raises ValueError for an alarm on an unknown metric."""
 
     def __init__(self, config: Config, run_dir: Path, event: Callable[..., None]) -> None:
         settings, spec = config.metrics, config.spec

@@ -57,7 +57,7 @@ class Checksums:
     ranks: list[dict[str, str]]
 
     def of(self, rank: int, draft: bool) -> dict[str, str]:
-        """Of one rank; without those of the draft where there is none."""
+        """Names and sums of one rank, without those of the draft where there is none."""
         return {name: one for name, one in self.ranks[rank].items() if draft or not name.startswith(DRAFT)}
 
 
@@ -100,7 +100,7 @@ class Offer:
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]]
 
     def first_rank(self, member: str) -> int:
-        """Of a server in the group."""
+        """Ranks of one server in the group."""
         return 1 + self.members.index(member) * self.ranks
 
 
@@ -150,7 +150,7 @@ class Root:
         self._group = None
 
     def _join(self) -> dist.ProcessGroup:
-        """As SGLang's `init_custom_process_group`: a group beside the default one, which may not exist."""
+        """Join a group apart from the default one (SGLang's `init_custom_process_group`)."""
         place = self.rendezvous
         group, _ = c10d._new_process_group_helper(
             place.size,

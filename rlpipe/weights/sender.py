@@ -86,7 +86,7 @@ class WeightSender:
         return ""
 
     def _checksums(self, weights: dict[str, torch.Tensor], rank: int) -> dict[str, str]:
-        """Of one bucket on one rank of a server: what SGLang fuses lies in one bucket."""
+        """Fingerprints of one bucket on one rank of a server: what SGLang fuses lies in one bucket."""
         shard = Shard(
             rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
         )

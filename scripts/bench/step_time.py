@@ -218,7 +218,7 @@ def measure(arm: str, steps: int, repeats: int) -> dict[str, Any]:
 
 
 def _summary(kept: list[float]) -> dict[str, Any]:
-    """Of the seconds of the kept steps."""
+    """Statistics of the seconds of the steps that count."""
     quartiles = statistics.quantiles(kept, n=4)
     return {
         "median_s": round(statistics.median(kept), 3),

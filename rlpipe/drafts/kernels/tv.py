@@ -154,7 +154,7 @@ def _gradient(
 
 
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `torch_rows.normalizers`."""
+    """The Triton form of `torch_rows.normalizers`."""
     largest = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(largest)
     if largest.numel():
@@ -183,7 +183,7 @@ def overlaps(
     *,
     keep_bits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `torch_rows.overlaps`."""
+    """The Triton form of `torch_rows.overlaps`."""
     anchors, depths, vocab = draft.shape
     octets = (vocab + 7) // 8
     sums = torch.empty(len(Sums), anchors, depths, dtype=torch.float32, device=draft.device)
@@ -212,7 +212,7 @@ def gradient(
     target: Tensor | None = None,
     target_lse: Tensor | None = None,
 ) -> Tensor:
-    """As `torch_rows.gradient`."""
+    """The Triton form of `torch_rows.gradient`."""
     anchors, depths, vocab = draft.shape
     out = torch.empty(draft.shape, dtype=draft.dtype, device=draft.device)
     if not out.numel():

@@ -88,7 +88,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class SweEpisode:
-    """See `rlpipe.envs.base.Episode`."""
+    """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`."""
 
     def __init__(self, instance: Instance, workspace: Workspace, config: EnvConfig) -> None:
         self._instance, self._workspace, self._config = instance, workspace, config

@@ -47,7 +47,7 @@ def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> N
 
 
 class SweSuite:
-    """See `rlpipe.envs.base.Suite`. Splits: `train`, and the names of `env.held_out_files`."""
+    """A suite of repair tasks. Splits: `train`, and the names of `env.held_out_files`."""
 
     def __init__(self, config: EnvConfig) -> None:
         self._config = config

@@ -72,7 +72,7 @@ def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]])
 
 
 class ToolEpisode:
-    """See `rlpipe.envs.base.Episode`.
+    """One attempt at a task; the Protocol is `rlpipe.envs.base.Episode`.
 
     score: the reward of a final answer. facts: go into the trajectory's info.
     """

@@ -34,7 +34,7 @@ def check_tools(config: EnvConfig) -> None:
 
 
 class ToolSuite:
-    """See `rlpipe.envs.base.Suite`. tools: OpenAI schemas for the chat template, None with schema=system."""
+    """A suite of tool-use tasks. tools: OpenAI schemas for the chat template, None with schema=system."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
         settings = config.tools

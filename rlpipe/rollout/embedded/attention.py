@@ -73,7 +73,7 @@ def attend_products(
     mask: torch.Tensor,
     pieces: tuple[Piece, ...],
 ) -> torch.Tensor:
-    """As `attend`; keys, values: [B * kv_heads, L, D]; mask from `expand_mask`; pieces from `pieces_of`."""
+    """Attention by two batched products. keys, values: [B * kv_heads, L, D]; mask from `expand_mask`."""
     batch, width, heads, dim = query.shape
     merged, _, group, length = mask.shape
     kv_heads = merged // batch

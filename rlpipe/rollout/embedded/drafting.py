@@ -123,7 +123,7 @@ class ChainDrafting(_RowDrafting):
         self._samples = mode in (SpecMode.REJECTION, SpecMode.BLOCK)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """See `_RowDrafting._start`; block takes all of a step's uniforms from its first position.
+        """Start a step's rows; block verification takes all uniforms of a step from its first position.
 
         Its deepest drafts and coins help decide how many are accepted. Drawn again for the position they
         were meant for, they would be conditioned on having failed, and the output biased.
@@ -134,7 +134,7 @@ class ChainDrafting(_RowDrafting):
         return last, pending, uniforms
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """See `Drafting.draft`; gamma = 0 drafts nothing."""
+        """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
         positions = last[:, None] + np.arange(gamma + 1)
@@ -154,7 +154,7 @@ class ChainDrafting(_RowDrafting):
         return Drafted(part, uniforms, torch.stack(probs, 1) if probs else None, list(range(gamma)))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """See `Drafting.judge`."""
+        """Judge the drafts by the verification rule; arguments of `Drafting.judge`."""
         part, uniforms = drafted.part, drafted.uniforms
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
         if not gamma:
@@ -199,7 +199,7 @@ class TreeDrafting(_RowDrafting):
         self._sees = torch.cat((mask, torch.zeros_like(mask[:, :1])), 1).to(model.device)
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """See `Drafting.draft`; the shape of the tree stands for gamma."""
+        """Draft a tree for every row; its shape takes the place of gamma."""
         table, model, tree = self._table, self._model, self._tree
         last, pending, uniforms = self._start(decoding, tree.max_depth)
         rows, own = slice(0, decoding), self._span(last, draft=True)
@@ -223,7 +223,7 @@ class TreeDrafting(_RowDrafting):
         return Drafted(part, uniforms, torch.cat([*probs, leaves], 1), list(tree.parents[1:]))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """See `Drafting.judge`; moves the accepted path's keys into place."""
+        """Judge the tree, and move the accepted path's keys into place."""
         tree, part, uniforms = self._tree, drafted.part, drafted.uniforms
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
         verdict = verify_tree(

@@ -39,7 +39,7 @@ class Eagle3Draft:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its weights, by the names under which they travel with the target's."""
+        """Shapes of its weights, by the names under which they travel with the target's."""
         return {f"{PREFIX}{name}": shape for name, shape in self._shape.weight_shapes().items()}
 
     def attach(self, model: Model) -> None:
@@ -66,7 +66,7 @@ class Eagle3Draft:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """As `Model.draft`; state: [N, H], fused features or own states of the step before."""
+        """Draft one token a row. state: [N, H], fused features or the draft's states of the step before."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self._layer.input_norm)
         both = torch.cat((embedded, model.norm(state, self._hidden_norm)), -1)
         return model.run_draft_layer(self._layer, state, spans, selects, read=both)

@@ -209,7 +209,7 @@ class Model:
     def forward_to_draft(
         self, tokens: torch.Tensor, spans: Sequence[Span]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and what `draft` reads of these tokens [N, H]: the same, or fused features."""
+        """Run `forward`; returns also what `draft` reads of these tokens [N, H]: the same, or features."""
         if self.eagle3 is None:
             hidden = self.forward(tokens, spans)
             return hidden, hidden
@@ -219,7 +219,7 @@ class Model:
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and the outputs of some layers side by side [N, len(layers) * H]."""
+        """Run `forward`; returns also the outputs of some layers side by side [N, len(layers) * H]."""
         hidden, found = self._backbone(tokens, spans, layers)
         return hidden, torch.cat(found, -1)
 

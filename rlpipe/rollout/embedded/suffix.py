@@ -48,7 +48,7 @@ class SuffixDrafting(ChainDrafting):
         self._longest = longest
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """See `Drafting.draft`; gamma = 0 drafts nothing."""
+        """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
         guesses = np.zeros((decoding, gamma), np.int64)

@@ -116,7 +116,7 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
 
 
 def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
-    """Of an answer; one that is still running has none yet, and counts as cut off."""
+    """Finish reason of an answer; one that is still running has none yet and counts as cut off."""
     kind = reason["type"] if reason else "abort"
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(kind, FinishReason.ABORT)
 

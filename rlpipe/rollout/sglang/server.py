@@ -78,7 +78,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, which is also the id of the process group."""
+        """Process id of the guard, which is also the id of the process group."""
         return self._process.pid
 
     def is_running(self) -> bool:

@@ -86,7 +86,7 @@ def _weights(
     BLOCK: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):
-    """Of tokens v in row `row` of b: the residual's weights and the target's, float64.
+    """The residual's weights and the target's of tokens v in row `row` of b, float64.
 
     Row GAMMA has no draft; there token must be -1 and scale 1.
     """
