@@ -3,23 +3,30 @@
     python guard.py COMMAND [ARGUMENTS...]
 
 Whoever starts a server holds the other end of that pipe: however its process ends, kill -9 included, the
-pipe closes and no server is left. The command runs in this process's group, which its starter made.
+pipe closes and no server is left. The command runs in this process's group, which its starter made, and the
+kernel kills it when this process is killed (Ray kills a dead worker's children before they can read a pipe).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Returns the command's exit status; does not return when standard input closes first."""
     # the command ends by itself at SIGTERM, with its children; a handler, unlike SIG_IGN, is not inherited
     signal.signal(signal.SIGTERM, lambda *_: None)
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    prctl = ctypes.CDLL(None).prctl
+    child = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    )
 
     def watch() -> None:
         while os.read(0, 1):  # not sys.stdin: its lock would still be held at exit

@@ -78,6 +78,17 @@ def test_nothing_is_left_when_we_are_killed(tmp_path):
     assert gone(child) and gone(guard)
 
 
+def test_no_server_is_left_when_its_guard_is_killed(tmp_path):
+    """Ray kills a dead worker's children: the guard, before it reads that its pipe closed."""
+    server = start(
+        "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)", tmp_path / "log"
+    )
+    child = child_of(tmp_path / "log")
+    os.kill(server.pid, signal.SIGKILL)
+    assert gone(child)
+    server.stop()
+
+
 async def _never():
     return False
 
