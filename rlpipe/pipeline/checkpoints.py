@@ -185,7 +185,7 @@ def _fault(directory: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if file_sum(file) != checksum:
+            if checksum not in (file_sum(file), edge_sum(file)):
                 return f"{name} has other bytes than were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{STATE} cannot be read ({type(error).__name__}: {error})"
@@ -194,6 +194,15 @@ def _fault(directory: Path) -> str | None:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.rglob("*") if p.is_file())
+
+
+def edge_sum(file: Path) -> int:
+    """CRC-32 of the first and last 4 MiB, which checkpoints of early runs hold instead of the full sum."""
+    edge = 4 * 2**20
+    with file.open("rb") as opened:
+        start = zlib.crc32(opened.read(edge))
+        opened.seek(max(edge, file.stat().st_size - edge))
+        return zlib.crc32(opened.read(), start)
 
 
 def file_sum(file: Path) -> int:

@@ -1,7 +1,9 @@
 import asyncio
 import errno
 import json
+import random
 import shutil
+import zlib
 from collections import namedtuple
 
 import pytest
@@ -101,6 +103,23 @@ def test_every_byte_of_a_large_file_is_checked(tmp_path):
             file.write(b"x")
         assert store.newest()[1] == {"step": 1}
         assert "weights has other bytes than were written" in [fault.reason for fault in store.broken]
+
+
+def test_a_checkpoint_of_an_early_run_with_sums_of_its_edges_is_whole(tmp_path):
+    async def write_large(directory):
+        (directory / "weights").write_bytes(random.Random(0).randbytes(9 << 20))
+
+    store = CheckpointStore(tmp_path, keep=2)
+    asyncio.run(store.save(1, {}, write_large))
+    weights, state = store.path(1) / "weights", store.path(1) / "state.json"
+    content = weights.read_bytes()
+    early = zlib.crc32(content[-(4 << 20) :], zlib.crc32(content[: 4 << 20]))
+    state.write_text(json.dumps({"step": 1, "files": {"weights": [len(content), early]}}))
+    assert store.newest()[1] == {"step": 1}
+    with weights.open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match="weights has other bytes than were written"):
+        store.newest()
 
 
 def test_damage_to_all_is_an_error_instead_of_a_silent_start_from_zero(tmp_path):
