@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.models.base import rope_theta
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 PREFIX = "eagle3."  # before the names of a draft's weights where they travel with its target's
 # Options of other EAGLE-3 exports that change the equations.
@@ -133,7 +135,6 @@ class Eagle3Shape:
             raise ValueError(
                 f"eagle3.draft_vocab={draft_vocab} exceeds the model's vocabulary of {vocab}: set it to 0."
             )
-        rope = target.get("rope_parameters") or {}
         heads = int(target["num_attention_heads"])
         return cls(
             layers=layers,
@@ -145,7 +146,7 @@ class Eagle3Shape:
             vocab=vocab,
             draft_vocab=draft_vocab or vocab,
             norm_eps=float(target.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
+            rope_theta=rope_theta(target),
             max_position=int(target["max_position_embeddings"]),
         )
 

@@ -146,6 +146,12 @@ class Architecture:
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
 
 
+def rope_theta(config: Mapping[str, Any]) -> float:
+    """Base of the rotary embedding, wherever a config.json writes it."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Family:
     """One model family; the defaults are Llama's.
@@ -183,7 +189,7 @@ class Family:
             head_dim=int(config.get("head_dim") or hidden // heads),
             max_position=int(config.get("max_position_embeddings", 32768)),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            rope_theta=rope_theta(config),
             qkv_bias=attention_bias,
             output_bias=attention_bias and self.output_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
