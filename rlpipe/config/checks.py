@@ -21,6 +21,7 @@ from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import LrSchedule, check_parallel
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, require_mtp
 
 
@@ -111,6 +112,7 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
     check_parallel(config.trainer, hf_config)
+    check_biases(config.model.path, hf_config)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
     if config.task is Task.MTP_ADAPT:
@@ -126,6 +128,20 @@ def check(config: Config) -> None:
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
         )
+
+
+def check_biases(path: str, hf_config: Mapping[str, Any]) -> None:
+    """Refuse biases that the trainer has no parameters for. Raises ValueError."""
+    arch = read_architecture(hf_config)
+    for setting, where, present in (
+        ("attention_bias", "o_proj", arch.output_bias),
+        ("mlp_bias", "gate_proj, up_proj and down_proj", arch.mlp_bias),
+    ):
+        if present:
+            raise ValueError(
+                f"model.path={path!r}: its config.json has {setting}=true, which gives {where} a bias, and a "
+                f"{arch.family} with one cannot be trained. Use a checkpoint with {setting}=false."
+            )
 
 
 def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:

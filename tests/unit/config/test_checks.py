@@ -1,11 +1,15 @@
-"""Greedy rollouts are refused in the same words by everything that needs a distribution."""
+"""What is refused before a run starts: greedy rollouts where a distribution is needed, untrainable biases."""
+
+import json
 
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.checks import check, check_adapt
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import Config, RunSettings
+from rlpipe.config.run import Config, ModelConfig, RunSettings
+from rlpipe.config.spec import SpecMode
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -21,3 +25,26 @@ def test_what_needs_a_distribution_refuses_greedy_rollouts_and_names_the_remedy(
         ValueError, match=r"distribution.* rollout\.temperature=0 leaves none: set rollout\.temperature=1"
     ):
         checked(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "where"),
+    [
+        ("llama", "attention_bias", "o_proj"),
+        ("qwen3", "attention_bias", "o_proj"),
+        ("llama", "mlp_bias", "gate_proj, up_proj and down_proj"),
+    ],
+)
+def test_biases_that_the_trainer_has_no_place_for_are_refused_before_loading(
+    tmp_path, family, setting, where
+):
+    path = write_random_checkpoint(tmp_path / "model", family, max_position=65536)
+    config = Config(run=RunSettings(dir=str(tmp_path / "run")), model=ModelConfig(path=str(path)))
+    config.spec.mode = SpecMode.NONE
+    check(config)
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | {setting: True}))
+    with pytest.raises(
+        ValueError, match=rf"{setting}=true, which gives {where} a bias.* {family} .*Use .*{setting}=false"
+    ):
+        check(config)
