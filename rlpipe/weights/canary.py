@@ -6,27 +6,23 @@ computed here from the weights that were sent, fused and named as SGLang keeps t
 
     q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
 
-so a difference is a tensor that did not arrive. Owns names and shapes; the hashes are `fingerprint.py`'s.
+so a difference is a tensor that did not arrive. Names and layouts are those of the family's table
+(`rlpipe/models`), the hashes are `fingerprint.py`'s; the shapes that a rank keeps are made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from rlpipe.models import family_of
+from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Layout, Part
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
 from rlpipe.weights.fingerprint import Parts
 
-_FUSED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-}
-_FOLLOWS = ("k_proj", "v_proj", "up_proj")  # parts of a fused tensor that are not its first
-_MTP_ROOT = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-_SPLIT_BY_INPUT = ("o_proj", "down_proj")
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 DRAFT = "draft."
 
 
@@ -58,46 +54,78 @@ class Shard:
     size: int = 1
     kv_heads: int = 1
 
-    def rows(self, tensor: torch.Tensor, module: str) -> torch.Tensor:
-        """Its rows of a tensor split by output."""
+    def rows(self, tensor: torch.Tensor, *, of_kv: bool = False) -> torch.Tensor:
+        """Its rows of a tensor split by output. of_kv: whether they belong to key or value heads."""
         size, rank = self.size, self.rank
-        if module in ("k_proj", "v_proj") and self.kv_heads < size:
+        if of_kv and self.kv_heads < size:
             rank, size = rank // (size // self.kv_heads), self.kv_heads
         return tensor.chunk(size)[rank]
 
+    def pieces(self, tensors: Parts, layout: Layout) -> Parts:
+        """What it keeps of each Hugging Face tensor of one weight."""
+        if layout is Layout.QKV:
+            return [self.rows(tensor, of_kv=place > 0) for place, tensor in enumerate(tensors)]
+        if layout is Layout.GATE_UP:
+            return [self.rows(tensor) for tensor in tensors]
+        if layout is Layout.COLUMNS:
+            return [tensor.chunk(self.size, dim=1)[self.rank] for tensor in tensors]
+        if layout is Layout.VOCABULARY:
+            return [self.rows(_padded(tensor)) for tensor in tensors]
+        return tensors
+
 
 def server_parts(
-    weights: Mapping[str, torch.Tensor], dtype: torch.dtype, shard: Shard, *, tied: bool, draft: bool
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    shard: Shard,
+    hf_config: Mapping[str, Any],
+    *,
+    draft: bool,
 ) -> dict[str, Parts]:
     """HF weights under the names and in the shapes of one rank's parameters, `draft.` before the draft's.
 
     Each tensor as the parts it is fused of along its first dimension, as far as they go without a copy.
 
-    tied: the server keeps no lm_head of its own. draft: whether it drafts at all.
+    weights: all, or a bucket of them. hf_config: of the model; where its head is tied the server keeps none.
+    draft: whether the server drafts at all. Raises ValueError naming a tensor that no table maps, and one
+    that its neighbours are fused with and that is not there.
     """
     found: dict[str, Parts] = {}
-    for name, tensor in weights.items():
-        if (is_mtp_weight(name) and not draft) or (tied and name == "lm_head.weight"):
+    served_mtp = MTP_PREFIX if draft else ()  # of several MTP layers a server holds the first
+    unknown = {name for name in weights if not is_mtp_weight(name) or name.startswith(served_mtp)}
+    tied = bool(hf_config.get("tie_word_embeddings"))
+    for served, prefix, part in _table(hf_config):
+        names = [prefix + name for name in part.hf]
+        present = unknown.intersection(names)
+        unknown -= present
+        if not present or (tied and part is HEAD):
             continue
-        *path, module, kind = name.split(".")
-        if module in _FOLLOWS:
-            continue
-        tensor = tensor.to(dtype)
-        if module in _FUSED:
-            fused, parts = _FUSED[module]
-            tensors = [weights[".".join([*path, part, kind])].to(dtype) for part in parts]
-            pieces = [shard.rows(one, part) for one, part in zip(tensors, parts, strict=True)]
-            name = ".".join([*path, fused, kind])
-        elif module in _SPLIT_BY_INPUT:
-            pieces = [tensor.chunk(shard.size, dim=1)[shard.rank]]
-        elif name in _VOCABULARY:
-            pieces = [shard.rows(_padded(tensor), module)]
-        else:
-            pieces = [tensor]
-        found[_server_name(name)] = pieces
+        if missing := sorted(set(names) - present):
+            raise ValueError(f"{served} is made of {names}, and {missing} are not sent: send them together.")
+        found[served] = shard.pieces([weights[name].to(dtype) for name in names], part.layout)
+    if unknown:
+        raise ValueError(
+            f"No table says where an SGLang server keeps {', '.join(sorted(unknown))}: add it to the "
+            "family's table (rlpipe/models), or send the weights of this model only."
+        )
     if draft:  # the draft reads the target's embedding and head
-        found |= {DRAFT + name: found[name] for name in _VOCABULARY if name in found}
+        shared = [part.served_name for part in (EMBEDDING, HEAD)]
+        found |= {DRAFT + name: found[name] for name in shared if name in found}
     return found
+
+
+def _table(hf_config: Mapping[str, Any]) -> Iterator[tuple[str, str, Part]]:
+    """Name on the server, what stands before the Hugging Face names, and the weight, for each of a model."""
+    family = family_of(hf_config)
+    for part in (EMBEDDING, FINAL_NORM, HEAD):
+        yield part.served_name, "", part
+    layers = [f"model.layers.{index}." for index in range(int(hf_config["num_hidden_layers"]))]
+    places = [(prefix, prefix, family.layer) for prefix in layers]
+    places += [(f"{DRAFT}model.", MTP_PREFIX, family.draft)]
+    places += [(f"{DRAFT}model.mtp_block.", MTP_PREFIX, family.layer)]
+    for place, prefix, parts in places:
+        for part in parts:
+            yield place + part.served_name, prefix, part
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,16 +146,3 @@ def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryRep
             bad = report.draft if name.startswith(DRAFT) else report.target
             bad.append(name)
     return report
-
-
-def _server_name(name: str) -> str:
-    """Where SGLang keeps an HF weight.
-
-    >>> _server_name("model.mtp_layers.0.mlp.down_proj.weight"), _server_name("model.norm.weight")
-    ('draft.model.mtp_block.mlp.down_proj.weight', 'model.norm.weight')
-    """
-    if not name.startswith(MTP_PREFIX):
-        return name
-    rest = name.removeprefix(MTP_PREFIX)
-    inside = "" if rest.split(".")[0] in _MTP_ROOT else "mtp_block."
-    return f"{DRAFT}model.{inside}{rest}"

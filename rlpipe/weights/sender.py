@@ -90,6 +90,5 @@ class WeightSender:
         shard = Shard(
             rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
         )
-        tied = bool(self._model.get("tie_word_embeddings"))
-        tensors = server_parts(weights, self._form["dtype"], shard, tied=tied, draft=has_mtp(self._model))
+        tensors = server_parts(weights, self._form["dtype"], shard, self._model, draft=has_mtp(self._model))
         return fingerprints(tensors, self._on_gpu)

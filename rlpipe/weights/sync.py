@@ -196,7 +196,7 @@ class WeightSync:
         dtype, size = getattr(torch, self._config.dtype), self._config.sglang.tp
         kv_heads = int(self._hf_config["num_key_value_heads"])
         shards = [Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
-        parts = [canary.server_parts(weights, dtype, one, tied=self._tied, draft=True) for one in shards]
+        parts = [canary.server_parts(weights, dtype, one, self._hf_config, draft=True) for one in shards]
         return Checksums(ranks=[fingerprints(tensors, self._on_gpu) for tensors in parts])
 
     async def check(self, client: Server, expected: Checksums, *, draft: bool) -> CanaryReport:

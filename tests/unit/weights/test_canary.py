@@ -1,18 +1,20 @@
 """Fingerprints: what the server should hold for given weights, and how a difference is told."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_weights
-from rlpipe.weights.canary import (
-    Shard,
-    compare,
-    server_parts,
-)
+from rlpipe.weights.canary import Shard, compare, server_parts
 from rlpipe.weights.fingerprint import fingerprints
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
+
+
+CONFIG = {"model_type": "mimo", "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +22,9 @@ def weights(tmp_path_factory):
     return read_weights(write_random_checkpoint(tmp_path_factory.mktemp("model"), vocab=100, layers=1))
 
 
-def tensors(weights, shard=None, **options):
-    options = {"tied": False, "draft": True} | options
-    parts = server_parts(weights, torch.float32, shard or Shard(kv_heads=2), **options)
+def tensors(weights, shard=None, *, draft=True, **changed):
+    shard = shard or Shard(kv_heads=2)
+    parts = server_parts(weights, torch.float32, shard, CONFIG | changed, draft=draft)
     return {name: torch.cat(tuple(pieces)) for name, pieces in parts.items()}
 
 
@@ -51,7 +53,7 @@ def test_without_a_draft_only_the_target_is_expected(weights):
 
 
 def test_a_tied_head_is_not_expected(weights):
-    assert "lm_head.weight" not in tensors(weights, tied=True)
+    assert "lm_head.weight" not in tensors(weights, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -84,3 +86,59 @@ def test_one_changed_number_changes_one_fingerprint(weights):
 def test_a_tensor_only_one_side_has_counts_as_different():
     assert compare({"a": "1", "b": "2"}, {"b": "2", "draft.c": "3"}).target == ["a"]
     assert compare({"b": "2"}, {"b": "2", "draft.c": "3"}).draft == ["draft.c"]
+
+
+# What SGLang's parameters are called: written out, since the tables of `rlpipe/models` are what is tested.
+LAYER = {
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.qkv_proj.weight",
+    "self_attn.qkv_proj.bias",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+}
+DRAFT = {"token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"}
+SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
+SERVED = SHARED | {"model.norm.weight"} | {f"model.layers.0.{name}" for name in LAYER}
+SERVED |= {f"draft.{name}" for name in SHARED} | {f"draft.model.{name}" for name in DRAFT}
+SERVED |= {f"draft.model.mtp_block.{name}" for name in LAYER}
+
+
+def test_every_tensor_has_the_name_that_the_server_gives_it(weights):
+    assert tensors(weights).keys() == SERVED
+
+
+@pytest.mark.parametrize("table", ["layer", "draft"])
+def test_a_wrong_served_name_in_a_familys_table_is_caught(weights, monkeypatch, table):
+    """Each row of the table in turn: it differs from what the server holds, under both names."""
+    family, served = FAMILIES["mimo"], dict.fromkeys(SERVED, "0")
+    for place, part in enumerate(getattr(family, table)):
+        parts = list(getattr(family, table))
+        parts[place] = dataclasses.replace(part, served=f"wrong.{part.served_name}")
+        monkeypatch.setitem(FAMILIES, "mimo", dataclasses.replace(family, **{table: tuple(parts)}))
+        report = compare(dict.fromkeys(tensors(weights), "0"), served)
+        exists = any(name.endswith(part.served_name) for name in SERVED)
+        assert report.passed is not exists
+        if exists:
+            assert any("wrong." in name for name in report.draft)
+            assert any(name.endswith(f".{part.served_name}") and "wrong" not in name for name in report.draft)
+
+
+def test_a_tensor_that_no_table_maps_is_named(weights):
+    unknown = "model.layers.0.self_attn.o_proj.bias"
+    with pytest.raises(ValueError, match=rf"No table says where .* keeps {unknown}: add it to the family"):
+        tensors(weights | {unknown: torch.zeros(32)})
+    with pytest.raises(ValueError, match=r"keeps model\.layers\.1\.mlp\.down_proj\.weight:"):
+        tensors(weights | {"model.layers.1.mlp.down_proj.weight": torch.zeros(32, 64)})
+
+
+def test_part_of_a_fused_tensor_alone_is_refused(weights):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    with pytest.raises(ValueError, match=rf"qkv_proj.weight is made of .*\['{name}'\] are not sent"):
+        tensors({other: tensor for other, tensor in weights.items() if other != name})
+
+
+def test_of_several_mtp_layers_only_the_first_is_served(weights):
+    second = {name.replace("mtp_layers.0", "mtp_layers.1"): tensor for name, tensor in weights.items()}
+    assert tensors(weights | second).keys() == SERVED

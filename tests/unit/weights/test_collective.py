@@ -114,7 +114,7 @@ def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, w
     for rank in range(ranks):
         shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
         for draft in (True, False):
-            whole = server_parts(weights, torch.float32, shard, tied=False, draft=draft)
+            whole = server_parts(weights, torch.float32, shard, read_config(TINY), draft=draft)
             assert sent.checksums.of(rank, draft) == fingerprints(whole, on_gpu=False)
 
 
