@@ -72,7 +72,7 @@ def micro_batch_loss(
     """
     tokens = mask.sum().item()
     if tokens == 0:  # an empty micro-batch, there to keep the ranks in step
-        return (logprobs * mask).sum(), {}
+        return (logprobs * mask).sum(), {"perf/train_tokens": Sum(0)}
     current = logprobs.detach()
     trainer = current if config.proximal is Proximal.CURRENT else old_logprobs
     corrected = correct(

@@ -50,7 +50,6 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         "response_length/clip_ratio": truncated,
         "response_length/spread": Sketch.of(t.response_length for t in trained),
         "rollout/entropy": _entropy(trained),
-        "perf/train_tokens": Sum(sum(t.response_length for t in trained)),
         "env/submit_rate": Mean.of(t.info.get("submitted") for t in trained),
         "env/truncated": truncated,
         "env/masked": Sum(len(every) - len(trained)),

@@ -105,7 +105,7 @@ SECTIONS: tuple[Section, ...] = (
         "trainer",
         "verl",
         ("actor/entropy", "average", "nat", "Entropy of the trainer's policy, per trained token."),
-        ("actor/pg_loss", "average", "1", "Policy-gradient loss, aggregated as algo.loss_agg_mode says."),
+        ("actor/pg_loss", "average", "1", "Policy-gradient loss, aggregated as algo.loss_agg says."),
         ("actor/pg_clipfrac", "average", "1", "Share of trained tokens whose ratio is clipped above."),
         ("actor/pg_clipfrac_lower", "average", "1", "Share clipped by the dual clip (negative advantage)."),
         (

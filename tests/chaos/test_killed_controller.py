@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from rlpipe.config.pipeline import Stale
+from rlpipe.pipeline.backlog import MASKED
 from rlpipe.pipeline.ledger import Ledger
 from tests.helpers.dying_cluster import (
     INSTANCES,
@@ -54,8 +55,16 @@ def check_the_end(directory, pipeline):
         assert [step for _, step in rows] == [n // 3 + 1 for n in range(STEPS * 3)]
         if pipeline.get("stale") is not Stale.KEEP:
             assert (ages.fetchone()[0] or 0) <= pipeline["max_staleness"]
+        lost = [x for (x,) in db.execute("SELECT group_id FROM prompts WHERE reason = ?", (MASKED,))]
+        rewarded = db.execute(
+            "SELECT COUNT(*) FROM trajectories t JOIN prompts p USING (group_id) "
+            "WHERE p.reason = ? AND t.reward NOT NULL",
+            (MASKED,),
+        ).fetchone()[0]
+    assert rewarded == 0, "only a group without any reward is left out"
     if pipeline.get("stale", Stale.WAIT) is Stale.WAIT and "filter_equal_rewards" not in pipeline:
-        assert learnt == [f"g{n:06d}" for n in range(STEPS * 3)], "in order, none left out"
+        admitted = (f"g{n:06d}" for n in range(STEPS * 3 + len(lost)))
+        assert learnt == [name for name in admitted if name not in lost][: STEPS * 3], "in order"
     steps = [json.loads(line)["training/global_step"] for line in (directory / "metrics.jsonl").open()]
     assert max(Counter(steps).values()) == 1 and steps == sorted(steps)
 

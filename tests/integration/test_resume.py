@@ -16,12 +16,13 @@ SMALL = ["run.steps=4", "run.save_every=2", "pipeline.prompts_per_step=3", "pipe
 SYNCHRONOUS = ["cluster=inline", "run.dir=out", "metrics.report=false", "pipeline.max_staleness=0"]
 LEARNING = ["trainer.lr=1e-3", "trainer.warmup_steps=3", "algo.entropy_coef=0.01", "metrics.probe.every=0"]
 VALIDATED = ["val.every=2", "val.instances=4"]
-# Clocks, and counts of an engine that found the groups of step 3 in the checkpoint.
+# Clocks, and counts of attempts and of an engine that found the groups of step 3 in the checkpoint.
 OF_THE_MOMENT = (
     "time",
     "timing_s/",
     "perf/",
     "env/sandbox/",
+    "env/masked_share",
     "rollout/generated",
     "rollout/prefill",
     "spec/gamma",

@@ -7,7 +7,7 @@ import torch
 
 from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.config.algo import AlgoConfig, Correction, LossAgg
-from rlpipe.metrics.values import reduce
+from rlpipe.metrics.values import Sum, reduce
 
 pytestmark = pytest.mark.unit
 
@@ -120,10 +120,10 @@ def test_sequence_correction_weighs_whole_trajectories():
     torch.testing.assert_close(grad, -data["advantages"] * weight * data["mask"] / data["mask"].sum())
 
 
-def test_an_empty_micro_batch_has_loss_zero_and_no_metrics():
+def test_an_empty_micro_batch_has_loss_zero_and_counts_no_token():
     data = {k: torch.zeros_like(v) for k, v in batch().items()}
     loss, grad, _, metrics = gradient(data, AlgoConfig(), LossTotals(tokens=5, sequences=1, dp_size=1))
-    assert loss == 0 and not grad.any() and metrics == {}
+    assert loss == 0 and not grad.any() and metrics == {"perf/train_tokens": Sum(0)}
 
 
 def test_probability_metrics_equal_their_definition_over_all_tokens():
