@@ -78,7 +78,9 @@ def command(
         backend = backend or "torch_native"
         words += ["--sleep-on-idle"]  # else a scheduler without work takes a whole core from the trainer
         words += ["--max-total-tokens", rollout.max_running * context_length(rollout, spec)]
-        words += ["--mem-fraction-static", sglang.memory_fraction or 0.05]
+        # The line above bounds the cache. This is only checked, against what all processes leave of the host:
+        # a small share fails to start when another process grows meanwhile.
+        words += ["--mem-fraction-static", sglang.memory_fraction or 0.5]
     else:
         words += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
         if sglang.memory_fraction:
