@@ -59,7 +59,7 @@ def test_three_steps_with_real_servers_and_rejection_sampling(two_servers):
         assert record["training/off_policy/trajectory_staleness/max"] <= 1
     # a step whose trajectories were all there before it began decodes nothing: it has no gamma
     assert {record["spec/gamma"] for record in records[1:] if "spec/gamma" in record} == {3}
-    if records[1]["actor/grad_norm"]:
+    if "actor/grad_norm" in records[1]:  # a batch without signal leaves the policy untouched
         assert records[1]["training/rollout_probs_diff_max"] < 1e-3
     assert prompt_states(two_servers) == {"trained": 6}  # the ledger is complete
     for log in server_logs(two_servers):
