@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _WRITING = "writing"  # concurrency group of a rank: its checkpoint is written beside its steps
 _GIVING = "giving"  # another: it hands out weights that it has published
+_CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
 _GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
 
 
@@ -159,11 +160,11 @@ class RayCluster:
         return reduce(await asyncio.gather(*self._on_workers("metrics")))
 
     async def close(self) -> None:
-        for actor in self._rollouts + self._trainers:
-            try:
-                await asyncio.wait_for(actor.close.remote(), timeout=10)
-            except (RayActorError, TimeoutError) as error:
-                self._on_event("close_failed", error=str(error).splitlines()[0])
+        actors = self._rollouts + self._trainers
+        closing = (asyncio.wait_for(actor.close.remote(), _CLOSE_S) for actor in actors)
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(error, BaseException):  # the run is over, and `kill` ends what did not close
+                self._on_event("close_failed", error=_first_line(error))
         self.kill()
 
     def kill(self) -> None:
@@ -307,7 +308,7 @@ def _pairs(count: int) -> PlacementGroup:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
+    return str(error).partition("\n")[0] or type(error).__name__  # a TimeoutError has no words
 
 
 async def _wait(answer: Any) -> Any:

@@ -79,3 +79,15 @@ def test_replacements_that_die_end_the_run_once_no_restart_is_left():
     with pytest.raises(RuntimeError, match=r"died 3 times \(cluster.max_restarts=2\)"):
         asyncio.run(cluster._on_some_worker("collect"))
     assert events == ["rollout_worker_died"] * 3
+
+
+def test_an_actor_that_does_not_close_is_reported_and_killed(monkeypatch):
+    killed = []
+    monkeypatch.setattr(ray_cluster.ray, "kill", killed.append)
+    stuck, closes = Actor(), Actor()
+    stuck.close, closes.close = Method(TimeoutError()), Method(None)  # a TimeoutError has no words
+    cluster, _ = cluster_of(stuck, [])
+    cluster._trainers, reported = [closes], []
+    cluster._on_event = lambda kind, **fields: reported.append((kind, fields))
+    asyncio.run(cluster.close())
+    assert reported == [("close_failed", {"error": "TimeoutError"})] and killed == [stuck, closes]
