@@ -73,8 +73,9 @@ class RaySession:
                 services.ConsolePopen = popen
         except Exception as error:  # Ray raises bare Exception
             self.stop()
+            words = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
-                f"Ray did not start ({str(error).partition(chr(10))[0] or type(error).__name__}). Is the machine overloaded, or "
+                f"Ray did not start ({words}). Is the machine overloaded, or "
                 f"cluster.address={config.cluster.address!r} wrong? cluster=inline runs without Ray."
             ) from error
         threading.Thread(target=self._watch, args=(on_death,), daemon=True).start()
