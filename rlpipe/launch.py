@@ -30,6 +30,7 @@ from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.masked import TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.run_directory import held, keep_settings, settings_changed
 
 _LEAVING_S = 5.0
 
@@ -60,8 +61,13 @@ def launch(config: Config, resolved: str) -> int:
     resolved: the composed configuration as YAML, kept as `config.yaml` in the run directory.
     """
     run_dir = resolve(config.run.dir)
-    (run_dir / "config.yaml").write_text(resolved)
+    with held(run_dir):
+        return _launch(config, resolved, run_dir)
+
+
+def _launch(config: Config, resolved: str, run_dir: Path) -> int:
     if config.task is Task.TINY_MODEL:
+        keep_settings(run_dir, resolved)
         from rlpipe.warmstart.train import run_tiny_model
 
         run_tiny_model(config.warmstart, run_dir)
@@ -69,21 +75,33 @@ def launch(config: Config, resolved: str) -> int:
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
+    changed = settings_changed(run_dir, resolved, done, config.run.resume)
     if config.task is Task.MTP_ADAPT:
         from rlpipe.adapt.run import Adaptation
 
         task: RunTask = Adaptation(config, run_dir, done)
     else:
         task = ReinforcementLearning(config, run_dir, done)
+    keep_settings(run_dir, resolved)
     forget_steps(run_dir, done or 0)
-    return run_task(task, config, run_dir, checkpoints)
+    return run_task(task, config, run_dir, checkpoints, changed)
 
 
-def run_task(task: RunTask, config: Config, run_dir: Path, checkpoints: CheckpointStore) -> int:
-    """The life of a task: start, work, stop by signal, end; returns the exit status."""
+def run_task(
+    task: RunTask,
+    config: Config,
+    run_dir: Path,
+    checkpoints: CheckpointStore,
+    changed: dict[str, str] | None = None,
+) -> int:
+    """The life of a task: start, work, stop by signal, end; returns the exit status.
+
+    changed: settings that differ from those of the run that is continued, for its log.
+    """
     bus = MetricsBus(make_sinks(config, run_dir), events=run_dir / "events.jsonl")
     mode = config.cluster.mode if config.task is Task.RL else ClusterMode.INLINE
-    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half)
+    extra = {"changed": changed} if changed else {}
+    bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half, **extra)
     leave = _Leaving(task, bus)
     outcome, status = "failed", 1
     try:

@@ -45,7 +45,8 @@ class ClusterMode(Choice):
 class Resume(Choice):
     """What to do with checkpoints that `run.dir` already holds."""
 
-    AUTO = "auto"  # continue from the newest one, if any
+    AUTO = "auto"  # continue from the newest one, if any, with the settings it was begun with
+    ANYWAY = "anyway"  # the same with settings that make it another experiment
     NEVER = "never"  # refuse a directory that holds a run
 
 

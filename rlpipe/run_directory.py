@@ -1,0 +1,129 @@
+"""The directory of a run: one process at a time works in it, and a run goes on as what it began as.
+
+Owns the lock of the directory and the record of its settings. `config.yaml` is what the run goes by now, and
+`configs/N.yaml` every configuration that it was ever started with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlpipe.config.run import Resume
+
+CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
+
+# Settings that leave the experiment as it is: how far and where it runs, and what is watched and kept of it.
+_RUN = ("dir", "steps", "resume", "save_every", "save_async", "keep_last", "keep_best", "dump")
+_ROLLOUT = ("workers", "concurrent_groups", "max_running", "device", "threads", "prefill_tokens", "sglang")
+_TRAINER = ("tp", "dp", "layers", "recompute", "distributed_optimizer", "micro_batch_tokens", "threads")
+_ADAPT = ("in_domain", "out_of_domain", "eval_modes", "eval_every", "eval_first", "eval_prompts")
+_FREE: dict[str, tuple[str, ...] | None] = {
+    "run": (*_RUN, "max_masked_share", "masked_window"),
+    "rollout": _ROLLOUT,
+    "trainer": _TRAINER,
+    "env": ("threads", "sandbox"),
+    "adapt": (*_ADAPT, "eval_offset", "eval_samples"),
+    "val": None,  # all of the section
+    "metrics": None,
+    "cluster": None,
+}
+_SCHEDULES = ("trainer.lr_schedule", "mtp.lr_schedule")  # of which all but `constant` end with run.steps
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Be the only process that works in a run directory, which is made if it is not there.
+
+    The kernel gives the lock back when this process ends, however it ends. Raises ValueError with who has it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(_holder(run_dir)) from None
+        lock.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, lock)
+        lock.flush()
+        yield
+
+
+def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Resume) -> dict[str, str]:
+    """What differs from the settings that a run was begun with, as "old -> new" by name.
+
+    resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
+    it begins, and nothing differs). Raises ValueError when the run would become another experiment, unless
+    that is wanted (run.resume=anyway).
+    """
+    path = run_dir / CONFIG
+    if step is None or not path.exists():
+        return {}
+    changed = differences(_flat(path.read_text()), _flat(resolved))
+    if changed and resume is not Resume.ANYWAY:
+        shown = "; ".join(f"{name}: {change}" for name, change in changed.items())
+        raise ValueError(
+            f"run.dir={str(run_dir)!r} holds a run at step {step} with other settings: {shown}. Take those "
+            "values again, choose another run.dir, or set run.resume=anyway to go on with the new ones."
+        )
+    return changed
+
+
+def keep_settings(run_dir: Path, resolved: str) -> None:
+    """Write down the settings that the run goes by from now on; those before stay in `configs/`."""
+    (run_dir / CONFIG).write_text(resolved)
+    history = run_dir / HISTORY
+    history.mkdir(exist_ok=True)
+    (history / f"{len(list(history.iterdir()))}.yaml").write_text(resolved)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of both that differ and make another experiment; one that a version lacks has its default."""
+    scheduled = any(new.get(name, "constant") != "constant" for name in _SCHEDULES)
+
+    def free(name: str) -> bool:
+        if name == "run.steps":
+            return not scheduled
+        section, _, rest = name.partition(".")
+        names = _FREE.get(section, ())
+        return names is None or rest.partition(".")[0] in names
+
+    both = (name for name in old if name in new and old[name] != new[name])
+    return {name: f"{old[name]} -> {new[name]}" for name in both if not free(name)}
+
+
+def _flat(text: str) -> dict[str, Any]:
+    """Settings by dotted name; those of a file that cannot be read are none."""
+
+    def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for key, part in value.items():
+                yield from walk(f"{prefix}.{key}" if prefix else str(key), part)
+        else:
+            yield prefix, value
+
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return dict(walk("", settings)) if isinstance(settings, dict) else {}
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        holder = json.loads((run_dir / LOCK).read_text())
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        who = f"process {holder['pid']} on {holder['host']} since {since}"
+        remedy = f"to take over, stop it first (kill {holder['pid']} there lets it save a checkpoint)"
+    except (OSError, ValueError, KeyError):
+        who, remedy = "another process", "wait until it ends"
+    return f"run.dir={str(run_dir)!r} is in use by {who}: choose another run.dir; {remedy}."
