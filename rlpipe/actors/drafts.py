@@ -35,7 +35,7 @@ def make_eagle3(config: Config, start: str, trajectories: Sequence[Trajectory] =
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.rollout.device == "auto" else config.rollout.device)
     arch = read_architecture(hf_config)
-    ahead = window_slots(config.ppow, config.mtp.depths) if config.mtp.ppow else 0
+    ahead = window_slots(config.ppow, config.mtp.depths) if config.mtp.windows else 0
     target = Model(
         arch,
         {name: weights[name] for name in arch.weight_shapes(mtp=False)},

@@ -284,7 +284,7 @@ def write_results(config: Config, run_dir: Path) -> None:
 
 def _objective(mtp: MtpConfig) -> dict[str, str]:
     """Names of what was minimised."""
-    anchors = {} if mtp.ppow else {"anchors": mtp.anchors.value}
+    anchors = {} if mtp.windows else {"anchors": mtp.anchors.value}
     return {"loss": mtp.objective.value} | anchors
 
 

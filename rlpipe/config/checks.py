@@ -85,10 +85,10 @@ def check(config: Config) -> None:
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
     trained = config.mtp.online or config.task is Task.MTP_ADAPT
-    if trained and config.mtp.ppow and config.rollout.temperature == 0:
+    if trained and config.mtp.windows and config.rollout.temperature == 0:
         raise ValueError(
-            "mtp.objective=ppow verifies drafts by rejection, and rollout.temperature=0 leaves no "
-            "distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
+            f"mtp.objective={config.mtp.objective} verifies drafts by rejection, and rollout.temperature=0 "
+            "leaves no distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
         )
     if config.trains_eagle3:
         check_cotrained_eagle3(config)

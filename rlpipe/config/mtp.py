@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.models.checkpoint import has_mtp
 
@@ -24,7 +24,7 @@ class MtpConfig:
     """The MTP layer's objective and its own parameter group.
 
     train: whether it learns in RL (off, online); mtp_adapt trains it in any case.
-    objective: how it learns, in RL and before. anchors: see the enum; not used by ppow.
+    objective: how it learns, in RL and before. anchors: see the enum; not used on windows.
     depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
     interval: co-train in every n-th optimizer step only.
     lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
@@ -61,14 +61,14 @@ class MtpConfig:
         return self.train is MtpTrain.ONLINE
 
     @property
-    def ppow(self) -> bool:
+    def windows(self) -> bool:
         """Whether it learns from windows of its drafts."""
-        return self.objective is MtpObjective.PPOW
+        return self.objective not in SUPERVISED
 
     @property
     def supervised(self) -> MtpObjective:
         """The objective of its teacher-forced statistics."""
-        return MtpObjective.E2E_TV if self.ppow else self.objective
+        return MtpObjective.E2E_TV if self.windows else self.objective
 
 
 def read_train(value: str) -> MtpTrain:
@@ -103,8 +103,8 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
             f"mtp.depths={config.depths}, but {path!r} has {layers} MTP layers, one per depth: "
             f"set mtp.depths to at most {layers}."
         )
-    if layers > 1 and config.ppow:
+    if layers > 1 and config.windows:
         raise ValueError(
-            f"mtp.objective=ppow drafts with one MTP layer for all depths, but {path!r} has {layers}: set "
-            "mtp.objective=e2e_tv."
+            f"mtp.objective={config.objective} drafts with one MTP layer for all depths, but {path!r} has "
+            f"{layers}: set mtp.objective=e2e_tv."
         )

@@ -1,26 +1,25 @@
-"""Names of the objectives that can train a draft. Equations: rlpipe.drafts.loss, .ppow. No torch."""
+"""Names of the objectives that can train a draft: the files of `rlpipe.drafts.objectives`. No torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rlpipe.config.choice import Choice
 
-
-class MtpObjective(Choice):
-    """What a draft is trained to minimise."""
-
-    HARD_CE = "hard_ce"  # cross-entropy against the realised token
-    KL = "kl"  # KL(target || draft), the gradient of soft cross-entropy: Bebop's "CE"
-    REVERSE_KL = "reverse_kl"  # KL(draft || target)
-    TV = "tv"  # rejected mass, depth by depth
-    E2E_TV = "e2e_tv"  # rejected share of a chain, overlaps multiplied: Bebop Eq. 13
-    E2E_CHAIN = "e2e_chain"  # the same, exact for tokens sampled from the target
-    E2E_BLOCK = "e2e_block"  # the same for block verification
-    LK = "lk"  # KL where the overlap is small, TV where it is large
-    VERIFY_STEPS = "verify_steps"  # exact expected verify steps per emitted token
-    PPOW = "ppow"  # reinforcement learning on windows of its own drafts; settings: PpowConfig
+_FILES = Path(__file__).parents[1] / "drafts" / "objectives"
 
 
-SUPERVISED = [kind for kind in MtpObjective if kind is not MtpObjective.PPOW]  # teacher-forced ones
+def _names(folder: str) -> list[str]:
+    return sorted(file.stem for file in (_FILES / folder).glob("[a-z]*.py"))
+
+
+MtpObjective = Choice(
+    "MtpObjective",
+    {name.upper(): name for folder in ("supervised", "windows") for name in _names(folder)},
+    module=__name__,
+)
+MtpObjective.__doc__ = "What a draft is trained to minimise; each is defined in the file of its name."
+SUPERVISED = [MtpObjective(name) for name in _names("supervised")]  # learn from given text
 
 
 class AnchorWeighting(Choice):

@@ -49,7 +49,6 @@ def linear_mtp_loss(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     normalizer: float | Tensor | None = None,
-    lk_decay: float = 3.0,
     train_head: bool = False,
     vocab: int | None = None,
     chunk_bytes: int | None = None,
@@ -70,7 +69,6 @@ def linear_mtp_loss(
         anchors=anchors,
         turn_starts=turn_starts,
         normalizer=normalizer,
-        lk_decay=lk_decay,
     )
     if draft_hidden.dim() != 3 or target_hidden.dim() != 2 or len(target_hidden) < len(draft_hidden):
         raise ValueError(

@@ -63,7 +63,7 @@ class Eagle3Trainer:
         self._config, self._mtp = config, config.mtp
         self._draft, self._target, self._device = draft, target, target.device
         self._ppow: Eagle3Ppow | None = None
-        if config.mtp.ppow:
+        if config.mtp.windows:
             self._ppow = Eagle3Ppow(
                 config.ppow,
                 draft,

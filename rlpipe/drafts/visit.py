@@ -22,9 +22,13 @@ two small operations per position, in float64, no synchronisation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlpipe.drafts.loss.rows import Rows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +56,30 @@ class VisitForecast:
 def accept_probabilities(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
     """min(1, q / p) at realised tokens; the tie q = p passes its gradient on, as ties do in the overlap."""
     return (draft_logprobs - target_logprobs).clamp(max=0).exp()
+
+
+def expected_accepted(last: Tensor, passed: Tensor, mask: Tensor) -> Tensor:
+    """[N] sum_j passed_1 ... passed_{j-1} last_j over leading depths of a chain; all arguments [N, K].
+
+    By Horner's rule, so that its gradient is the product of the depths before and of the chain after, and
+    never divides: a probability of 0 in mid-chain is an ordinary number.
+    """
+    accepted = torch.zeros_like(last[:, 0])
+    for depth in reversed(range(last.shape[1])):
+        accepted = mask[:, depth] * (last[:, depth] + passed[:, depth] * accepted)
+    return accepted
+
+
+def by_sequence(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept probabilities and mask as [B, T, K]."""
+    if turn_starts.numel() != len(mask):
+        raise ValueError(
+            f"turn_starts has shape {list(turn_starts.shape)} but there are {len(mask)} anchors; "
+            "pass one entry per anchor, [B, T] with N = B * T."
+        )
+    shape = (*turn_starts.shape, -1)
+    accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
+    return accept.view(shape), mask.view(shape)
 
 
 def expected_verify_steps(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:

@@ -199,12 +199,6 @@ SECTIONS: tuple[Section, ...] = (
             "Overlap Σ_v min(p, q) of target and draft at depth k: its acceptance rate under rejection. As "
             "all of mtp/*, teacher-forced on the batch and before the update.",
         ),
-        (
-            "mtp/alpha_lower/depth_{k}",
-            "average",
-            "1",
-            "The same without the tail that a loss on the target's top K lumps together; else equal to it.",
-        ),
         ("mtp/draft_entropy/depth_{k}", "average", "nat", "Entropy of the draft at depth k."),
         ("mtp/target_entropy/depth_{k}", "average", "nat", "Entropy of the target there."),
         ("mtp/kl/depth_{k}", "average", "nat", "KL(target || draft) at depth k."),

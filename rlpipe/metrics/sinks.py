@@ -61,7 +61,7 @@ def run_header(config: Config, run_dir: Path) -> Header:
 
 def _work(config: Config) -> tuple[str, str]:
     if config.task is Task.MTP_ADAPT:
-        anchors = "" if config.mtp.ppow else f", {config.mtp.anchors} anchors"
+        anchors = "" if config.mtp.windows else f", {config.mtp.anchors} anchors"
         objective = f"{config.mtp.objective}{anchors}"
         return "draft", f"trained by {objective}; {config.adapt.batch} trajectories a step"
     lag, sizes = config.pipeline.max_staleness, config.pipeline

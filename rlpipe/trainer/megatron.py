@@ -113,7 +113,7 @@ class MegatronTrainer:
 
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
-        windows = (ppow or PpowConfig()) if mtp.ppow and (self._online or self._adapt_only) else None
+        windows = (ppow or PpowConfig()) if mtp.windows and (self._online or self._adapt_only) else None
         self._drafting = DraftPasses(
             mtp, self._runtime, self._passes, self._dp_group, windows, updates=optimizer_steps, seed=seed
         )

@@ -33,8 +33,9 @@ from rlpipe.drafts.chunked import linear_draft_rows
 from rlpipe.drafts.draft_batch import DraftBatch, draft_batch, tokens_up_to
 from rlpipe.drafts.head import draft_step
 from rlpipe.drafts.loss import depth_targets
+from rlpipe.drafts.objectives.windows.ppow import loss as windows_loss
 from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
-from rlpipe.drafts.ppow.step import Judged, draw_windows, judge_windows, sampled, windows_loss
+from rlpipe.drafts.ppow.step import Judged, draw_windows, judge_windows, sampled
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, Kept
 from rlpipe.trainer.model import PolicyModel

@@ -74,7 +74,6 @@ def reference_loss(
     *,
     temperature: float = 1.0,
     weights: Tensor | None = None,
-    lk_decay: float = 3.0,
 ) -> Tensor:
     """The definition of a loss."""
     kind = MtpObjective(kind)
@@ -105,7 +104,7 @@ def reference_loss(
             total = total + weights[n] * (depths - expected)
             weight += weights[n].item() * depths
         return total / weight
-    share = (-lk_decay * alpha.detach()).exp()
+    share = (-3.0 * alpha.detach()).exp()
     row = {
         MtpObjective.HARD_CE: -q_x.log(),
         MtpObjective.KL: kl,

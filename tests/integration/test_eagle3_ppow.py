@@ -20,7 +20,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
-from rlpipe.drafts.ppow import criticality, group_advantages, window_scores
+from rlpipe.drafts.objectives.windows.ppow import group_advantages
+from rlpipe.drafts.ppow import criticality, window_scores
 from rlpipe.metrics.values import reduce
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer.packing import pack

@@ -14,7 +14,8 @@ from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
-from rlpipe.drafts.ppow import group_advantages, window_law, window_scores
+from rlpipe.drafts.objectives.windows.ppow import group_advantages
+from rlpipe.drafts.ppow import window_law, window_scores
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
 from rlpipe.trainer.packing import pack

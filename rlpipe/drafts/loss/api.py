@@ -1,4 +1,4 @@
-"""`mtp_loss`: an objective from logits. Owns argument checks and the top-K reduction; the rest is called."""
+"""`mtp_loss`: an objective from logits. Owns argument checks; the rest is called."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
-from rlpipe.drafts.loss.definitions import NEED_TARGET, Objective
+from rlpipe.drafts.loss.definitions import Objective
 from rlpipe.drafts.loss.rows import Backend, Rows, resolve_backend, row_statistics
 from rlpipe.drafts.loss.stats import MtpStats
-from rlpipe.drafts.loss.top_k import bucketed, lower_bound
 from rlpipe.drafts.visit import accept_probabilities, forecast
 
 
@@ -26,24 +25,19 @@ def mtp_loss(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     normalizer: float | Tensor | None = None,
-    lk_decay: float = 3.0,
-    top_k: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, MtpStats]:
     """Loss of a draft against its target, and per-depth statistics.
 
-    kind: see `MtpObjective`; equations in `definitions`. draft_logits, target_logits: [N, K, V], any float
-    dtype, any strides; -inf padding is allowed. Under tensor parallelism V is the shard, all shards
-    equal, in rank order. The target is a constant. mask: [N, K] bool, rows that count; masked rows get a
-    gradient of exactly 0 and may hold anything.
+    kind: see `MtpObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
+    target_logits: [N, K, V], any float dtype, any strides; -inf padding is allowed. Under tensor parallelism
+    V is the shard, all shards equal, in rank order. The target is a constant. mask: [N, K] bool, rows that
+    count; masked rows get a gradient of exactly 0 and may hold anything.
     tokens: [N, K] int64, the realised tokens (sampled from the target for `e2e_chain`, `e2e_block`,
     `verify_steps` and visits); statistics of acceptance lengths need them too.
     anchors: uniform, by visit, or [N] weights >= 0. turn_starts: [B, T] bool with N = B * T.
     temperature: the rollout's, > 0, applied to both. tp_group: None for a whole vocabulary.
     normalizer: divisor of the summed loss, for gradient accumulation; None: this call's own weight.
-    top_k: compare only the target's top_k tokens and one bucket for the rest. Merging tokens can only hide
-    differences, so alpha becomes an upper bound (`stats.alpha`; `stats.alpha_lower` leaves the bucket
-    out): an approximation, reported unstable by Bebop §7.8, without tensor parallelism only.
 
     Returns the scalar loss (0 where nothing is unmasked) and `MtpStats`, detached sums.
     Raises ValueError for arguments that do not fit together.
@@ -58,7 +52,6 @@ def mtp_loss(
         anchors=anchors,
         turn_starts=turn_starts,
         normalizer=normalizer,
-        lk_decay=lk_decay,
     )
     if draft_logits.dim() != 3 or draft_logits.shape != target_logits.shape:
         raise ValueError(
@@ -66,13 +59,6 @@ def mtp_loss(
             f"{list(target_logits.shape)}. A target shared by depths can be passed as a strided view."
         )
     check_rows(objective, mask, tokens, draft_logits.shape[:2], temperature)
-    bounds = None
-    if top_k is not None:
-        draft_logits, target_logits = _reduced(
-            draft_logits, target_logits, temperature, top_k, objective, tp_group
-        )
-        tokens, temperature = None, 1.0
-        bounds = lower_bound(draft_logits, target_logits)
     rows = row_statistics(
         draft_logits,
         target_logits,
@@ -81,12 +67,10 @@ def mtp_loss(
         temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_logits),
-        needs_target=objective.kind in NEED_TARGET,
+        needs_target=objective.law.needs_target,
     )
     total, weight = objective.total_and_weight(rows, mask)
     stats = statistics(objective, rows, mask, total, weight, has_tokens=tokens is not None)
-    if bounds is not None:
-        stats.alpha_lower = torch.where(mask, bounds, 0).double().sum(0)
     return objective.divide(total, weight), stats
 
 
@@ -116,18 +100,3 @@ def statistics(
         accept = accept_probabilities(rows.draft_logprob.detach(), rows.target_logprob)
         visits = forecast(accept.view(shape), mask.view(shape), objective.turn_starts)
     return MtpStats.of(rows, mask, total, weight, visits)
-
-
-def _reduced(
-    draft: Tensor,
-    target: Tensor,
-    temperature: float,
-    top_k: int,
-    objective: Objective,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    if group is not None:
-        raise ValueError("top_k reduces a whole vocabulary; got a tensor-parallel group. Use top_k=None.")
-    if objective.needs_tokens:
-        raise ValueError(f"top_k has no realised tokens, which kind={objective.kind} needs. Use top_k=None.")
-    return bucketed(draft, target.detach(), temperature, top_k)

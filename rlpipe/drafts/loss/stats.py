@@ -31,7 +31,6 @@ class MtpStats:
     count: rows. alpha: overlap sum_v min(p, q), the acceptance rate under rejection. draft_entropy,
     target_entropy, kl (target || draft), reverse_kl: nats. target_above, draft_above: mass of the target
     where p > q, of the draft where q > p. top1: draft and target share a most likely token.
-    alpha_lower: with `top_k` the overlap without the tail bucket, alpha being the upper bound; else alpha.
     drafted, accepted: expected counts of an engine on these sequences, as `SpecCounts`; zeros without
     turns. verify_steps, emitted: scalars, expected verify steps and the tokens they emit.
     loss, weight: scalars, numerator and denominator of the loss.
@@ -39,7 +38,6 @@ class MtpStats:
 
     count: Tensor
     alpha: Tensor
-    alpha_lower: Tensor
     draft_entropy: Tensor
     target_entropy: Tensor
     kl: Tensor
@@ -64,7 +62,6 @@ class MtpStats:
         return cls(
             **depth,
             count=mask.sum(0).double(),
-            alpha_lower=depth["alpha"].clone(),
             drafted=nothing.clone() if visits is None else visits.drafted.sum(0),
             accepted=nothing.clone() if visits is None else visits.accepted.sum(0),
             verify_steps=nothing[0].clone() if visits is None else visits.verify_steps.sum(),
@@ -93,9 +90,8 @@ class MtpStats:
     def metrics(self) -> dict[str, Value]:
         """Flat names as `mtp/alpha/depth_1`; reads the device once."""
         found: dict[str, Value] = {"mtp/loss": Mean(self.loss, self.weight)}
-        names = [*BY_DEPTH, "alpha_lower"]
-        table = torch.stack([getattr(self, name) for name in names] + [self.count]).tolist()
-        for name, sums in zip(names, table[:-1], strict=True):
+        table = torch.stack([getattr(self, name) for name in BY_DEPTH] + [self.count]).tolist()
+        for name, sums in zip(BY_DEPTH, table[:-1], strict=True):
             for depth, (total, count) in enumerate(zip(sums, table[-1], strict=True), 1):
                 found[f"mtp/{name}/depth_{depth}"] = Mean(total, count)
         if self.emitted > 0:

@@ -2,13 +2,11 @@
 
     windows    which windows are worth training on: criticality, scores, ADAW with its curriculum
     reward     what a verified window earns: accepted tokens per cost, or closeness to the target
-    objective  group-relative advantages and the clipped loss, anchored to the target
     totals     what a step reports
 
-Pure functions over distributions and tokens; nothing here drafts or verifies.
+Pure functions over distributions and tokens. The loss is `rlpipe.drafts.objectives.windows.ppow`.
 """
 
-from rlpipe.drafts.ppow.objective import PpowStats, group_advantages, ppow_loss
 from rlpipe.drafts.ppow.reward import (
     acceptance_law,
     expected_reward,
@@ -28,16 +26,13 @@ from rlpipe.drafts.ppow.windows import (
 )
 
 __all__ = [
-    "PpowStats",
     "PpowTotals",
     "Total",
     "acceptance_law",
     "confidence",
     "criticality",
     "expected_reward",
-    "group_advantages",
     "hard_share",
-    "ppow_loss",
     "proximity_gap",
     "proximity_reward",
     "sample_windows",

@@ -32,8 +32,9 @@ from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.drafts.eagle3 import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
+from rlpipe.drafts.objectives.windows.ppow import loss as windows_loss
 from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
-from rlpipe.drafts.ppow.step import Drawn, Judged, draw_windows, judge_windows, sampled, windows_loss
+from rlpipe.drafts.ppow.step import Drawn, Judged, draw_windows, judge_windows, sampled
 from rlpipe.drafts.target import Target
 
 LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while places are scored

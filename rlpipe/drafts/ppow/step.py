@@ -1,6 +1,6 @@
-"""PPOW's step apart from the models that run: windows are drawn, judged and compared alike for any drafter.
+"""A step on windows apart from the models that run: windows are drawn and judged alike for any drafter.
 
-Owns the randomness, the verdict on drafted windows and the objective's sums; the algorithm is
+Owns the randomness and the verdict on drafted windows; the algorithm is
 `rlpipe.drafts.ppow`'s, verification `rlpipe.spec.verify`'s. Who drafts and how the target reads the drafts:
 `rlpipe.trainer.ppow` for an MTP layer, `rlpipe.drafts.ppow.eagle3` for an EAGLE-3 draft.
 
@@ -16,11 +16,7 @@ import torch
 
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.ppow import (
-    PpowTotals,
-    Total,
     expected_reward,
-    group_advantages,
-    ppow_loss,
     proximity_gap,
     sample_windows,
     window_reward,
@@ -133,47 +129,6 @@ def judge_windows(
         rewards = window_reward(accepted, gap, **rules)
     close = (accepted == 0) & (gap < config.tolerance) & (config.proximity > 0)
     return Judged(logprobs=log_p[:, :, :-1], num_accepted=accepted, rewards=rewards, close=close)
-
-
-def windows_loss(
-    log_q: torch.Tensor,
-    tokens: torch.Tensor,
-    judged: Judged,
-    scores: torch.Tensor,
-    hard: float,
-    config: PpowConfig,
-) -> tuple[torch.Tensor, PpowTotals]:
-    """Sum over drafts of the loss, a scalar, and totals.
-
-    log_q: [W, G, K, V] of the drafter, with a graph. tokens: [W, G, K]. scores: [W]; hard: the share drawn
-    by them.
-    """
-    mean, told = ppow_loss(
-        log_q.flatten(0, 1),
-        judged.logprobs.flatten(0, 1),
-        tokens.flatten(0, 1),
-        logprobs_of(log_q.detach(), tokens).flatten(0, 1),
-        group_advantages(judged.rewards).flatten(),
-        clip=config.clip,
-        kl_coef=config.kl_coef,
-    )
-    loss, group = mean * told.tokens, judged.rewards.shape[1]
-    even = (judged.rewards == judged.rewards[:, :1]).all(1, keepdim=True).expand_as(judged.rewards)
-    found = {
-        Total.WINDOWS: judged.rewards.numel(),
-        Total.DRAFTS: told.tokens,
-        Total.LOSS: loss.detach(),
-        Total.REWARD: judged.rewards.sum(),
-        Total.ACCEPTED: judged.num_accepted.sum(),
-        Total.REJECTED: (judged.num_accepted == 0).sum(),
-        Total.CLOSE: judged.close.sum(),
-        Total.EVEN: even.sum(),
-        Total.KL: told.kl,
-        Total.CLIPPED: told.clipped,
-        Total.SCORE: scores.sum() * group,
-        Total.HARD: hard * judged.rewards.numel(),
-    }
-    return loss, PpowTotals.of(found, log_q.device)
 
 
 def sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def test_off_is_understood_in_yaml_with_and_without_quotes(written):
 def test_what_is_written_is_read_again():
     text = OmegaConf.to_yaml(OmegaConf.structured(MtpConfig(train="online", objective="ppow")))
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(MtpConfig), OmegaConf.create(text)))
-    assert again.online and again.ppow and again.supervised is MtpObjective.E2E_TV
+    assert again.online and again.windows and again.supervised is MtpObjective.E2E_TV
 
 
 def test_ppow_alone_is_not_supervised():

@@ -11,14 +11,13 @@ import torch
 
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.eagle3 import OUTSIDE
+from rlpipe.drafts.objectives.windows.ppow import group_advantages, ppow_loss
 from rlpipe.drafts.ppow import (
     acceptance_law,
     confidence,
     criticality,
     expected_reward,
-    group_advantages,
     hard_share,
-    ppow_loss,
     proximity_gap,
     proximity_reward,
     sample_windows,

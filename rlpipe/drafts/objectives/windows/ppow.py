@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.ppow.step import Judged, logprobs_of
+from rlpipe.drafts.ppow.totals import PpowTotals, Total
+
 DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
 
 
@@ -68,3 +72,47 @@ def ppow_loss(
         ratio=ratio.detach().double().sum(),
     )
     return -terms.sum() / max(1, tokens.numel()), stats
+
+
+def loss(
+    log_q: Tensor,
+    tokens: Tensor,
+    judged: Judged,
+    scores: Tensor,
+    hard: float,
+    config: PpowConfig,
+) -> tuple[Tensor, PpowTotals]:
+    """Sum over drafts of the loss, a scalar, and totals.
+
+    log_q: [W, G, K, V] of the drafter, with a graph. tokens: [W, G, K]. scores: [W]; hard: the share drawn
+    by them.
+    """
+    mean, stats = ppow_loss(
+        log_q.flatten(0, 1),
+        judged.logprobs.flatten(0, 1),
+        tokens.flatten(0, 1),
+        logprobs_of(log_q.detach(), tokens).flatten(0, 1),
+        group_advantages(judged.rewards).flatten(),
+        clip=config.clip,
+        kl_coef=config.kl_coef,
+    )
+    total, group = mean * stats.tokens, judged.rewards.shape[1]
+    even = (judged.rewards == judged.rewards[:, :1]).all(1, keepdim=True).expand_as(judged.rewards)
+    sums = {
+        Total.WINDOWS: judged.rewards.numel(),
+        Total.DRAFTS: stats.tokens,
+        Total.LOSS: total.detach(),
+        Total.REWARD: judged.rewards.sum(),
+        Total.ACCEPTED: judged.num_accepted.sum(),
+        Total.REJECTED: (judged.num_accepted == 0).sum(),
+        Total.CLOSE: judged.close.sum(),
+        Total.EVEN: even.sum(),
+        Total.KL: stats.kl,
+        Total.CLIPPED: stats.clipped,
+        Total.SCORE: scores.sum() * group,
+        Total.HARD: hard * judged.rewards.numel(),
+    }
+    return total, PpowTotals.of(sums, log_q.device)
+
+
+OBJECTIVE = loss
