@@ -66,12 +66,6 @@ def launch(config: Config, resolved: str) -> int:
 
 
 def _launch(config: Config, resolved: str, run_dir: Path) -> int:
-    if config.task is Task.TINY_MODEL:
-        keep_settings(run_dir, resolved)
-        from rlpipe.warmstart.train import run_tiny_model
-
-        run_tiny_model(config.warmstart, run_dir)
-        return 0
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])

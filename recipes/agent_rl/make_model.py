@@ -1,6 +1,6 @@
 """Makes models/tiny_tools: the shipped tiny model learns to call tools, by imitation.
 
-    python recipes/agent_rl/make_model.py [--run-dir runs/tiny_tools]
+    python -m recipes.agent_rl.make_model [--run-dir runs/tiny_tools]
 
 Three stages from models/tiny: `skill` (careful traces), `imitation` (demonstrators of mixed quality, the
 behaviour that RL then selects from), `mtp` (the draft layer learns the frozen backbone again). Leaves
@@ -22,21 +22,22 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
+from recipes.agent_rl.demonstrators import NAMES, Demonstrator, demonstrate
+from recipes.tiny_model.data import Batches, Trace, encode_all
+from recipes.tiny_model.make import weighted_loss
+from recipes.tiny_model.model import save_checkpoint
+from recipes.tiny_model.mtp import mtp_loss
+from recipes.tiny_model.settings import StageConfig
+from recipes.tiny_model.stage import load_finished, run_stage
+from recipes.tiny_model.tokenizer import CHAT_TEMPLATE
 from rlpipe.config.paths import shipped
-from rlpipe.config.warmstart import StageConfig
 from rlpipe.drafts.layer import MtpLayer
-from rlpipe.envs.tools.demonstrators import NAMES, Demonstrator, demonstrate
 from rlpipe.envs.tools.generate import TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import make_tools
-from rlpipe.envs.tools.suite import WARM_START, ids
+from rlpipe.envs.tools.suite import ids
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
-from rlpipe.warmstart.data import Batches, Trace, encode_all
-from rlpipe.warmstart.model import save_checkpoint
-from rlpipe.warmstart.mtp import mtp_loss
-from rlpipe.warmstart.stage import load_finished, run_stage
-from rlpipe.warmstart.tokenizer import CHAT_TEMPLATE
-from rlpipe.warmstart.train import weighted_loss
 
+FIRST = 1_000_000_000  # above the indices that runs train on and validate with
 ADDED = (
     *("<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"', '": "', '"}}'),
     *("calculate", "expression", "document"),
@@ -93,7 +94,7 @@ def traces(
     """One trace per instance, its demonstrator drawn from the stage's mix. part: a stream of its own."""
     rng = random.Random(settings.seed * 10 + part)
     kinds, weights = [Demonstrator(kind) for kind in stage.mix], list(stage.mix.values())
-    first = WARM_START * (1 + part)
+    first = FIRST * (1 + part)
     opening = {"role": "system", "content": signatures()}
     chats = [
         [opening, *demonstrate(rng, make_instance(name), rng.choices(kinds, weights)[0])]

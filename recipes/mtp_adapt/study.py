@@ -114,11 +114,12 @@ class Study:
 
 
 def write_fresh_draft(model: Path, out: Path) -> None:
-    """The checkpoint with an untrained MTP layer, as `warmstart.mtp.build_mtp` makes one of the backbone."""
+    """The checkpoint with an untrained MTP layer, as the factory of the tiny model makes one."""
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from rlpipe.warmstart.mtp import build_mtp
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from recipes.tiny_model.mtp import build_mtp
 
     torch.manual_seed(0)
     layer = build_mtp(Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32))

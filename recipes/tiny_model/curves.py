@@ -1,6 +1,6 @@
 """How a warm start went: what its metrics.jsonl says, as a picture.
 
-    python recipes/tiny_model/curves.py RUN [--out curves.svg]
+    python -m recipes.tiny_model.curves RUN [--out curves.svg]
 
 Left: share of the model's own tokens that it gets right (teacher-forced), through skill and imitation.
 Right: expected acceptance Σ_v min(p, q) of each depth while the MTP layer learns. A dot is one record.

@@ -1,6 +1,6 @@
 """Score a tiny model with the engine, collector and sandbox of real runs, and write its model card.
 
-    python recipes/tiny_model/score.py [--model models/tiny] [--instances 128] [--no-card]
+    python -m recipes.tiny_model.score [--model models/tiny] [--instances 128] [--no-card]
 
 Each instance of both held-out sets is played once greedily and 8 times at T = 1; acceptance comes from
 the sums of the same T = 1 trajectories (rejection, gamma = 3). The card is that of models/tiny; --no-card
@@ -13,13 +13,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from recipes.tiny_model.card import SETS, SetScores, write_card
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
 from rlpipe.types import SpecCounts, Trajectory, TrajectoryStatus
-from rlpipe.warmstart.card import SETS, SetScores, write_card
 
 SAMPLES = 8
 

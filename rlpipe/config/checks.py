@@ -68,8 +68,6 @@ def check(config: Config) -> None:
             f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
             f"task={config.task}: remove it."
         )
-    if config.task is Task.TINY_MODEL:
-        return
     served = hf_config = read_config(resolve(config.model.path))
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)

@@ -24,14 +24,12 @@ from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.config.warmstart import WarmstartConfig
 
 
 class Task(Choice):
     """What a recipe runs."""
 
     RL = "rl"  # the async loop
-    TINY_MODEL = "tiny_model"  # the supervised warm start that makes the shipped checkpoint
     MTP_ADAPT = "mtp_adapt"  # the MTP layer of a frozen model learns to draft for it
 
 
@@ -173,7 +171,6 @@ class Config:
     val: ValConfig = field(default_factory=ValConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    warmstart: WarmstartConfig = field(default_factory=WarmstartConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
 

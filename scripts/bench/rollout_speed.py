@@ -72,7 +72,7 @@ class Workload:
 
 def swe_workloads(model: Path) -> dict[str, Workload]:
     """First prompts of held-out SWE instances, and whole conversations with them."""
-    from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
+    from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
 
     chat = ChatFormat.from_pretrained(model)
     file = Path(resolve("shipped:data/swe/held_instances.jsonl"))

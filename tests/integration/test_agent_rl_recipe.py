@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from recipes.agent_rl import make_model
+from recipes.agent_rl.demonstrators import Demonstrator, demonstrate, tool_call
+from recipes.tiny_model.data import encode_all
+from recipes.tiny_model.settings import StageConfig
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.paths import shipped
-from rlpipe.config.warmstart import StageConfig
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import suite_tools
-from rlpipe.envs.tools.demonstrators import Demonstrator, demonstrate, tool_call
 from rlpipe.envs.tools.generate import make_instance
 from rlpipe.models.checkpoint import has_mtp, read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
-from rlpipe.warmstart.data import encode_all
-from tests.helpers.cli import ROOT, SMALL, run
+from tests.helpers.cli import SMALL, run
 
 pytestmark = pytest.mark.integration
-
-
-def script(name: str):
-    """A script of the recipe as a module."""
-    spec = importlib.util.spec_from_file_location(
-        f"agent_rl_{name}", ROOT / "recipes/agent_rl" / f"{name}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_two_steps_of_the_recipe_call_tools_and_are_rewarded(tmp_path: Path) -> None:
@@ -102,13 +90,12 @@ def test_the_template_of_the_shipped_model_shows_the_tools_and_other_templates_a
     chat = ChatFormat.from_pretrained(shipped("models/tiny_tools"))
     chat.check_tools(tools)
     question = {"role": "user", "content": "What is the rank of seat?"}
-    made = script("make_model")
     opening = [
-        {"role": "system", "content": made.signatures()},
+        {"role": "system", "content": make_model.signatures()},
         question,
         {"role": "assistant", "content": "3"},
     ]
-    (trained,) = encode_all(made.extended(shipped("models/tiny"))[1], [opening], StageConfig())
+    (trained,) = encode_all(make_model.extended(shipped("models/tiny"))[1], [opening], StageConfig())
     prompt = chat.initial([question], tools)
     assert trained.ids[: len(prompt)] == prompt  # rollouts start from what the model was trained on
     with pytest.raises(ValueError, match=r"does not show the tools \['search'.*env\.tools\.schema=system"):
@@ -118,15 +105,14 @@ def test_the_template_of_the_shipped_model_shows_the_tools_and_other_templates_a
 
 
 def test_the_model_is_made_at_toy_size_and_no_finished_stage_is_repeated(tmp_path: Path) -> None:
-    made = script("make_model")
     few = {"warmup": 2, "batch_tokens": 512}
-    settings = made.Settings(
+    settings = make_model.Settings(
         instances=24,
         skill=StageConfig(steps=4, mix={"careful": 1.0}, **few),
         imitation=StageConfig(steps=2, mix={"careful": 0.5, "hasty": 0.5}, **few),
         mtp=StageConfig(steps=2, **few),
     )
-    first = read_weights(made.make(settings, tmp_path))
+    first = read_weights(make_model.make(settings, tmp_path))
     assert has_mtp(read_config(tmp_path / "model"))
     assert (
         len(AutoTokenizer.from_pretrained(tmp_path / "model"))
@@ -135,5 +121,5 @@ def test_the_model_is_made_at_toy_size_and_no_finished_stage_is_repeated(tmp_pat
     base = read_weights(shipped("models/tiny"))
     assert first.keys() == base.keys() and not torch.equal(first["lm_head.weight"], base["lm_head.weight"])
     (tmp_path / "mtp.pt").unlink()
-    again = read_weights(made.make(settings, tmp_path))
+    again = read_weights(make_model.make(settings, tmp_path))
     assert all(torch.equal(first[name], again[name]) for name in first)

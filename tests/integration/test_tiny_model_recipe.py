@@ -1,22 +1,44 @@
 """The recipe of the tiny model at toy size: all stages, a loadable checkpoint, nothing repeated."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlpipe.config.warmstart import StageConfig, TinyShape, WarmstartConfig
+from recipes.tiny_model.card import SETS
+from recipes.tiny_model.generate import dedup_keys, generate
+from recipes.tiny_model.make import compose, run_tiny_model
+from recipes.tiny_model.settings import Settings, StageConfig, TinyShape
 from rlpipe.models.checkpoint import has_mtp, read_config, read_weights
-from rlpipe.warmstart.train import run_tiny_model
-from tests.helpers.cli import run
+from tests.helpers.cli import environment
+from tests.helpers.documents import DOCUMENTS, commands
 
 pytestmark = pytest.mark.integration
 
 
-def _config() -> WarmstartConfig:
+def make(*arguments, cwd):
+    """`python -m recipes.tiny_model.make`."""
+    return subprocess.run(
+        [sys.executable, "-m", "recipes.tiny_model.make", *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def _records(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _config() -> Settings:
     careful = {"careful": 1.0}
-    return WarmstartConfig(
+    return Settings(
         held_out=8,
         instances=64,
         workers=1,
@@ -44,13 +66,44 @@ def test_the_recipe_makes_a_checkpoint_that_loads_and_repeats_no_finished_stage(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(rows)
 
 
-def test_the_command_line_runs_the_recipe(tmp_path):
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("gama=2", "gama"), ("gamma=many", "many"), ("gamma=0", "gamma=0"), ("skill.drill=2", "drill=2")],
+)
+def test_settings_that_are_unknown_or_impossible_are_refused(override, named):
+    with pytest.raises(ValueError, match=named):
+        compose([override])
+
+
+def test_the_command_line_names_a_wrong_setting_and_writes_nothing(tmp_path):
+    result = make("--run-dir", "out", "gama=2", cwd=tmp_path)
+    assert result.returncode == 1 and "gama" in result.stderr and "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_settings_compose():
+    module = ("python", "-m", "recipes.tiny_model.make")
+    documented = [c for d in DOCUMENTS for c in commands(d) if c.words[:3] == module]
+    given = [[word for word in command.words if "=" in word] for command in documented]
+    assert sum(map(bool, given)) >= 2
+    assert all(compose(overrides) for overrides in given)
+
+
+def test_the_generator_refuses_training_data_that_is_held_out(tmp_path):
+    generate(tmp_path, train=30, held=4, seed=0, workers=1)
+    sets = {name: _records(tmp_path / f"{name}.jsonl") for name in (*SETS, "train")}
+    assert {name: len(records) for name, records in sets.items()} == dict.fromkeys(SETS, 4) | {"train": 30}
+    held = {key for name in SETS for record in sets[name] for key in dedup_keys(record)}
+    assert not held.intersection(key for record in sets["train"] for key in dedup_keys(record))
+
+
+def test_the_command_line_makes_the_model(tmp_path):
     toy = ["instances=64", "held_out=8", "workers=1", "skill.steps=4", "imitation.steps=2", "mtp.steps=2"]
     toy += ["dtype=bfloat16"]
     toy += ["shape.hidden_size=32", "shape.num_layers=2", "shape.head_dim=8", "shape.intermediate_size=64"]
-    overrides = [f"warmstart.{setting}" for setting in toy]
-    result = run("+recipe=tiny_model", "run.dir=out", *overrides, cwd=tmp_path)
+    result = make("--run-dir", "out", *toy, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    assert OmegaConf.load(tmp_path / "out" / "config.yaml").shape.hidden_size == 32
     model = tmp_path / "out" / "model"
     assert has_mtp(read_config(model)) and read_config(model)["dtype"] == "bfloat16"
     assert {weight.dtype for weight in read_weights(model).values()} == {torch.bfloat16}

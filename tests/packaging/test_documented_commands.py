@@ -41,7 +41,9 @@ NOT_RUN = {
     "sbatch": "needs Slurm",
     "kubectl": "needs Kubernetes",
     "python -m rlpipe.report RUN --watch": "serves until Ctrl-C; test_report_page plays it",
-    "python recipes/agent_rl/make_model.py": "ten minutes; test_agent_rl_recipe runs it at toy size",
+    "python -m recipes.agent_rl.make_model": "ten minutes; test_agent_rl_recipe runs it at toy size",
+    "python -m recipes.tiny_model.generate": "rewrites the shipped data; test_tiny_model_recipe makes some",
+    "python -m recipes.tiny_model.make": "an hour; test_tiny_model_recipe runs it at toy size",
     "python recipes/jackpot/simulate.py": "rewrites the shipped figures",
     "python recipes/mtp_adapt/figures.py": "needs longer runs; test_figures_script draws made-up ones",
     "python recipes/mtp_adapt/slopes.py": HOURS,
@@ -156,6 +158,8 @@ def test_the_list_of_what_is_not_run_is_in_use_and_its_scripts_exist() -> None:
     assert [entry for entry, found in used.items() if not found] == []
     for command in (c for found in used.values() for c in found):
         script = command.words[1] if command.words[0] == "python" else command.words[0]
+        if script == "-m":
+            script = command.words[2].replace(".", "/") + ".py"
         if script.startswith(("recipes/", "scripts/")):
             source = (ROOT / script).read_text() + recipes
             assert command.words[0] == "python" or os.access(ROOT / script, os.X_OK)
@@ -166,6 +170,6 @@ def test_the_list_of_what_is_not_run_is_in_use_and_its_scripts_exist() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(d.relative_to(ROOT)) for d in DOCUMENTS])
 def test_no_command_hides_outside_a_bash_block(document: Path) -> None:
     hidden = re.findall(
-        r"^ *(?:\$ )?(?:python -m rlpipe|scripts/\w|sbatch |docker run).*$", prose(document), re.M
+        r"^ *(?:\$ )?(?:python -m (?:rlpipe|recipes)|scripts/\w|sbatch |docker run).*$", prose(document), re.M
     )
     assert hidden == []

@@ -39,6 +39,7 @@ def test_the_layers_and_doors_of_the_package_hold():
         ("rlpipe/rollout/sglang/server.py", "import sglang"),
         ("rlpipe/rollout/sglang/engine.py", "import httpx"),
         ("rlpipe/metrics/values.py", "import torch"),
+        ("rlpipe/launch.py", "import recipes.tiny_model.make"),
     ],
 )
 def test_a_planted_import_breaks_a_contract(tmp_path, module, statement):

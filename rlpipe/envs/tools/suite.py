@@ -1,7 +1,7 @@
 """All tool-use instances of a run. Splits: `train`, `held_instances` and `held_families`.
 
-Held-out indices start at 0 whatever the run's seed; training ones at (1 + seed) million; those of the warm
-start of the shipped model lie above `WARM_START`. A family of `held_families` is never trained on.
+Held-out indices start at 0 whatever the run's seed; training ones at (1 + seed) million; what the
+shipped model was made from (recipes/agent_rl) at a billion. A family of `held_families` is never trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rlpipe.envs.tools.library import files, make_tools
 
 TRAIN, HELD_INSTANCES, HELD_FAMILIES = "train", "held_instances", "held_families"
 STRIDE = 1_000_000
-WARM_START = 1_000_000_000
 
 
 def check_tools(config: EnvConfig) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.agent_rl.demonstrators import tool_call
 from rlpipe.config.env import ToolParser
-from rlpipe.envs.tools.demonstrators import tool_call
 from rlpipe.envs.tools.parsers import LONGEST_TURN, MalformedCall, parse_turn
 from rlpipe.envs.tools.schema import ToolCall
 

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import pytest
 
+from recipes.agent_rl.demonstrators import tool_call
 from rlpipe.config.env import EnvConfig, ToolName, ToolsConfig
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import suite_tools
 from rlpipe.envs.tools.calculator import calculate, show
-from rlpipe.envs.tools.demonstrators import Demonstrator, demonstrate, tool_call
 from rlpipe.envs.tools.episode import final_answer, same_answer
 from rlpipe.envs.tools.generate import FAMILIES, HELD_OUT_FAMILIES, TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import read, search
@@ -74,18 +74,6 @@ def test_splits_share_no_question_and_held_out_families_are_never_trained_on():
         make_instance("cube:1")
 
 
-@pytest.mark.parametrize("who", [Demonstrator.CAREFUL, Demonstrator.RETRY])
-@pytest.mark.parametrize("family", TRAIN_FAMILIES)
-def test_a_careful_demonstrator_earns_the_reward_and_sees_what_the_environment_shows(who, family):
-    messages = demonstrate(random.Random(1), make_instance(f"{family}:7"), who)
-    said = [m["content"] for m in messages if m["role"] == "assistant"]
-    steps = play(f"{family}:7", said)
-    assert [s.observation for s in steps[:-1]] == [m["content"] for m in messages if m["role"] == "tool"]
-    assert steps[-1].done and steps[-1].reward == 1.0
-    assert steps[-1].info["format_errors"] == (who is Demonstrator.RETRY)
-    assert not any(s.done for s in steps[:-1])
-
-
 def test_families_can_be_chosen_and_unknown_ones_are_refused():
     suite = make_suite(config(families=["value", "sum"]))
     for split in ("train", "held_instances"):
@@ -93,18 +81,6 @@ def test_families_can_be_chosen_and_unknown_ones_are_refused():
     for wrong in ([], ["product"], ["values"]):
         with pytest.raises(ValueError, match=r"env\.tools\.families=.*value, times, sum, difference"):
             make_suite(config(families=wrong))
-
-
-def test_who_guesses_is_seldom_right():
-    instances = [make_instance(f"{family}:{i}") for family in TRAIN_FAMILIES for i in range(100)]
-    rng = random.Random(0)
-    for who, most in (
-        (Demonstrator.AT_ONCE, 0.05),
-        (Demonstrator.IN_THE_HEAD, 0.3),
-        (Demonstrator.HASTY, 0.6),
-    ):
-        right = [demonstrate(rng, one, who)[-1]["content"] == one.answer for one in instances]
-        assert sum(right) / len(right) < most
 
 
 def test_errors_are_told_to_the_model_and_the_episode_goes_on():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpipe.warmstart.card import SetScores, write_card
+from recipes.tiny_model.card import SetScores, write_card
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from rlpipe.config.warmstart import StageConfig
+from recipes.tiny_model.settings import StageConfig
 
 Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
 LOG_EVERY = 50

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
-from rlpipe.envs.swe.families import HELD_OUT_FAMILIES, TRAIN_FAMILIES
-from rlpipe.envs.swe.generate import make_instance
-from rlpipe.warmstart.tokenizer import END, PIECES, save_tokenizer, splitter, train_bpe
+from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from recipes.tiny_model.families import HELD_OUT_FAMILIES, TRAIN_FAMILIES
+from recipes.tiny_model.generate import make_instance
+from recipes.tiny_model.tokenizer import END, PIECES, save_tokenizer, splitter, train_bpe
 
 pytestmark = pytest.mark.unit
 

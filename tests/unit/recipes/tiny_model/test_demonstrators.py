@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate, wrong_fixes
-from rlpipe.envs.swe.families import TRAIN_FAMILIES
-from rlpipe.envs.swe.generate import make_instance
+from recipes.tiny_model.demonstrators import Demonstrator, demonstrate, wrong_fixes
+from recipes.tiny_model.families import TRAIN_FAMILIES
+from recipes.tiny_model.generate import make_instance
 
 pytestmark = pytest.mark.unit
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlpipe.config.warmstart import TinyShape
-from rlpipe.warmstart.model import build_backbone
-from rlpipe.warmstart.mtp import build_mtp, draft, measure_acceptance, mtp_loss
+from recipes.tiny_model.model import build_backbone
+from recipes.tiny_model.mtp import build_mtp, draft, mtp_loss
+from recipes.tiny_model.settings import TinyShape
 
 pytestmark = pytest.mark.unit
 GAMMA = 3
@@ -43,14 +43,11 @@ def _text():
 def test_a_draft_equal_to_the_target_is_always_accepted_and_one_position_late_is_not(backbone):
     ids, written = _text()
     hidden = backbone.model(input_ids=ids).last_hidden_state
-    perfect = measure_acceptance(backbone, PerfectLayer(hidden).eval(), [(ids, written)], GAMMA)
-    assert perfect.rates == pytest.approx([1.0] * GAMMA)
-    # 10 anchors a row draft a first token, 9 a second, 8 a third
-    assert perfect.length == pytest.approx(1 + (10 + 9 + 8) / 10)
-    late = measure_acceptance(backbone, PerfectLayer(hidden, late=1).eval(), [(ids, written)], GAMMA)
-    assert max(late.rates) < 0.9
-    loss, _ = mtp_loss(backbone, PerfectLayer(hidden).eval(), ids, written.float(), GAMMA)
+    loss, perfect = mtp_loss(backbone, PerfectLayer(hidden).eval(), ids, written.float(), GAMMA)
     assert loss.item() == pytest.approx(0, abs=1e-5)
+    assert list(perfect.values()) == pytest.approx([1.0] * GAMMA)
+    _, late = mtp_loss(backbone, PerfectLayer(hidden, late=1).eval(), ids, written.float(), GAMMA)
+    assert max(late.values()) < 0.9
 
 
 def test_only_anchors_whose_tokens_the_model_wrote_are_drafted(backbone):

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlpipe.config.warmstart import TinyShape
+from recipes.tiny_model.settings import TinyShape
+from recipes.tiny_model.tokenizer import CHAT_TEMPLATE, save_tokenizer
 from rlpipe.drafts.layer import MtpLayer
 from rlpipe.models.checkpoint import MTP_PREFIX
-from rlpipe.warmstart.tokenizer import CHAT_TEMPLATE, save_tokenizer
 
 VOCAB_MULTIPLE = 16
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlpipe.envs.swe.families import (
+from recipes.tiny_model.families import (
     AFFIXES,
     AGGREGATES,
     CASES,

@@ -1,10 +1,9 @@
 """The last stage: the MTP layer learns to draft for the frozen backbone.
 
-Owns its loss and its teacher-forced acceptance. The loss is the soft cross entropy of the draft against
+The loss is the soft cross entropy of the draft against
 the backbone's distribution (same gradient as KL(p || q)), over depths 1..gamma, at all anchors, each with
 the weight of the token it predicts: tokens of tools count less, but a draft that never saw them fails as
-soon as a model goes on by itself. Acceptance counts chains of tokens the model writes.
-"""
+soon as a model goes on by itself."""
 
 from __future__ import annotations
 
@@ -35,12 +34,11 @@ class Drafts:
     """Teacher-forced drafts of a batch; one item a depth.
 
     target_logprobs, draft_logprobs: [N_k, V] at the drafted anchors of depth k, T = 1.
-    anchors: [B, T - 1 - k], which anchors are drafted; overlap: the same shape, sum_v min(p, q), 0 elsewhere.
+    anchors: [B, T - 1 - k], which are drafted.
     """
 
     target_logprobs: list[Tensor] = field(default_factory=list)
     draft_logprobs: list[Tensor] = field(default_factory=list)
-    overlap: list[Tensor] = field(default_factory=list)
     anchors: list[Tensor] = field(default_factory=list)
 
 
@@ -64,11 +62,8 @@ def draft(backbone: Qwen2ForCausalLM, layer: MtpLayer, ids: Tensor, written: Ten
         target = hidden[:, depth : depth + anchors.shape[1]][anchors]
         q = F.linear(predicting, head).log_softmax(-1)
         p = F.linear(target, head).log_softmax(-1)
-        overlap = torch.zeros(anchors.shape)
-        overlap[anchors] = torch.minimum(p.detach().exp(), q.detach().exp()).sum(-1)
         drafts.target_logprobs.append(p)
         drafts.draft_logprobs.append(q)
-        drafts.overlap.append(overlap)
         drafts.anchors.append(anchors)
     return drafts
 
@@ -83,48 +78,9 @@ def mtp_loss(
     drafts = draft(backbone, layer, ids, weights > 0, gamma)
     losses, figures = [], {}
     for depth, (p, q) in enumerate(zip(drafts.target_logprobs, drafts.draft_logprobs, strict=True), start=1):
-        overlap, anchors = drafts.overlap[depth - 1], drafts.anchors[depth - 1]
-        weight = weights[:, depth + 1 :][anchors]
+        weight = weights[:, depth + 1 :][drafts.anchors[depth - 1]]
         divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
         losses.append((divergence * weight).sum() / weight.sum())
-        figures[f"overlap/depth_{depth}"] = overlap[anchors].mean().item()
+        overlap = torch.minimum(p.detach().exp(), q.detach().exp()).sum(-1)
+        figures[f"overlap/depth_{depth}"] = overlap.mean().item()
     return torch.stack(losses).mean(), figures
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Sums over batches of teacher-forced acceptance under rejection sampling at T = 1."""
-
-    overlap: list[float]
-    drafted: list[int]
-    chain: list[float]
-    chains: int = 0
-
-    @property
-    def rates(self) -> list[float]:
-        """Mean of sum_v min(p, q) at each depth."""
-        return [total / count for total, count in zip(self.overlap, self.drafted, strict=True)]
-
-    @property
-    def length(self) -> float:
-        """Expected acceptance length 1 + sum_k E[alpha_1 ... alpha_k], anchors weighted evenly."""
-        return 1 + sum(self.chain) / self.chains
-
-
-@torch.no_grad()
-def measure_acceptance(
-    backbone: Qwen2ForCausalLM, layer: MtpLayer, batches: list[tuple[Tensor, Tensor]], gamma: int
-) -> Acceptance:
-    """Acceptance on texts, (ids, written) each; a chain that reaches the end of a turn counts as it is."""
-    result = Acceptance([0.0] * gamma, [0] * gamma, [0.0] * gamma)
-    for ids, written in batches:
-        drafts = draft(backbone, layer, ids, written, gamma)
-        product = torch.ones(drafts.overlap[0].shape)
-        for k in range(gamma):
-            overlap, anchors = drafts.overlap[k], drafts.anchors[k]
-            result.overlap[k] += overlap[anchors].sum().item()
-            result.drafted[k] += int(anchors.sum())
-            product = product * F.pad(overlap, (0, k))
-            result.chain[k] += product.sum().item()
-        result.chains += int(drafts.anchors[0].sum())
-    return result

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlpipe.config.warmstart import StageConfig, WarmstartConfig
-from rlpipe.envs.swe.demonstrators import Demonstrator, Messages, demonstrate
-from rlpipe.envs.swe.generate import dedup_keys, held_out_sets, stream, take, write_jsonl
-from rlpipe.warmstart.tokenizer import ROLES
+from recipes.tiny_model.demonstrators import Demonstrator, Messages, demonstrate
+from recipes.tiny_model.generate import dedup_keys, held_out_sets, stream, take, write_jsonl
+from recipes.tiny_model.settings import Settings, StageConfig
+from recipes.tiny_model.tokenizer import ROLES
 
 POOL_SEED = 1000  # keeps the warm start's stream of instances apart from that of the shipped sets
 ROLE_WEIGHT = 0.02  # of the <|assistant|> tag, which is always given
@@ -35,7 +35,7 @@ class Trace:
     weights: list[float]
 
 
-def load_instances(config: WarmstartConfig, run_dir: Path) -> list[dict[str, Any]]:
+def load_instances(config: Settings, run_dir: Path) -> list[dict[str, Any]]:
     """The training instances, generated once and cached; none of them is in a held-out set."""
     cache = run_dir / "instances.jsonl"
     if not cache.is_file():

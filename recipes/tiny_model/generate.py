@@ -1,6 +1,6 @@
 """Makes SWE instances: small repositories with one real bug each, and tests that pin the function down.
 
-    python -m rlpipe.envs.swe.generate --out data/swe --train 3000 --held 256 --seed 0
+    python -m recipes.tiny_model.generate --out data/swe --train 3000 --held 256 --seed 0
 
 Owns planting, choosing test cases, and the three data sets. Flow: sample a function of a family ->
 choose test cases until every mutant of it fails one (by running them; else reject) -> one mutant
@@ -23,8 +23,8 @@ from typing import Any
 
 from rich.progress import track
 
-from rlpipe.envs.swe.bugs import BugKind, Mutant, mutants, plantable
-from rlpipe.envs.swe.families import (
+from recipes.tiny_model.bugs import BugKind, Mutant, mutants, plantable
+from recipes.tiny_model.families import (
     FUNCTION_NAMES,
     HELD_OUT_FAMILIES,
     MODULE_NAMES,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.envs.swe.bugs import BugKind, mutants, plantable
-from rlpipe.envs.swe.demonstrators import edited, last_test_line
-from rlpipe.envs.swe.families import HELD_OUT_FAMILIES, TRAIN_FAMILIES, Family, sample_function
-from rlpipe.envs.swe.generate import apply, dedup_keys, function_block, killing_cases, make_instance
+from recipes.tiny_model.bugs import BugKind, mutants, plantable
+from recipes.tiny_model.demonstrators import edited, last_test_line
+from recipes.tiny_model.families import HELD_OUT_FAMILIES, TRAIN_FAMILIES, Family, sample_function
+from recipes.tiny_model.generate import apply, dedup_keys, function_block, killing_cases, make_instance
 
 pytestmark = pytest.mark.unit
 DATA = Path(__file__).parents[4] / "data" / "swe"

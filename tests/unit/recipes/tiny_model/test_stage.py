@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from rlpipe.config.warmstart import StageConfig
-from rlpipe.warmstart.stage import learning_rate, load_finished, run_stage
+from recipes.tiny_model.settings import StageConfig
+from recipes.tiny_model.stage import learning_rate, load_finished, run_stage
 
 pytestmark = pytest.mark.unit
 

@@ -1,7 +1,7 @@
 """Traces of demonstrators of mixed quality, in the format of the hermes parser.
 
 Owns what each writes; what the tools answer is computed by the tools themselves, so a trace is what the
-environment would have shown. The model that ships for this environment imitates them (recipes/agent_rl).
+environment would have shown. The model of this recipe imitates them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the recipe that makes the tiny model."""
+"""Settings of the factory of the tiny model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TinyShape:
     def __post_init__(self) -> None:
         _require(
             self.num_heads % self.num_kv_heads == 0,
-            "warmstart.shape.num_kv_heads",
+            "shape.num_kv_heads",
             self.num_kv_heads,
             f"must divide num_heads={self.num_heads}.",
         )
@@ -46,7 +46,7 @@ class StageConfig:
 
     steps: optimizer steps. batch_tokens: tokens of a batch, padding included. lr: peak learning rate;
     linear warm-up over `warmup` steps, constant to the half, then linear to a tenth.
-    mix: weight of each demonstrator (see `envs.swe.demonstrators.Demonstrator`).
+    mix: weight of each `demonstrators.Demonstrator`.
     context_weight: loss weight of tokens the model does not write. mask_wrong: no loss on wrong edits
     and on submissions that follow them. drill: share of the steps, from the start, of which every second
     is a copy drill.
@@ -62,9 +62,9 @@ class StageConfig:
     drill: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 1, "warmstart stage steps", self.steps, "must be at least 1.")
-        _require(self.lr > 0, "warmstart stage lr", self.lr, "must be positive.")
-        _require(0 <= self.drill <= 1, "warmstart stage drill", self.drill, "must lie in 0..1.")
+        _require(self.steps >= 1, "stage steps", self.steps, "must be at least 1.")
+        _require(self.lr > 0, "stage lr", self.lr, "must be positive.")
+        _require(0 <= self.drill <= 1, "stage drill", self.drill, "must lie in 0..1.")
 
 
 def _skill() -> StageConfig:
@@ -81,8 +81,8 @@ def _mtp() -> StageConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class WarmstartConfig:
-    """Everything `rlpipe.warmstart.run_tiny_model` reads.
+class Settings:
+    """Everything `make.run_tiny_model` reads.
 
     seed: of weights, data order and demonstrators. data_seed, held_out: those of the shipped held-out
     sets, whose instances are kept out of training. instances: training instances to generate.
@@ -107,6 +107,6 @@ class WarmstartConfig:
     mtp: StageConfig = field(default_factory=_mtp)
 
     def __post_init__(self) -> None:
-        _require(self.gamma >= 1, "warmstart.gamma", self.gamma, "must be at least 1.")
-        _require(self.instances >= 1, "warmstart.instances", self.instances, "must be at least 1.")
-        _require(self.save_every >= 1, "warmstart.save_every", self.save_every, "must be at least 1.")
+        _require(self.gamma >= 1, "gamma", self.gamma, "must be at least 1.")
+        _require(self.instances >= 1, "instances", self.instances, "must be at least 1.")
+        _require(self.save_every >= 1, "save_every", self.save_every, "must be at least 1.")

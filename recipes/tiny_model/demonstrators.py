@@ -18,8 +18,8 @@ import unittest
 from enum import StrEnum
 from typing import Any
 
-from rlpipe.envs.swe.bugs import BugKind, mutants, plantable
-from rlpipe.envs.swe.generate import function_block
+from recipes.tiny_model.bugs import BugKind, mutants, plantable
+from recipes.tiny_model.generate import function_block
 
 TEST_COMMAND = "python3 -m unittest 2>&1 | tail -1"
 SUBMIT = "submit"

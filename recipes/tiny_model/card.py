@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpipe.config.warmstart import WarmstartConfig
+from recipes.tiny_model.settings import Settings
 
 SETS = {"held_instances": "new instances of known families", "held_families": "new families"}
 
@@ -32,7 +32,7 @@ def write_card(
     path: Path,
     scores: Mapping[str, SetScores],
     acceptance: Mapping[str, float] | None = None,
-    config: WarmstartConfig | None = None,
+    config: Settings | None = None,
 ) -> None:
     """Write README.md into the checkpoint directory `path`.
 
@@ -42,7 +42,7 @@ def write_card(
     missing = set(SETS) - set(scores)
     if missing:
         raise ValueError(f"write_card lacks scores of {sorted(missing)}; measure both held-out sets.")
-    config = config or WarmstartConfig()
+    config = config or Settings()
     rows = [
         f"| {title} (`{name}`, {s.instances}) | {s.greedy:.3f} | {s.sampled:.3f} ± {_error(s):.3f} "
         f"| {s.pass_at_8:.3f} |"
@@ -94,7 +94,7 @@ purpose: the model imitates demonstrators of mixed quality, and reinforcement le
 {acceptance}
 
 ## Training
-One command, `python -m rlpipe.run +recipe=tiny_model`; seed {c.seed}, {c.threads} thread(s), about 45
+One command, `python -m recipes.tiny_model.make`; seed {c.seed}, {c.threads} thread(s), about 45
 minutes on one CPU core. Interrupted and started again, it continues.
 
 | stage | steps | tokens a batch | learning rate | data |
@@ -106,5 +106,5 @@ minutes on one CPU core. Interrupted and started again, it continues.
 depths 1..{c.gamma} |
 
 Data: {c.instances:,} generated instances of 36 families and 16 kinds of bug
-(`python -m rlpipe.envs.swe.generate`). The tests of each kill every single-token mutant of its function.
+(`python -m recipes.tiny_model.generate`). The tests of each kill every single-token mutant of its function.
 """

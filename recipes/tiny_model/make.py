@@ -1,37 +1,44 @@
-"""The recipe of the tiny model: skill, imitation, MTP layer, checkpoint.
+"""Makes the tiny model: skill, imitation, MTP layer, checkpoint.
+
+    python -m recipes.tiny_model.make [--run-dir DIR] [skill.steps=2400 shape.hidden_size=96 ...]
 
 Flow: instances and tokenizer -> `skill` (copy drill, then careful traces) -> `imitation` (traces of
 demonstrators of mixed quality, nothing masked: the behaviour that RL then selects from) -> `mtp` (the
 draft layer learns the frozen backbone's distribution on conversations the model wrote itself) ->
 RUN_DIR/model. Each stage leaves its weights in RUN_DIR, so changing a later one repeats no earlier one.
+Interrupted and started again, it continues. The settings are those of settings.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
-from rlpipe.config.warmstart import StageConfig, WarmstartConfig
+from recipes.tiny_model.data import Batches, CopyDrill, load_instances, traces_of
+from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from recipes.tiny_model.model import build_backbone, save_checkpoint
+from recipes.tiny_model.mtp import build_mtp, mtp_loss
+from recipes.tiny_model.settings import Settings, StageConfig
+from recipes.tiny_model.stage import load_finished, run_stage
+from recipes.tiny_model.tokenizer import save_tokenizer, train_bpe
 from rlpipe.drafts.layer import MtpLayer
-from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
-from rlpipe.warmstart.data import Batches, CopyDrill, load_instances, traces_of
-from rlpipe.warmstart.model import build_backbone, save_checkpoint
-from rlpipe.warmstart.mtp import build_mtp, mtp_loss
-from rlpipe.warmstart.stage import load_finished, run_stage
-from rlpipe.warmstart.tokenizer import save_tokenizer, train_bpe
 
 TOKENIZER_TEXTS = 3000
 
 
 def load_tokenizer(
-    config: WarmstartConfig, records: list[dict], run_dir: Path
+    config: Settings, records: list[dict], run_dir: Path
 ) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
     """The tokenizer trained on traces of the first instances, cached in RUN_DIR/tokenizer."""
     path = run_dir / "tokenizer"
@@ -64,7 +71,7 @@ def weighted_loss(model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor) -> tupl
 
 
 def train_backbone(
-    config: WarmstartConfig,
+    config: Settings,
     model: Qwen2ForCausalLM,
     records: list[dict],
     tokenizer: PreTrainedTokenizerBase,
@@ -95,7 +102,7 @@ def _needed(stage: StageConfig) -> int:
 
 
 def train_mtp(
-    config: WarmstartConfig,
+    config: Settings,
     model: Qwen2ForCausalLM,
     records: list[dict],
     tokenizer: PreTrainedTokenizerBase,
@@ -117,7 +124,7 @@ def train_mtp(
     return layer
 
 
-def run_tiny_model(config: WarmstartConfig, run_dir: Path) -> Path:
+def run_tiny_model(config: Settings, run_dir: Path) -> Path:
     """Make the tiny model; returns RUN_DIR/model, a checkpoint directory in MiMo layout.
 
     Killed and called again, it continues where it was.
@@ -130,7 +137,7 @@ def run_tiny_model(config: WarmstartConfig, run_dir: Path) -> Path:
 
 
 def prepare(
-    config: WarmstartConfig, run_dir: Path
+    config: Settings, run_dir: Path
 ) -> tuple[list[dict], Tokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM]:
     """Instances, tokenizer and the untrained backbone; sets the number of threads."""
     torch.set_num_threads(config.threads)
@@ -141,3 +148,32 @@ def prepare(
         config.shape, bpe.get_vocab_size(), tokenizer.eos_token_id, tokenizer.pad_token_id, config.seed
     )
     return records, bpe, tokenizer, model
+
+
+def compose(overrides: list[str]) -> Settings:
+    """The defaults with `key=value` overrides. Raises ValueError for a key or a value that is none."""
+    try:
+        composed = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.from_dotlist(overrides))
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{overrides}: {error}") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/tiny_model"))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a field of Settings")
+    args = parser.parse_args()
+    try:
+        settings = compose(args.overrides)
+    except ValueError as error:
+        sys.exit(f"tiny_model: {error}")
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    (args.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(settings))
+    print(run_tiny_model(settings, args.run_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from recipes.tiny_model.data import Batches, CopyDrill, Trace, encode_all
+from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from recipes.tiny_model.families import TRAIN_FAMILIES
+from recipes.tiny_model.generate import make_instance
+from recipes.tiny_model.settings import StageConfig
 from rlpipe.config.paths import resolve
-from rlpipe.config.warmstart import StageConfig
-from rlpipe.envs.swe.demonstrators import Demonstrator, demonstrate
-from rlpipe.envs.swe.families import TRAIN_FAMILIES
-from rlpipe.envs.swe.generate import make_instance
-from rlpipe.warmstart.data import Batches, CopyDrill, Trace, encode_all
 
 pytestmark = pytest.mark.unit
 
