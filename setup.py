@@ -17,5 +17,5 @@ DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
 setup(
     packages=CODE + DATA,
     package_dir={f"rlpipe._data.{top}": top for top in SHIPPED},
-    package_data={folder: ["*"] for folder in DATA},
+    package_data={folder: ["*"] for folder in DATA} | {"rlpipe.metrics": ["catalogue.toml"]},
 )

@@ -151,8 +151,7 @@ class RolloutWorker:
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
         values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
-        place = f"rollout/server/{self._number}"
-        values |= {f"{place}/{name}": Last(figure) for name, figure in stats.server.items()}
+        values |= {name.format(k=self._number): Last(figure) for name, figure in stats.server.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
         self._last, self._last_time = stats, now
         return values | self._spans.drain()

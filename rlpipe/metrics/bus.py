@@ -91,7 +91,7 @@ class MetricsBus:
     def emit(self, step: int, values: Mapping[str, Value]) -> None:
         """Merge values into a step that is open, or open it.
 
-        Raises ValueError when a name is not declared in metrics/names.py, or its type is not of the
+        Raises ValueError when a name is not declared in metrics/catalogue.toml, or its type is not of the
         declared kind; nothing is merged then.
         """
         spans: list[Span] = []
@@ -100,7 +100,7 @@ class MetricsBus:
             if not kind.accepts(value):
                 raise ValueError(
                     f"metric {name!r} is declared as {kind} but was emitted as {value!r}. Emit the type that "
-                    "reduces this way (metrics/values.py), or correct the declaration in metrics/names.py."
+                    "reduces this way (metrics/values.py), or correct the declaration in catalogue.toml."
                 )
             if isinstance(value, Spans):
                 spans += value.spans

@@ -192,7 +192,7 @@ def merge(a: Value, b: Value) -> Value:
     if type(a) is not type(b):
         raise ValueError(
             f"cannot merge {type(a).__name__} with {type(b).__name__}: {a!r} and {b!r} were emitted under "
-            "one name. Emit every metric with one type, the kind declared in metrics/names.py."
+            "one name. Emit every metric with one type, the kind declared in metrics/catalogue.toml."
         )
     return a.merge(b)
 

@@ -32,8 +32,6 @@ MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
 STEP_PHASES = (  # they follow one another in the trainer; the rest of the step is "other"
     ("timing_s/wait_rollout", "wait for rollouts"),
-    ("timing_s/old_log_prob", "old logprobs"),
-    ("timing_s/ref_log_prob", "reference logprobs"),
     ("timing_s/adv", "advantages"),
     ("timing_s/update_actor", "update"),
     ("timing_s/update_weights", "weight sync"),

@@ -25,7 +25,7 @@ class EngineStats:
         plain_seconds: what their tokens would have taken without drafts, by those costs;
         predicted_seconds: what the policy expected.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
-    server: of engines with a server: requests running and waiting for one, restarts.
+    server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
     """
 
     policy_version: int = 0

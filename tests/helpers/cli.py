@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from rlpipe.metrics.jsonl import read_jsonl
+from rlpipe.metrics.names import EVENTS, declared
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "run.steps=2",
@@ -75,6 +78,19 @@ def start(
             raise AssertionError(f"{lines} lines of metrics were not there: {process.communicate()[0]}")
         time.sleep(0.1)
     return process, marker
+
+
+def undeclared(directory: Path) -> list[str]:
+    """Metrics and kinds of events in the files of a run that the catalogue does not have."""
+    records, events = (read_jsonl(directory / f"{name}.jsonl")[0] for name in ("metrics", "events"))
+    missing = [event["kind"] for event in events if event["kind"] not in EVENTS]
+    for name in {name for record in records for name in record} - {"time"}:
+        try:
+            declared(name)
+        except ValueError:
+            missing.append(name)
+    assert records and events, f"{directory} has no records, or no events"
+    return missing
 
 
 def prompt_states(directory: Path) -> dict[str, int]:

@@ -18,7 +18,7 @@ from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
 from rlpipe.weights.payload import pack_weights, unpack_weights
 from tests.helpers.candidates import policy_logprobs
-from tests.helpers.cli import SMALL, run
+from tests.helpers.cli import SMALL, run, undeclared
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
@@ -56,6 +56,7 @@ def test_the_recipe_trains_both_models_and_keeps_both(tmp_path):
         assert 0.01 < step["decoupled/kl"] < 2 and 0.5 < step["rollout_corr/obrs_acceptance"] < 1
         assert step["decoupled/distill_loss"] == pytest.approx(step["decoupled/kl"], rel=1e-3)
         assert step["decoupled/grad_norm"] > 0 and step["timing_s/update_decoupled"] > 0
+    assert undeclared(tmp_path / "out") == []
     both = records[2]["weights/bytes"] / records[1]["weights/bytes"]
     assert both > 3, "the policy's weights travel where they are validated, not before"
     checkpoint = tmp_path / "out" / "checkpoints" / "step_2"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
-from tests.helpers.cli import ROOT, run
+from tests.helpers.cli import ROOT, run, undeclared
 from tests.helpers.engines import generate, request, running_engine
 
 pytestmark = pytest.mark.integration
@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     counts = [json.loads((d / "evaluations" / "step_2.json").read_text()) for d in (whole, parts)]
     played = [c["domains"]["swe.held_instances"]["played"]["rejection"]["counts"] for c in counts]
     assert played[0] == played[1] and len(played[0]) == 2
-    assert (parts / "report.html").is_file()
+    assert (parts / "report.html").is_file() and undeclared(parts) == []
 
     lost = parts / "evaluations" / "step_2.json"
     lost.unlink()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start
+from tests.helpers.cli import SMALL, marked_processes, prompt_states, run, start, undeclared
 
 pytestmark = pytest.mark.integration
 
@@ -54,6 +54,7 @@ def test_the_main_job_runs_and_leaves_its_files(tmp_path, cluster):
         assert last.get(name) is not None, name
     assert last["training/off_policy/trajectory_staleness/max"] <= 1
     assert prompt_states(tmp_path / "out") == {"trained": 4}
+    assert undeclared(tmp_path / "out") == []
     if "actor/grad_norm" in records[1]:
         assert records[1]["training/rollout_probs_diff_max"] < 1e-4
 

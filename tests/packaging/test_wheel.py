@@ -68,7 +68,8 @@ def rlpipe(installed, cwd, *arguments):
 
 def test_wheel_has_every_module_and_every_shipped_file(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "rlpipe").rglob("*.py")}
+    code = (path for path in (ROOT / "rlpipe").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    expected = {str(path.relative_to(ROOT)) for path in code}
     for folder in ("configs", "data", "models", "sglang_env"):
         files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")
         expected |= {f"rlpipe/_data/{path.relative_to(ROOT)}" for path in files}

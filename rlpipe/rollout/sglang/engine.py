@@ -246,7 +246,11 @@ class SglangEngine:
     def stats(self) -> EngineStats:
         """Counters since start; `sync` holds seconds and canary failures of the last update."""
         stats, restarts = self._turns.stats(), self._replica.restarts
-        server = {"running": stats.running, "waiting": stats.waiting, "restarts": restarts}
+        server = {
+            "rollout/server/{k}/running": stats.running,
+            "rollout/server/{k}/waiting": stats.waiting,
+            "rollout/server/{k}/restarts": restarts,
+        }
         version = self._replica.loaded.version
         return replace(stats, policy_version=version, sync=dict(self._last_update), server=server)
 

@@ -166,7 +166,7 @@ def test_a_late_emission_makes_a_second_record_with_only_what_is_new() -> None:
 
 def test_an_undeclared_name_or_a_wrong_type_is_refused_and_nothing_is_merged() -> None:
     with MetricsBus([]) as bus:
-        with pytest.raises(ValueError, match=r"actor/entorpy.*names\.py"):
+        with pytest.raises(ValueError, match=r"actor/entorpy.*catalogue\.toml"):
             bus.emit(1, {"env/masked": Sum(1), "actor/entorpy": Mean(1, 1)})
         with pytest.raises(ValueError, match=r"actor/lr.*declared as last.*Mean"):
             bus.emit(1, {"env/masked": Sum(1), "actor/lr": Mean(1, 1)})

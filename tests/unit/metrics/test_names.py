@@ -52,7 +52,7 @@ def test_a_name_finds_its_declaration(name: str, declaration: str) -> None:
     ],
 )
 def test_an_undeclared_name_is_refused_with_the_remedy(name: str) -> None:
-    with pytest.raises(ValueError, match=r"not declared.*names\.py"):
+    with pytest.raises(ValueError, match=r"not declared.*catalogue\.toml"):
         declared(name)
 
 

@@ -29,6 +29,7 @@ from tests.helpers.engines import generate, request
 
 pytestmark = pytest.mark.unit
 TINY = ROOT / "models" / "tiny"
+SERVER = "rollout/server/{k}/"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_turns_of_a_lost_server_are_played_by_one_on_the_newest_weights(fake, we
     assert (model, first, second) == (str(TINY), 0, 3) and folder != model
     stats = fake.stats()
     assert stats.policy_version == 3 and stats.generated_tokens == 12
-    assert stats.server == {"running": 0, "waiting": 0, "restarts": 1}
+    assert stats.server == {SERVER + "running": 0, SERVER + "waiting": 0, SERVER + "restarts": 1}
 
 
 def test_an_idle_server_that_dies_is_replaced_before_anyone_asks(fake):
@@ -202,7 +203,7 @@ def test_faults_are_counted_anew_after_an_update(fake, weights):
         kill(fake)
         until(lambda count=version: kinds(fake).count("server_restarted") == count)
         fake.update_weights(weights, version)
-    assert fake.stats().server["restarts"] == 3
+    assert fake.stats().server[SERVER + "restarts"] == 3
 
 
 def test_a_turn_waiting_for_a_server_can_be_aborted(fake):
@@ -249,7 +250,7 @@ def test_a_request_that_alone_fails_is_repeated_and_the_server_stays(fake, monke
     failures[0] = 3
     with pytest.raises(ServerUnreachable):
         generate(fake, request("r", [5], max_new_tokens=2))
-    assert not fake.events and fake.stats().server["restarts"] == 0
+    assert not fake.events and fake.stats().server[SERVER + "restarts"] == 0
 
 
 def test_a_restart_on_demand_lets_running_turns_end_first(fake, weights):
@@ -263,7 +264,7 @@ def test_a_restart_on_demand_lets_running_turns_end_first(fake, weights):
         await asyncio.sleep(0.2)
         late = asyncio.ensure_future(fake.generate(request("b", [5], max_new_tokens=2)))
         await asyncio.to_thread(until, lambda: fake.stats().waiting == 1)
-        assert fake.stats().server["restarts"] == 0
+        assert fake.stats().server[SERVER + "restarts"] == 0
         (fake.folder / "slow").unlink()
         await restarting
         return await running, await late
