@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least
 
 DRAFT_HARMED = "draft_harmed"  # the one alarm that does something: it ends the draft's training
 
@@ -95,11 +96,8 @@ class AdviceConfig:
     draft_cost: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.draft_cost < 0:
-            raise ValueError(
-                f"metrics.advice.draft_cost={self.draft_cost} is negative. Set the time of a draft pass "
-                "over that of a decode step, e.g. 0.1."
-            )
+        remedy = "it is the time of a draft pass over that of a decode step, e.g. 0.1"
+        at_least(0, self, "metrics.advice", "draft_cost", remedy=remedy)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +113,4 @@ class AlarmsConfig:
     rules: dict[str, AlarmRule] = field(default_factory=default_rules)
 
     def __post_init__(self) -> None:
-        if self.stall_minutes < 0:
-            raise ValueError(
-                f"metrics.alarms.stall_minutes={self.stall_minutes} is negative. Set minutes, or 0 for never."
-            )
+        at_least(0, self, "metrics.alarms", "stall_minutes", remedy="0 is never")

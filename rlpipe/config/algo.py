@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, positive
 
 
 class LossAgg(Choice):
@@ -114,16 +115,10 @@ class ObrsConfig:
     calibration: ObrsCalibration = ObrsCalibration.PROBABILITY
 
     def __post_init__(self) -> None:
-        if self.lam <= 0:
-            raise ValueError(f"algo.obrs.lam must be positive, got {self.lam}; 1.0 is usual.")
-        for name in ("c1", "c2"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"algo.obrs.{name} must be at least 1, got {getattr(self, name)}: a smaller bound scales "
-                    "down tokens on which the policies agree; 3.0 is usual."
-                )
-        if self.top_k < 1:
-            raise ValueError(f"algo.obrs.top_k must be at least 1, got {self.top_k}; 20 is usual.")
+        positive(self, "algo.obrs", "lam", remedy="1.0 is usual")
+        remedy = "a smaller bound scales down tokens on which the policies agree; 3.0 is usual"
+        at_least(1, self, "algo.obrs", "c1", "c2", remedy=remedy)
+        at_least(1, self, "algo.obrs", "top_k", remedy="20 is usual")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,17 +169,11 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         self.correction = Correction(self.correction)
-        for name in ("clip_low", "clip_high", "correction_threshold", "correction_low"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"algo.{name} must be positive, got {getattr(self, name)}.")
+        positive(self, "algo", "clip_low", "clip_high", "correction_threshold", "correction_low")
         if self.clip_dual <= 1:
             raise ValueError(f"algo.clip_dual must exceed 1, got {self.clip_dual}; 3.0 is usual.")
-        if self.kl_coef < 0:
-            raise ValueError(f"algo.kl_coef must be >= 0 (0 keeps no reference), got {self.kl_coef}.")
-        if self.ppo_epochs < 1 or self.minibatches < 1:
-            raise ValueError(
-                f"algo.ppo_epochs={self.ppo_epochs} and algo.minibatches={self.minibatches} must be >= 1."
-            )
+        at_least(0, self, "algo", "kl_coef", remedy="0 keeps no reference")
+        at_least(1, self, "algo", "ppo_epochs", "minibatches")
         if self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_SUM_NORM and not self.loss_scale_factor:
             raise ValueError(
                 "algo.loss_agg=seq-mean-token-sum-norm divides by algo.loss_scale_factor, which is "

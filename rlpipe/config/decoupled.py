@@ -10,6 +10,7 @@ from typing import Any
 
 from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, Proximal
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, learning_rates, positive
 from rlpipe.config.trainer import LrSchedule, TrainerConfig, check_parallel
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -51,17 +52,9 @@ class DecoupledConfig:
     def __post_init__(self) -> None:
         self.distill_kl, self.correction = DistillKl(self.distill_kl), Correction(self.correction)
         self.lr_schedule = LrSchedule(self.lr_schedule)
-        for name in ("ppo_coef", "distill_coef", "warmup_steps", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"decoupled.{name} must be >= 0, got {getattr(self, name)}.")
-        if self.correction_threshold <= 0:
-            raise ValueError(
-                f"decoupled.correction_threshold must be positive, got {self.correction_threshold}."
-            )
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(
-                f"decoupled: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}."
-            )
+        at_least(0, self, "decoupled", "ppo_coef", "distill_coef", "warmup_steps", "clip_grad")
+        positive(self, "decoupled", "correction_threshold")
+        learning_rates(self, "decoupled")
         if self.correction in (Correction.OBRS, Correction.USER):
             raise ValueError(
                 f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "

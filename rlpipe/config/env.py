@@ -7,6 +7,9 @@ from pathlib import PurePath
 from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, positive
+
+INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one set a seed
 
 
 class EnvName(Choice):
@@ -83,15 +86,19 @@ class SandboxConfig:
     image: str = ""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb"),
-            *("tree_mb", "tree_files", "output_kb", "memo_mb"),
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"env.sandbox.{name} must be positive, got {getattr(self, name)}: "
-                    "model output never runs without this limit."
-                )
+        names = ("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb", "tree_mb", "tree_files")
+        remedy = "model output never runs without this limit"
+        positive(self, "env.sandbox", *names, "output_kb", "memo_mb", remedy=remedy)
+
+
+def _check_sizes(settings: ReasoningConfig | ToolsConfig, section: str) -> None:
+    """Raises ValueError for sizes of generated sets that are none, or whose indices would meet."""
+    at_least(1, settings, section, "train_size", "held_out_size")
+    if max(settings.train_size, settings.held_out_size) > INDEX_STRIDE:
+        raise ValueError(
+            f"{section}.train_size={settings.train_size} and held_out_size={settings.held_out_size} must be "
+            f"at most {INDEX_STRIDE}, so that their seeds stay apart."
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,11 +115,7 @@ class ReasoningConfig:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ValueError("env.reasoning.tasks is empty: name at least one reasoning-gym data set.")
-        if self.train_size < 1 or self.held_out_size < 1:
-            raise ValueError(
-                f"env.reasoning.train_size={self.train_size} and held_out_size={self.held_out_size} "
-                "must be at least 1."
-            )
+        _check_sizes(self, "env.reasoning")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,14 +143,8 @@ class ToolsConfig:
                 f"env.tools.names={[str(n) for n in self.names]} must name at least one tool, each once, of "
                 f"{', '.join(ToolName)}."
             )
-        for name in ("max_calls", "train_size", "held_out_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"env.tools.{name} must be at least 1, got {getattr(self, name)}.")
-        if max(self.train_size, self.held_out_size) > 1_000_000:
-            raise ValueError(
-                f"env.tools.train_size={self.train_size} and held_out_size={self.held_out_size} must be at "
-                "most 1000000, so that their seeds stay apart."
-            )
+        at_least(1, self, "env.tools", "max_calls")
+        _check_sizes(self, "env.tools")
 
     @property
     def in_template(self) -> bool:
@@ -199,11 +196,8 @@ class EnvConfig:
                 f"env.name={self.name} with env.suite={self.suite!r}: a suite of your own needs both "
                 "env.name=custom and env.suite=module:function."
             )
-        for name in ("max_turns", "max_observation_chars", "threads", "test_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"env.{name} must be positive, got {getattr(self, name)}.")
-        if self.retries < 0:
-            raise ValueError(f"env.retries must be 0 or more, got {self.retries}.")
+        positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
+        at_least(0, self, "env", "retries")
         if not self.held_out_files:
             raise ValueError(
                 "env.held_out_files names no file: give at least one held-out set, "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from rlpipe.config.limits import at_least, share
+
 
 @dataclass(slots=True, kw_only=True)
 class InjectionConfig:
@@ -26,19 +28,17 @@ class InjectionConfig:
     long_turn_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"injection.{name} must be >= 0 (0 is off), got {getattr(self, name)}.")
-        for share, amount in (
+        amounts = ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens")
+        at_least(0, self, "injection", *amounts, remedy="0 is off")
+        share(self, "injection", "slow_env_share", "long_turn_share")
+        for part, amount in (
             ("slow_env_share", "slow_env_seconds"),
             ("long_turn_share", "long_turn_tokens"),
         ):
-            how_many, how_much = getattr(self, share), getattr(self, amount)
-            if not 0 <= how_many <= 1:
-                raise ValueError(f"injection.{share} is a share from 0 to 1, got {how_many}.")
+            how_many, how_much = getattr(self, part), getattr(self, amount)
             if bool(how_many) != bool(how_much):
                 raise ValueError(
-                    f"injection.{share}={how_many} and injection.{amount}={how_much} do nothing without each "
+                    f"injection.{part}={how_many} and injection.{amount}={how_much} do nothing without each "
                     "other: set both, or neither."
                 )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.config.alarms import AdviceConfig, AlarmsConfig
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least
 from rlpipe.config.probe import ProbeConfig
 
 
@@ -51,15 +52,8 @@ class MetricsConfig:
     report_every: int = 0
 
     def __post_init__(self) -> None:
-        if self.report_every < 0:
-            raise ValueError(
-                f"metrics.report_every={self.report_every} is negative. Set a number of steps, or 0 to "
-                "write the report only at the end."
-            )
-        if self.rollouts_per_step < 0:
-            raise ValueError(
-                f"metrics.rollouts_per_step={self.rollouts_per_step} is negative. Set 0 or more."
-            )
+        at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")
+        at_least(0, self, "metrics", "rollouts_per_step", remedy="0 writes none")
         if not 0 <= self.prometheus_port < 65536:
             raise ValueError(
                 f"metrics.prometheus_port={self.prometheus_port} is no port. Set 1..65535, or 0 for none."

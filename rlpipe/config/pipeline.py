@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least
 
 
 class Stale(Choice):
@@ -39,24 +40,15 @@ class PipelineConfig:
     filter_limit: int = 4
 
     def __post_init__(self) -> None:
-        if self.prompts_per_step < 1:
-            raise ValueError(f"pipeline.prompts_per_step must be at least 1, got {self.prompts_per_step}.")
-        if self.group_size < 2:
-            raise ValueError(
-                f"pipeline.group_size must be at least 2, got {self.group_size}: "
-                "group-normalised advantages compare siblings."
-            )
-        if self.max_staleness < 0:
-            raise ValueError(f"pipeline.max_staleness must be >= 0, got {self.max_staleness}.")
-        if self.oversample < 1:
-            raise ValueError(f"pipeline.oversample must be at least 1, got {self.oversample}; 1.5 is usual.")
+        at_least(1, self, "pipeline", "prompts_per_step", "filter_limit")
+        at_least(2, self, "pipeline", "group_size", remedy="group-normalised advantages compare siblings")
+        at_least(0, self, "pipeline", "max_staleness", remedy="0 is synchronous")
+        at_least(1, self, "pipeline", "oversample", remedy="1.5 is usual")
         if self.oversample > 1 and self.stale is not Stale.DROP:
             raise ValueError(
                 f"pipeline.oversample={self.oversample} plays groups that are not trained on, and "
                 f"pipeline.stale={self.stale} trains on all: set pipeline.stale=drop, or oversample=1."
             )
-        if self.filter_limit < 1:
-            raise ValueError(f"pipeline.filter_limit must be at least 1, got {self.filter_limit}.")
 
     @property
     def groups_ahead(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.config.limits import at_least
+
 
 @dataclass(slots=True, kw_only=True)
 class ProbeConfig:
@@ -18,10 +20,6 @@ class ProbeConfig:
     contexts: int = 256
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"metrics.probe.every={self.every} is negative. Set a number of steps, or 0.")
-        if self.contexts < 2:
-            raise ValueError(
-                f"metrics.probe.contexts={self.contexts} leaves nothing to draft. Set at least 2, or "
-                "metrics.probe.every=0 for no probe."
-            )
+        at_least(0, self, "metrics.probe", "every", remedy="0 is never")
+        remedy = "fewer leave nothing to draft; metrics.probe.every=0 is no probe"
+        at_least(2, self, "metrics.probe", "contexts", remedy=remedy)

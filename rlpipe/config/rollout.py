@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least
 from rlpipe.config.sglang import SglangConfig
 
 
@@ -71,21 +72,10 @@ class RolloutConfig:
         self.engine = EngineKind(self.engine)
         self.dtype = Dtype(self.dtype)
         self.kv_on_update = KvOnUpdate(self.kv_on_update)
-        for name in ("workers", "max_running", "max_new_tokens", "threads", "prefill_tokens"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"rollout.{name}={value} must be at least 1.")
-        if self.max_context < 2:
-            raise ValueError(
-                f"rollout.max_context={self.max_context} leaves no room for a prompt token and a sampled "
-                "one: set it to at least 2."
-            )
-        if self.concurrent_groups < 0:
-            raise ValueError(f"rollout.concurrent_groups={self.concurrent_groups} must be 0 (all) or more.")
-        if self.temperature < 0:
-            raise ValueError(
-                f"rollout.temperature={self.temperature} must be 0 (greedy) or more; 1.0 samples the policy."
-            )
+        at_least(1, self, "rollout", "workers", "max_running", "max_new_tokens", "threads", "prefill_tokens")
+        at_least(2, self, "rollout", "max_context", remedy="it holds a prompt token and a sampled one")
+        at_least(0, self, "rollout", "concurrent_groups", remedy="0 plays all that are admitted")
+        at_least(0, self, "rollout", "temperature", remedy="0 is greedy, 1.0 samples the policy")
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"rollout.top_p={self.top_p}, rollout.top_k={self.top_k}: rollouts are sampled from the "

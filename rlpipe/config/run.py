@@ -16,6 +16,7 @@ from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
+from rlpipe.config.limits import at_least, positive, share
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
@@ -81,18 +82,10 @@ class RunSettings:
             self.dump = f"{self.dir}/dump"
         if self.half is Half.TRAIN and not self.dump:
             raise ValueError("run.half=train trains on a dump, and run.dump is empty: set run.dump=FOLDER.")
-        if self.steps < 1:
-            raise ValueError(f"run.steps must be at least 1, got {self.steps}.")
-        if not 0 < self.max_masked_share <= 1 or self.masked_window < 1:
-            raise ValueError(
-                f"run.max_masked_share={self.max_masked_share} must be above 0 and at most 1 (stop when all "
-                f"are masked), and run.masked_window={self.masked_window} at least 1."
-            )
-        if self.save_every < 0 or self.keep_last < 1 or self.keep_best < 0:
-            raise ValueError(
-                f"run.save_every={self.save_every} and run.keep_best={self.keep_best} must be >= 0, and "
-                f"run.keep_last={self.keep_last} must be >= 1."
-            )
+        at_least(1, self, "run", "steps", "keep_last", "masked_window")
+        at_least(0, self, "run", "save_every", "keep_best")
+        share(self, "run", "max_masked_share")
+        positive(self, "run", "max_masked_share", remedy="1 stops when all are masked")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,11 +109,8 @@ class ValConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.instances < 0 or self.samples < 1 or self.temperature < 0:
-            raise ValueError(
-                f"val: every={self.every}, instances={self.instances} and temperature={self.temperature} "
-                f"must be >= 0, samples={self.samples} must be >= 1."
-            )
+        at_least(0, self, "val", "every", "instances", "temperature")
+        at_least(1, self, "val", "samples")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,11 +133,7 @@ class ClusterConfig:
     hang_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.max_restarts, self.max_trainer_restarts, self.hang_s) < 0:
-            raise ValueError(
-                f"cluster.max_restarts={self.max_restarts}, cluster.max_trainer_restarts="
-                f"{self.max_trainer_restarts} and cluster.hang_s={self.hang_s} must be >= 0."
-            )
+        at_least(0, self, "cluster", "max_restarts", "max_trainer_restarts", "hang_s")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, positive
 
 
 class WeightTransfer(Choice):
@@ -72,18 +73,12 @@ class SglangConfig:
     def __post_init__(self) -> None:
         self.weight_transfer = WeightTransfer(self.weight_transfer)
         self.on_canary_failure = CanaryReaction(self.on_canary_failure)
-        for name in ("tp", "bucket_mb"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be at least 1.")
-        seconds = ("start_timeout", "request_timeout", "update_timeout", "health_interval", "health_timeout")
-        for name in seconds:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be positive seconds.")
+        section, times = "rollout.sglang", ("start_timeout", "request_timeout", "update_timeout")
+        at_least(1, self, section, "tp", "bucket_mb")
+        at_least(0, self, section, "canary_retries", "max_restarts")
+        positive(self, section, *times, "health_interval", "health_timeout", remedy="name seconds")
         if not 0 <= self.port < 65536:
             raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
-        for name in ("canary_retries", "max_restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"rollout.sglang.{name}={getattr(self, name)} must be 0 or more.")
         if not 0 <= self.memory_fraction < 1:
             raise ValueError(
                 f"rollout.sglang.memory_fraction={self.memory_fraction} must be in [0, 1); 0: SGLang's own."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, learning_rates
 
 
 class Precision(Choice):
@@ -73,21 +74,14 @@ class TrainerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "pp", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} must be at least 1, got {getattr(self, name)}.")
+        at_least(1, self, "trainer", "tp", "dp", "pp", "micro_batch_tokens")
+        at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
+        learning_rates(self, "trainer")
         if self.pp > 1:
             raise ValueError(
                 f"trainer.pp={self.pp}: pipeline parallelism is not supported. Set trainer.pp=1 and use "
                 "trainer.tp and trainer.dp."
             )
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(
-                f"trainer: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}."
-            )
-        for name in ("warmup_steps", "weight_decay", "clip_grad", "threads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"trainer.{name} must be >= 0, got {getattr(self, name)}.")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} must be in [0, 1), got {getattr(self, name)}.")

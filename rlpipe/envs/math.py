@@ -10,30 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlpipe.config.env import EnvConfig
+from rlpipe.config.env import INDEX_STRIDE, EnvConfig
 from rlpipe.envs.base import StepResult
 
 TRAIN, HELD_OUT = "train", "held_out"
-_SEED_STRIDE = 1_000_000
 
 
 def check_reasoning(config: EnvConfig) -> None:
-    """Raises ValueError for a task that reasoning-gym does not have, or too many instances."""
+    """Raises ValueError for a task that reasoning-gym does not have."""
     from reasoning_gym.factory import DATASETS
 
-    settings = config.reasoning
-    for task in settings.tasks:
+    for task in config.reasoning.tasks:
         if task not in DATASETS:
             close = [name for name in sorted(DATASETS) if set(task.split("_")) & set(name.split("_"))]
             raise ValueError(
                 f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
                 f"Similar: {', '.join(close[:8]) or 'none'}; in all {len(DATASETS)}."
             )
-    if max(settings.train_size, settings.held_out_size) > _SEED_STRIDE:
-        raise ValueError(
-            f"env.reasoning.train_size={settings.train_size} and held_out_size={settings.held_out_size} "
-            f"must be at most {_SEED_STRIDE}, so that their seeds stay apart."
-        )
 
 
 class MathEpisode:
@@ -92,7 +85,7 @@ class MathSuite:
         self._system_prompt = config.system_prompt or SYSTEM_PROMPTS["default"]
         held_out = _ids(settings.tasks, range(settings.held_out_size))
         questions = {_generate(instance_id)[1]["question"] for instance_id in held_out}
-        first = (1 + seed) * _SEED_STRIDE
+        first = (1 + seed) * INDEX_STRIDE
         train = _ids(settings.tasks, range(first, first + settings.train_size))
         train = [name for name in train if _generate(name)[1]["question"] not in questions]
         if not train:

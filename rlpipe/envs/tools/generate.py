@@ -8,11 +8,9 @@ question finds the wrong one. A family is the shape of the question; answers fol
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
-from rlpipe.envs.tools.calculator import show
+from rlpipe.envs.tools.calculator import calculate
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -127,7 +125,7 @@ def make_instance(instance_id: str) -> Instance:
         documents=documents,
         facts=facts,
         terms=terms,
-        answer=show(_evaluate(terms)),
+        answer=calculate(" ".join(terms)),
     )
 
 
@@ -164,18 +162,3 @@ def _document(rng: random.Random, attribute: str, things: list[str], without: se
     chosen = things + rng.sample(others, rng.randint(2, 3))
     rng.shuffle(chosen)
     return Document(attribute=attribute, values={thing: rng.randint(2, 99) for thing in chosen})
-
-
-_OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "*": lambda a, b: a * b,
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-}
-
-
-def _evaluate(terms: tuple[str, ...]) -> Fraction:
-    """From left to right: no family has an operator before one that binds closer."""
-    value = Fraction(terms[0])
-    for sign, term in zip(terms[1::2], terms[2::2], strict=True):
-        value = _OPERATORS[sign](value, Fraction(term))
-    return value

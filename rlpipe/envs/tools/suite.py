@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlpipe.config.env import EnvConfig, SandboxBackend, ToolName
+from rlpipe.config.env import INDEX_STRIDE, EnvConfig, SandboxBackend, ToolName
 from rlpipe.envs.sandbox import Sandbox, check_sandbox, make_tree_runner
 from rlpipe.envs.tools.episode import ToolEpisode, same_answer
 from rlpipe.envs.tools.generate import HELD_OUT_FAMILIES, TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import files, make_tools
 
 TRAIN, HELD_INSTANCES, HELD_FAMILIES = "train", "held_instances", "held_families"
-STRIDE = 1_000_000
 
 
 def check_tools(config: EnvConfig) -> None:
@@ -46,7 +45,7 @@ class ToolSuite:
             raise ValueError(
                 f"env.tools.families={settings.families} must be one or more of {', '.join(TRAIN_FAMILIES)}."
             )
-        first = (1 + seed) * STRIDE
+        first = (1 + seed) * INDEX_STRIDE
         self._ids = {
             TRAIN: ids(settings.families, range(first, first + settings.train_size)),
             HELD_INSTANCES: ids(settings.families, range(settings.held_out_size)),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"correction_threshold": 0.0}, "algo.correction_threshold must be positive, got 0.0"),
+        ({"correction_threshold": 0.0}, "algo.correction_threshold=0.0 must be positive"),
         (
             {"correction": Correction.ICEPOP, "correction_low": 3.0},
             "correction_low=3.0 .*correction_threshold=2.0, which holds none: swap them",
@@ -39,10 +39,10 @@ def test_contradictions_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lam": 0.0}, "algo.obrs.lam must be positive, got 0.0"),
-        ({"c1": 0.5}, "algo.obrs.c1 must be at least 1, got 0.5"),
-        ({"c2": 0.9}, "algo.obrs.c2 must be at least 1"),
-        ({"top_k": 0}, "algo.obrs.top_k must be at least 1, got 0"),
+        ({"lam": 0.0}, "algo.obrs.lam=0.0 must be positive: 1.0 is usual"),
+        ({"c1": 0.5}, "algo.obrs.c1=0.5 must be at least 1: a smaller bound"),
+        ({"c2": 0.9}, "algo.obrs.c2=0.9 must be at least 1"),
+        ({"top_k": 0}, "algo.obrs.top_k=0 must be at least 1"),
     ],
 )
 def test_obrs_settings_out_of_range_are_refused(settings, message):

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.unit
         (lambda: EnvConfig(test_command="pytest"), ["env.test_command", "{tests}"]),
         (lambda: ReasoningConfig(tasks=[]), ["env.reasoning.tasks", "empty"]),
         (lambda: ReasoningConfig(held_out_size=0), ["held_out_size=0"]),
+        (lambda: ReasoningConfig(train_size=2_000_000), ["train_size=2000000", "at most 1000000"]),
     ],
 )
 def test_a_bad_value_is_named_with_its_setting(make, words):

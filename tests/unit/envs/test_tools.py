@@ -211,7 +211,7 @@ def test_answers_are_compared_as_numbers(answer, wanted, same):
     [
         ({"names": []}, "at least one tool"),
         ({"names": [ToolName.READ, ToolName.READ]}, "each once"),
-        ({"max_calls": 0}, "max_calls must be at least 1"),
+        ({"max_calls": 0}, "max_calls=0 must be at least 1"),
         ({"train_size": 2_000_000}, "at most 1000000"),
     ],
 )

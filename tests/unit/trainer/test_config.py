@@ -49,13 +49,16 @@ def test_pipeline_parallelism_is_refused_with_the_remedy():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TrainerConfig(tp=0), r"trainer.tp must be at least 1, got 0"),
-        (lambda: TrainerConfig(lr=1e-5, min_lr=1e-4), r"min_lr <= lr .*min_lr=0.0001, lr=1e-05"),
+        (lambda: TrainerConfig(tp=0), r"trainer.tp=0 must be at least 1"),
+        (
+            lambda: TrainerConfig(lr=1e-5, min_lr=1e-4),
+            r"trainer.min_lr=0.0001 must lie in 0..trainer.lr=1e-05",
+        ),
         (lambda: TrainerConfig(beta2=1.0), r"trainer.beta2 must be in \[0, 1\), got 1.0"),
-        (lambda: TrainerConfig(clip_grad=-1.0), r"trainer.clip_grad must be >= 0, got -1.0"),
-        (lambda: AlgoConfig(clip_high=0.0), r"algo.clip_high must be positive, got 0.0"),
-        (lambda: AlgoConfig(kl_coef=-0.1), r"algo.kl_coef must be >= 0"),
-        (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be >= 1"),
+        (lambda: TrainerConfig(clip_grad=-1.0), r"trainer.clip_grad=-1.0 must be at least 0"),
+        (lambda: AlgoConfig(clip_high=0.0), r"algo.clip_high=0.0 must be positive"),
+        (lambda: AlgoConfig(kl_coef=-0.1), r"algo.kl_coef=-0.1 must be at least 0"),
+        (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be at least 1"),
         (lambda: AlgoConfig(loss_agg=LossAgg.SEQ_MEAN_TOKEN_SUM_NORM), r"loss_scale_factor, which is None"),
         (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"min_lr=1.0, lr=0.0"),
         (lambda: MtpConfig(depths=0), r"mtp.depths must be at least 1, got 0"),
