@@ -67,7 +67,8 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     assert len(domains["reasoning.held_out"]["played"]["rejection"]["counts"]) == 2
 
     for other in ("spec.gamma=2", "rollout.temperature=0.5"):  # what was measured would not compare
-        refused = run("+recipe=mtp_adapt", "run.dir=parts", *SMALL, *more, other, cwd=tmp_path)
+        anyway = "run.resume=anyway"
+        refused = run("+recipe=mtp_adapt", "run.dir=parts", *SMALL, *more, other, anyway, cwd=tmp_path)
         assert refused.returncode == 2 and "Traceback" not in refused.stderr
         assert f"{other}, but" in refused.stderr and "run.dir" in refused.stderr
 
