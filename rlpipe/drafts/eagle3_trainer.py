@@ -11,8 +11,8 @@ weights. Layout of anchors and turns: `rlpipe.drafts.draft_batch`; objectives: `
 
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
 a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
-`mtp_loss`), and the starting point of norm and head (the target's). With mtp.objective=ppow the draft learns
-from windows it drafts there instead (`drafts.ppow.eagle3`).
+`mtp_loss`), and the starting point of norm and head (the target's). An objective on windows learns from those
+it drafts there instead (`drafts.ppow`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from rlpipe.drafts.eagle3 import Eagle3, frequent_ids, write_draft
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
-from rlpipe.drafts.ppow import PpowTotals
-from rlpipe.drafts.ppow.eagle3 import Eagle3Ppow
+from rlpipe.drafts.ppow.eagle3 import Pair
+from rlpipe.drafts.ppow.step import WindowTraining
+from rlpipe.drafts.ppow.totals import PpowTotals
 from rlpipe.drafts.target import Target
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 from rlpipe.types import Trajectory
@@ -62,15 +63,18 @@ class Eagle3Trainer:
     def __init__(self, config: Config, draft: Eagle3, target: Target, draft_cost: float) -> None:
         self._config, self._mtp = config, config.mtp
         self._draft, self._target, self._device = draft, target, target.device
-        self._ppow: Eagle3Ppow | None = None
+        self._pair = Pair(
+            draft=draft,
+            target=target,
+            read=self._read_target,
+            autocast=self._autocast,
+            draft_cost=draft_cost,
+        )
+        self._windows: WindowTraining | None = None
         if config.mtp.windows:
-            self._ppow = Eagle3Ppow(
+            self._windows = WindowTraining(
                 config.ppow,
-                draft,
-                target,
-                self._read_target,
-                self._autocast,
-                draft_cost=config.ppow.draft_cost or draft_cost,
+                config.mtp.objective,
                 depths=config.mtp.depths,
                 steps=config.run.steps,
                 seed=config.run.seed,
@@ -100,16 +104,16 @@ class Eagle3Trainer:
                 if loss.requires_grad:
                     loss.backward()
                 parts.append(stats)
-        stats = (
-            self._total(parts) if self._ppow is None else reduce(add, parts, PpowTotals.nothing(self._device))
-        )
+        nothing = no_stats(self._mtp.depths, self._device)
+        stats = reduce(add, parts, nothing if self._windows is None else PpowTotals.nothing(self._device))
         metrics = stats.metrics() | self._apply(stats.weight.item())
         return metrics | {"timing_s/update_actor": Mean(time.perf_counter() - started, 1)}
 
     @torch.no_grad()
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
         """Teacher-forced statistics of the draft; changes nothing."""
-        return self._total([self._loss(micro, batch.temperature)[1] for micro in _micros(batch)])
+        parts = [self._loss(micro, batch.temperature)[1] for micro in _micros(batch)]
+        return reduce(add, parts, no_stats(self._mtp.depths, self._device))
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""
@@ -170,9 +174,10 @@ class Eagle3Trainer:
         self, micro: MicroBatch, temperature: float
     ) -> Iterable[tuple[torch.Tensor, MtpStats | PpowTotals]]:
         """Numerators of the objective's loss, and statistics; all of them are a micro-batch's."""
-        if self._ppow is None:
+        if self._windows is None:
             return [self._loss(micro, temperature)]
-        return self._ppow.losses(micro, temperature, self.updates)
+        texts = self._pair.texts(micro, temperature)
+        return filter(None, (self._windows.loss(text, self.updates) for text in texts))
 
     def _loss(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
         """Numerator of the loss of a micro-batch, and statistics."""
@@ -256,9 +261,6 @@ class Eagle3Trainer:
                 part = part.unflatten(0, (len(some), longest))
                 whole.append(torch.nn.functional.pad(part, (0, 0, 0, tokens.shape[1] - longest)))
         return torch.cat(hidden).flatten(0, 1), torch.cat(features).float()
-
-    def _total(self, parts: Sequence[MtpStats]) -> MtpStats:
-        return reduce(add, parts, no_stats(self._mtp.depths, self._device))
 
     def _autocast(self):
         if self._config.trainer.precision is Precision.BF16:

@@ -28,7 +28,7 @@ from rlpipe.drafts.head import draft_hidden_states
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
-from rlpipe.drafts.ppow import PpowTotals
+from rlpipe.drafts.ppow.totals import PpowTotals
 from rlpipe.drafts.visit import accept_probabilities
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.model import PolicyModel

@@ -1,7 +1,7 @@
 """The draft's passes over micro-batches: under its objective, or for statistics and tables.
 
-Owns what follows the backbone's hidden states, whatever the objective: `draft` (supervised) or `ppow`. The
-trainer of the policy decides when, and steps the optimizer.
+Owns what follows the backbone's hidden states, whatever the objective: `draft` (supervised) or `ppow`
+(windows). The trainer of the policy decides when, and steps the optimizer.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch.distributed as dist
 from rlpipe.batch import MicroBatch
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
+from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.loss import MtpStats
-from rlpipe.drafts.ppow import PpowTotals
-from rlpipe.trainer.draft import Draft, Table, no_stats, total
+from rlpipe.drafts.ppow.step import WindowTraining
+from rlpipe.drafts.ppow.totals import PpowTotals
+from rlpipe.trainer.draft import MULTIPLE, Draft, Table, no_stats, total
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.passes import Passes, schedule
-from rlpipe.trainer.ppow import Ppow
+from rlpipe.trainer.ppow import MtpWindows
 from rlpipe.trainer.runtime import Runtime
 
 
 class DraftPasses:
     """Runs the draft from hidden states of the backbone.
 
-    group: of the data parallel ranks. windows: settings of mtp.objective=ppow, None for another one.
+    group: of the data parallel ranks. windows: settings of an objective on windows, None for another one.
     updates: optimizer steps of the run. Raises ValueError where the layers cannot give what windows need.
     """
 
@@ -44,20 +46,23 @@ class DraftPasses:
     ) -> None:
         if windows is not None and runtime.te:
             raise ValueError(
-                "mtp.objective=ppow reads keys of finished passes, which TransformerEngine's attention keeps "
-                "to itself: set trainer.layers=local."
+                f"mtp.objective={config.objective} reads keys of finished passes, which TransformerEngine's "
+                "attention keeps to itself: set trainer.layers=local."
             )
         self._depths, self._device = config.depths, runtime.device
         self._passes, self._group = passes, group
-        self._draft, self._ppow = Draft(config, runtime), None
+        self._draft, self._runtime = Draft(config, runtime), runtime
+        self._windows: WindowTraining | None = None
         if windows is not None:
             steps = max(1, updates // config.interval)
-            self._ppow = Ppow(windows, runtime, depths=config.depths, steps=steps, seed=seed)
+            self._windows = WindowTraining(
+                windows, config.objective, depths=config.depths, steps=steps, seed=seed
+            )
 
     @property
     def reads_keys(self) -> bool:
         """Whether the objective reads the keys of the backbone's pass."""
-        return self._ppow is not None
+        return self._windows is not None
 
     def loss(
         self,
@@ -72,9 +77,15 @@ class DraftPasses:
 
         layout: of the backbone's pass, with keys if the objective reads them. updates: the draft has had.
         """
-        if self._ppow is None:
+        if self._windows is None:
             return self._draft.loss(policy, micro, hidden, temperature)
-        return self._ppow.loss(policy, micro, hidden, layout.release(), temperature, updates)
+        nothing = torch.zeros((), device=self._device), PpowTotals.nothing(self._device)
+        batch = draft_batch(micro, 1, MULTIPLE)
+        if batch is None:
+            return nothing
+        seen = hidden.detach(), layout.release(), temperature
+        text = MtpWindows(policy, micro, batch, *seen, self._runtime)
+        return self._windows.loss(text, updates) or nothing
 
     def forward(
         self, policy: Any, count: int, temperature: float, updates: int
@@ -96,7 +107,9 @@ class DraftPasses:
     def summed(self, parts: Iterable[Any]) -> MtpStats | PpowTotals:
         """Statistics of the objective over micro-batches and ranks."""
         nothing = no_stats(self._depths, self._device)
-        return total(parts, nothing if self._ppow is None else PpowTotals.nothing(self._device), self._group)
+        return total(
+            parts, nothing if self._windows is None else PpowTotals.nothing(self._device), self._group
+        )
 
     def statistics(self, policy: Any, shard: Sequence[MicroBatch], temperature: float) -> MtpStats:
         """Teacher-forced statistics over micro-batches and ranks, whatever the objective."""

@@ -21,7 +21,7 @@ from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
 from rlpipe.drafts.objectives.windows.ppow import group_advantages
-from rlpipe.drafts.ppow import criticality, window_scores
+from rlpipe.drafts.ppow.windows import criticality, window_scores
 from rlpipe.metrics.values import reduce
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer.packing import pack
@@ -79,8 +79,9 @@ def packed(trajectories, budget=4096):
 def rollouts(trainer, batch, step=0):
     """(row of the batch of each window, rollout), of some rows at a time."""
     for micro in batch.minibatches[0].shards[0]:
-        for found in trainer._ppow.rollouts(micro, T, step):
-            yield micro.rows[found.drawn.owners], found
+        for text in trainer._pair.texts(micro, T):
+            if (found := trainer._windows.rollout(text, step)) is not None:
+                yield micro.rows[found.drawn.owners], found
 
 
 class Oracle:
@@ -142,7 +143,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     for rows, found in lots:
         coins, uniforms = found.drawn.coins, found.drawn.draft_uniforms
         for w, row in enumerate(rows):
-            trajectory, t = trajectories[row], int(found.anchors[w])
+            trajectory, t = trajectories[row], int(found.text.anchors[w])
             ids = torch.tensor(trajectory.token_ids)
             assert all(trajectory.loss_mask[t + 1 : t + 5])  # within a turn whose first token is known
             torch.testing.assert_close(found.drawn.scores[w : w + 1], oracle.score(ids, t))
@@ -169,7 +170,7 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(targ
     for rows, found in rollouts(trainer, batch):
         advantages = group_advantages(found.judged.rewards)
         for w, row in enumerate(rows):
-            known = torch.tensor(trajectories[row].token_ids[: int(found.anchors[w]) + 2])
+            known = torch.tensor(trajectories[row].token_ids[: int(found.text.anchors[w]) + 2])
             for g, drafts in enumerate(found.tokens[w]):
                 q, p = oracle.drafted(known, drafts), found.judged.logprobs[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
@@ -189,7 +190,7 @@ def test_windows_depend_on_no_cut_but_on_seed_and_step(target, start, trajectori
         trainer, found = make(target, start, trajectories, seed=seed), {}
         for rows, some in rollouts(trainer, packed(trajectories, budget), step):
             for w, row in enumerate(rows):
-                found.setdefault(int(row), []).append((int(some.anchors[w]), some.tokens[w].tolist()))
+                found.setdefault(int(row), []).append((int(some.text.anchors[w]), some.tokens[w].tolist()))
         return found
 
     first = told()

@@ -14,11 +14,13 @@ from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.objectives.windows.ppow import group_advantages
-from rlpipe.drafts.ppow import window_law, window_scores
+from rlpipe.drafts.ppow.windows import window_law, window_scores
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
 from rlpipe.trainer.packing import pack
+from rlpipe.trainer.ppow import MtpWindows
 from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.ppow_oracle import check_verdict, greedy_logprob
@@ -71,22 +73,26 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def rollouts(trainer, batch, step=0):
+def rollouts(trainer, packed, step=0):
     """(micro-batch, rollout) of every micro-batch that has windows."""
     found = []
-    for micro in batch.minibatches[0].shards[0]:
+    for micro in packed.minibatches[0].shards[0]:
         with torch.no_grad():
             hidden, _, layout = trainer._passes.hidden(trainer.model, micro, keep=True)
-        rollout = trainer._drafting._ppow.rollout(trainer.model, micro, hidden, layout.release(), T, step)
-        if rollout is not None:
+        drafting, batch = trainer._drafting, draft_batch(micro, 1, 32)
+        if batch is None:
+            continue
+        seen = batch, hidden, layout.release(), T
+        text = MtpWindows(trainer.model, micro, *seen, drafting._runtime)
+        if (rollout := drafting._windows.rollout(text, step)) is not None:
             found.append((micro, rollout))
     return found
 
 
 def texts(micro, rollout, whole):
     """The tokens that each window knows, and the trajectory it was drawn from."""
-    for w, owner in enumerate(rollout.windows.owners):
-        known = micro.tokens[rollout.windows.prefixes[w].numpy()]
+    for w, owner in enumerate(rollout.drawn.owners):
+        known = micro.tokens[rollout.text.prefixes[w].numpy()]
         text = whole[micro.rows[owner]].token_ids
         assert known.tolist() == text[: len(known)]
         yield w, torch.from_numpy(known), text
@@ -148,7 +154,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     oracle, whole = Oracle(path), trajectories()
     trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=PPOW)
     parts = rollouts(trainer, adaptation(budget=budget))
-    assert sum(len(rollout.windows.owners) for _, rollout in parts) > 8
+    assert sum(len(rollout.drawn.owners) for _, rollout in parts) > 8
     for micro, rollout in parts:
         for w, known, _ in texts(micro, rollout, whole):
             reference = greedy_logprob(oracle.target, known, 3)
@@ -158,7 +164,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
                 torch.testing.assert_close(rollout.judged.logprobs[w, g], p, atol=2e-5, rtol=0)
-                coins = rollout.windows.coins[w, g]
+                coins = rollout.drawn.coins[w, g]
                 check_verdict(rollout.judged, (w, g), drafts, q.detach(), p, coins, reference, RULES)
 
 
@@ -167,7 +173,7 @@ def test_drafts_follow_the_law_that_is_stated_for_them(path):
     many = replace(PPOW, group_size=50, windows=100)
     trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=many)
     ((_, rollout),) = rollouts(trainer, adaptation(groups=1))
-    uniforms, coins = rollout.windows.draft_uniforms, rollout.windows.coins
+    uniforms, coins = rollout.drawn.draft_uniforms, rollout.drawn.coins
     cdf, drawn = rollout.logprobs.detach().exp().double().cumsum(-1), rollout.tokens[..., None]
     upper = cdf.gather(-1, drawn)[..., 0]
     lower = torch.where(drawn[..., 0] > 0, cdf.gather(-1, (drawn - 1).clamp(min=0))[..., 0], 0.0)
@@ -194,12 +200,12 @@ def test_windows_are_drawn_by_their_score_and_lie_within_a_turn(path):
         entropy, kl = -(p.exp() * p).sum(-1), (p.exp() * (p - q)).sum(-1)
         critical = (1 - entropy / np.log(64)) * kl
         anchors = [t for t in range(len(ids) - 4) if all(mask[t + 1 : t + 5])]
-        mine = np.flatnonzero(micro.rows[rollout.windows.owners] == row)
+        mine = np.flatnonzero(micro.rows[rollout.drawn.owners] == row)
         if not anchors:
             assert not len(mine)
             continue
         law = window_law(window_scores(critical, 3)[anchors], 1.0).numpy() * 3000
-        drawn = [len(rollout.windows.draft_prefixes[w]) - 1 for w in mine]
+        drawn = [len(rollout.text.draft_prefixes[w]) - 1 for w in mine]
         assert len(drawn) == 3000 and set(drawn) <= set(anchors)
         if len(anchors) == 1:
             continue
@@ -213,8 +219,8 @@ def test_windows_depend_neither_on_the_cut_nor_on_sharing_but_on_seed_and_step(p
         batch = pack(trajectories(), None, budget, 1, share_prefixes=share)
         found = {}
         for micro, rollout in rollouts(trainer, batch, step):
-            for w, owner in enumerate(rollout.windows.owners):
-                at = len(rollout.windows.prefixes[w])
+            for w, owner in enumerate(rollout.drawn.owners):
+                at = len(rollout.text.prefixes[w])
                 found.setdefault(int(micro.rows[owner]), []).append((at, rollout.tokens[w].tolist()))
         trainer.close()
         return found

@@ -1,19 +1,17 @@
-"""PPOW for an EAGLE-3 draft: its windows over rows of texts, drafted by its own steps, read by the target.
+"""Windows of an EAGLE-3 draft: drafted by its own steps behind rows of texts, and read by the target.
 
-Owns the passes of draft and target over a micro-batch and its windows. Which windows, the verdict on them and
-the loss are `rlpipe.drafts.ppow.step`', the same as for an MTP layer.
+Owns the passes that `drafts.ppow.step` asks for, over as many rows as the target's cache has.
 
     target over some rows          -> hidden states, features; its cache keeps the keys
-    step 1 of the draft, all texts -> Q along the text, keys      criticality -> W anchors t
-    steps 2..K                     -> G windows from each anchor  the gradient flows through here
-    target, W G K more             -> P after every draft         behind the texts' keys, no gradient
-    target, K - 1 passes over W    -> the greedy window from each anchor, where R_dist counts
+    step 1 of the draft, all texts -> Q along the text, keys
+    steps 2..K                     -> G windows from each anchor
+    target, W G K more             -> P after every draft, behind the texts' keys
+    target, K - 1 passes over W    -> the greedy window from each anchor
 
 Windows of a row stand in its cache side by side, each seeing its prefix and itself, as nodes of a tree do
-(`Target.span`). An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, and drafts exactly as the
-engine: deeper steps attend to step 1 of the prefix and to their own.
+(`Target.span`). Drafts are exactly the engine's: deeper steps attend to step 1 of the prefix and their own.
 
-Differs from an MTP layer's PPOW in the head, which is the draft's own and learns, too, and with a reduced
+Differs from an MTP layer's in the head, which is the draft's own and learns, too, and with a reduced
 vocabulary in the divergence that makes a place critical (`learnable_kl`).
 """
 
@@ -29,208 +27,141 @@ from torch import Tensor
 
 from rlpipe.batch import MicroBatch, as_rows
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
+from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.eagle3 import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
-from rlpipe.drafts.objectives.windows.ppow import loss as windows_loss
-from rlpipe.drafts.ppow import PpowTotals, criticality, hard_share, window_scores
-from rlpipe.drafts.ppow.step import Drawn, Judged, draw_windows, judge_windows, sampled
+from rlpipe.drafts.ppow.step import Drawn
+from rlpipe.drafts.ppow.windows import criticality
 from rlpipe.drafts.target import Target
 
 LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while places are scored
-ReadTarget = Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Rollout:
-    """What was drafted from some rows, and the verdict.
-
-    rows, anchors: [W] row of the target's cache, and anchor t in it. tokens: [W, G, K]. logprobs:
-    [W, G, K, V] of the draft where each was drawn, with a graph.
-    """
-
-    drawn: Drawn
-    rows: Tensor
-    anchors: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    judged: Judged
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rows:
-    """Rows of the target's cache with their turns; see `DraftBatch`.
-
-    tokens, ahead: [B, T] read by target and draft. lengths: [B]. owners: [R]. turns, sampled: [R, L].
-    anchors: [R, L] place in the flat view of the rows.
-    """
-
-    tokens: np.ndarray
-    ahead: np.ndarray
-    lengths: np.ndarray
-    owners: np.ndarray
-    turns: np.ndarray
-    sampled: np.ndarray
-    anchors: np.ndarray
-
-
-class Eagle3Ppow:
-    """The objective of an EAGLE-3 draft that is trained with PPOW.
+class Pair:
+    """A draft, and the target it drafts for.
 
     target: whose cache has room for `window_slots` tokens behind the texts. read: tokens [B, T] and lengths
     [B] of at most `target.rows` rows -> hidden states [B * T, H], features [B, T, F]; leaves their keys.
-    draft_cost: c of the reward. depths: drafts of a window, K. steps: updates of the run.
+    draft_cost: see `WindowDrafter`.
     """
 
-    def __init__(
-        self,
-        config: PpowConfig,
-        draft: Eagle3,
-        target: Target,
-        read: ReadTarget,
-        autocast: Callable[[], AbstractContextManager],
-        *,
-        draft_cost: float,
-        depths: int,
-        steps: int,
-        seed: int,
-    ) -> None:
-        self._config, self._draft, self._target = config, draft, target
-        self._read, self._autocast, self._draft_cost = read, autocast, draft_cost
-        self._depths, self._steps, self._seed = depths, steps, seed
+    draft: Eagle3
+    target: Target
+    read: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+    autocast: Callable[[], AbstractContextManager]
+    draft_cost: float
 
-    def losses(self, micro: MicroBatch, temperature: float, step: int) -> Iterator[tuple[Tensor, PpowTotals]]:
-        """Sums over drafts of the loss, and totals, of some rows at a time; step: updates so far.
+    def texts(self, micro: MicroBatch, temperature: float) -> Iterator[Eagle3Windows]:
+        """The trajectories of a micro-batch, as many as are read at once.
 
         Take each gradient before the next, and graphs of a few rows are all that is kept.
         """
-        for found in self.rollouts(micro, temperature, step):
-            told = (found.logprobs, found.tokens, found.judged, found.drawn.scores)
-            yield windows_loss(*told, self.hard_share(step), self._config)
-
-    def hard_share(self, step: int) -> float:
-        """Share of windows drawn by their score in the update after `step` others."""
-        return hard_share(step, self._steps, self._config.hard_start, self._config.hard_end)
-
-    def rollouts(self, micro: MicroBatch, temperature: float, step: int) -> Iterator[Rollout]:
-        """Windows of a micro-batch, drafted and judged, as many rows at a time as the target's cache has."""
         batch = draft_batch(micro, 1)
-        for rows in self._rows(micro, batch) if batch else ():
-            hidden, features = self._read(rows.tokens, rows.lengths)
-            past: list[tuple[Tensor, Tensor]] = []
-            with self._autocast():
-                (states,) = self._draft.unroll(features, self._embedded(self._move(rows.ahead)[None]), past)
-            drawn = self._choose(micro, rows, states.detach().flatten(0, 1), hidden, temperature, step)
-            if drawn is None:
-                continue
-            places = self._move(rows.anchors[drawn.turns, drawn.columns])
-            at, anchors = places // states.shape[1], places % states.shape[1]
-            uniforms, coins = self._move(drawn.draft_uniforms), self._move(drawn.coins)
-            windows = Windows(self._draft, past[0], at, anchors)
-            tokens, log_q = self._drafted(windows, states[at, anchors], uniforms, temperature)
-            ahead = _Ahead(self._target, at, anchors, rows.tokens.shape)
-            first = self._of_target(hidden[places + 1], temperature)
-            judged = self._judge(ahead, first, tokens, log_q.detach(), coins, temperature)
-            yield Rollout(drawn=drawn, rows=at, anchors=anchors, tokens=tokens, logprobs=log_q, judged=judged)
-
-    def _rows(self, micro: MicroBatch, batch: DraftBatch) -> Iterator[_Rows]:
-        """The batch's trajectories as rows, cut into as many as are read at once."""
+        if batch is None:
+            return
         tokens, cells = as_rows(batch.branches, micro.tokens[batch.places])
         ahead, _ = as_rows(batch.branches, batch.following[0])
         lengths = np.array([branch.length for branch in batch.branches])
         rows, anchors = np.divmod(cells[batch.anchors], tokens.shape[1])
-        for first in range(0, len(tokens), self._target.rows):
-            part = slice(first, first + self._target.rows)
+        for first in range(0, len(tokens), self.target.rows):
+            part = slice(first, first + self.target.rows)
             longest = int(lengths[part].max())
             mine = (rows[:, 0] >= part.start) & (rows[:, 0] < part.stop)  # a turn has a first anchor
             if mine.any():
-                places = (rows[mine] - first).clip(0) * longest + anchors[mine]
-                yield _Rows(
-                    tokens=tokens[part, :longest],
-                    ahead=ahead[part, :longest],
-                    lengths=lengths[part],
-                    owners=batch.owners[mine],
-                    turns=batch.tokens[mine],
-                    sampled=batch.sampled[mine],
-                    anchors=places,
+                text = Eagle3Windows(
+                    self, tokens[part, :longest], ahead[part, :longest], lengths[part], temperature
                 )
+                text.owners, text.rows, text.draft_cost = batch.owners[mine], micro.rows, self.draft_cost
+                text.turns, text.sampled = batch.tokens[mine], batch.sampled[mine]
+                text.cells = (rows[mine] - first).clip(0) * longest + anchors[mine]
+                yield text
 
-    @torch.no_grad()
-    def _choose(
-        self, micro: MicroBatch, rows: _Rows, states: Tensor, hidden: Tensor, temperature: float, step: int
-    ) -> Drawn | None:
-        """Anchors by criticality, all drafts of a window within its turn; None where none is long enough."""
-        turns, own = torch.from_numpy(rows.turns), torch.from_numpy(rows.sampled)
-        whole = depth_targets(turns, own, self._depths).mask[:, -1].view(turns.shape)
-        if not whole.any():
-            return None
-        near = depth_targets(turns, own, 1).mask[:, 0]
-        places = self._move(rows.anchors.ravel()[near.numpy()])
-        critical = torch.zeros(near.shape)
+
+class Eagle3Windows:
+    """Implements `drafts.ppow.step.WindowDrafter` on rows of the target's cache, once.
+
+    cells: [R, L] place of each of the turns' tokens in the flat view of the rows. anchors: [W] places t.
+    """
+
+    owners: np.ndarray
+    turns: np.ndarray
+    sampled: np.ndarray
+    rows: np.ndarray
+    cells: np.ndarray
+    draft_cost: float
+
+    def __init__(
+        self, pair: Pair, tokens: np.ndarray, ahead: np.ndarray, lengths: np.ndarray, temperature: float
+    ) -> None:
+        """tokens, ahead: [B, T] read by target and draft. lengths: [B]."""
+        self._pair, self._draft, self._target = pair, pair.draft, pair.target
+        self._shape, self._temperature = tokens.shape, temperature
+        self._hidden, features = pair.read(tokens, lengths)
+        past: list[tuple[Tensor, Tensor]] = []
+        with pair.autocast():
+            (self._states,) = self._draft.unroll(features, self._embedded(self._move(ahead)[None]), past)
+        (self._keys,) = past
+
+    def criticality(self) -> Tensor:
+        """[R, L] of the first draft from each token of the turns."""
+        texts = torch.from_numpy(self.turns), torch.from_numpy(self.sampled)
+        near = depth_targets(*texts, 1).mask[:, 0]
+        places, states = self._move(self.cells.ravel()[near.numpy()]), self._states.detach().flatten(0, 1)
+        critical, vocab = torch.zeros(near.shape), self._draft.shape.vocab
         found = []
-        for some in places.split(max(1, LOGITS[places.device.type] // self._draft.shape.vocab)):
-            with self._autocast():
+        for some in places.split(max(1, LOGITS[places.device.type] // vocab)):
+            with self._pair.autocast():
                 draft = self._draft.logits(states[some])
-            log_q, log_p = _normal(draft, temperature), self._of_target(hidden[some + 1], temperature)
+            log_q, log_p = self._normal(draft), self._of_target(self._hidden[some + 1])
             entropy, kl = -(log_p.exp() * log_p).sum(-1), learnable_kl(log_p, log_q, self._draft.ids)
-            found.append(criticality(entropy, kl, self._draft.shape.vocab))
+            found.append(criticality(entropy, kl, vocab))
         critical[near] = torch.cat(found).cpu()
-        return draw_windows(
-            window_scores(critical.view(turns.shape), self._depths),
-            whole,
-            rows.owners,
-            micro.rows,
-            self._config,
-            hard=self.hard_share(step),
-            depths=self._depths,
-            seed=self._seed,
-            step=step,
-        )
+        return critical.view(self.turns.shape)
 
-    def _drafted(
-        self, windows: Windows, state: Tensor, uniforms: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [W, G, K] and logprobs [W, G, K, V] of the draft at each; state: [W, H] of step 1."""
-        state = state[:, None].expand(-1, self._config.group_size, -1)
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        with self._autocast():
-            for depth in range(self._depths):
-                if depth:
-                    state = windows.step(state, self._embedded(tokens[-1]))
-                logprobs.append(_normal(self._draft.logits(state), temperature))
-                tokens.append(sampled(logprobs[-1], uniforms[..., depth]))
-        return torch.stack(tokens, 2), torch.stack(logprobs, 2)
+    def start(self, drawn: Drawn, group: int) -> torch.device:
+        """Get ready to go on from W windows, `group` times from each."""
+        self._places = self._move(self.cells[drawn.turns, drawn.columns])
+        at, self.anchors = self._places // self._shape[1], self._places % self._shape[1]
+        self._windows = Windows(self._draft, self._keys, at, self.anchors)
+        self._state = self._states[at, self.anchors][:, None].expand(-1, group, -1)
+        self._ahead = _Ahead(self._target, at, self.anchors, self._shape)
+        self._chosen: list[Tensor] = []
+        return self._places.device
 
-    @torch.no_grad()
-    def _judge(
-        self, ahead: _Ahead, first: Tensor, tokens: Tensor, log_q: Tensor, coins: Tensor, temperature: float
-    ) -> Judged:
-        """Verification of the windows, and what they earn; first: [W, V] of the target after its prefix."""
-        later = self._of_target(ahead.read([tokens]), temperature)
-        log_p = torch.cat((first[:, None, None].expand(-1, tokens.shape[1], -1, -1), later), 2)
-        greedy = None
-        if self._config.proximity:
-            largest, token = first.max(-1)
-            best, chosen = [largest], []
-            for _ in range(1, self._depths):
-                chosen.append(token[:, None, None])
-                after = self._of_target(ahead.read(chosen)[:, 0, -1], temperature)
-                largest, token = after.max(-1)
-                best.append(largest)
-            greedy = torch.stack(best, 1)
-        return judge_windows(tokens, log_q, log_p, coins, greedy, self._config, self._draft_cost)
+    def draft(self, tokens: Tensor | None) -> Tensor:
+        """[W, G, V] of the draft after the tokens [W, G] that it drafted last, None at first."""
+        with self._pair.autocast():
+            if tokens is not None:
+                self._state = self._windows.step(self._state, self._embedded(tokens))
+            return self._normal(self._draft.logits(self._state))
 
-    def _of_target(self, hidden: Tensor, temperature: float) -> Tensor:
+    def first(self) -> Tensor:
+        """[W, V] of the target where the first draft stands."""
+        return self._of_target(self._hidden[self._places + 1])
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        return self._of_target(self._ahead.read([tokens]))
+
+    def greedy(self, tokens: Tensor) -> Tensor:
+        """[W, V] of the target after one token more, [W], of each greedy window."""
+        self._chosen.append(tokens[:, None, None])
+        return self._of_target(self._ahead.read(self._chosen)[:, 0, -1])
+
+    def _of_target(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V] log-probabilities."""
         flat = self._target.logits(hidden.flatten(0, -2))
-        return _normal(flat.unflatten(0, hidden.shape[:-1]), temperature)
+        return self._normal(flat.unflatten(0, hidden.shape[:-1]))
+
+    def _normal(self, logits: Tensor) -> Tensor:
+        return (logits.float() / self._temperature).log_softmax(-1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self._target.embedding[tokens].float()
 
-    def _move(self, values: np.ndarray | Tensor) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(values)).to(self._target.device)
+    def _move(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._target.device)
 
 
 class _Ahead:
@@ -302,7 +233,3 @@ def draft_cost(draft: Eagle3, target: Mapping[str, Tensor]) -> float:
     """
     own = sum(p.numel() for name, p in draft.named_parameters() if not name.startswith("lm_head"))
     return own / sum(w.numel() for n, w in target.items() if n.startswith(("model.layers.", "model.norm.")))
-
-
-def _normal(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.float() / temperature).log_softmax(-1)

@@ -1,26 +1,34 @@
-"""A step on windows apart from the models that run: windows are drawn and judged alike for any drafter.
+"""A step on windows, the same for every drafter and objective: they are drawn, drafted, judged and compared.
 
-Owns the randomness and the verdict on drafted windows; the algorithm is
-`rlpipe.drafts.ppow`'s, verification `rlpipe.spec.verify`'s. Who drafts and how the target reads the drafts:
-`rlpipe.trainer.ppow` for an MTP layer, `rlpipe.drafts.ppow.eagle3` for an EAGLE-3 draft.
+    Q and P along given text  criticality -> W anchors t, ppow.windows a trajectory
+    drafts 1..K               G windows from each anchor: the only sampling; the gradient flows through here
+    P after every draft       no gradient
+    P along a greedy window   from each anchor, where R_dist counts
 
-Nothing is random but what (seed, step, trajectory) gives.
+An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, as in a verify step of the engine. Owns the
+randomness, the order of the passes and the verdict; the passes are a `WindowDrafter`'s (`trainer.ppow` for an
+MTP layer, `drafts.ppow.eagle3` for an EAGLE-3 draft), verification `rlpipe.spec.verify`'s, the loss
+`drafts.objectives.windows`'.
+
+Nothing is random but what (seed, step, trajectory) gives: windows, drafts and coins depend on no cut into
+micro-batches or ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.ppow import (
-    expected_reward,
-    proximity_gap,
-    sample_windows,
-    window_reward,
-)
+from rlpipe.drafts.loss import depth_targets
+from rlpipe.drafts.objectives.windows import windows_loss
+from rlpipe.drafts.ppow.reward import expected_reward, proximity_gap, window_reward
+from rlpipe.drafts.ppow.totals import PpowTotals
+from rlpipe.drafts.ppow.windows import hard_share, sample_windows, window_scores
 from rlpipe.spec.sampling import sample_cdf
 from rlpipe.spec.verify import verify_chain
 
@@ -52,6 +60,138 @@ class Judged:
     num_accepted: torch.Tensor
     rewards: torch.Tensor
     close: torch.Tensor
+
+
+class WindowDrafter(Protocol):
+    """A drafter and its target on some texts that both have read.
+
+    owners: [R] row of the micro-batch that each turn is of. turns, sampled: [R, L], see `DraftBatch`. rows:
+    number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
+    Every distribution is log-probabilities over the whole vocabulary.
+    """
+
+    owners: np.ndarray
+    turns: np.ndarray
+    sampled: np.ndarray
+    rows: np.ndarray
+    draft_cost: float
+
+    def criticality(self) -> torch.Tensor:
+        """[R, L] of the first draft from each token of the turns; 0 where none is."""
+        ...
+
+    def start(self, drawn: Drawn, group: int) -> torch.device:
+        """Get ready to go on from the anchors of W windows, `group` times from each; where that is done."""
+        ...
+
+    def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        """[W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
+        ...
+
+    def first(self) -> torch.Tensor:
+        """[W, V] of the target where the first draft stands."""
+        ...
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        ...
+
+    def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[W, V] of the target after one token more, [W], of each greedy window."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """What was drafted, and the verdict.
+
+    tokens: [W, G, K]. logprobs: [W, G, K, V] of the drafter where each was drawn, with a graph.
+    """
+
+    text: WindowDrafter
+    drawn: Drawn
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    judged: Judged
+
+
+class WindowTraining:
+    """An objective on windows with its settings.
+
+    depths: drafts of a window, K. steps: updates of the run; the curriculum ends there.
+    """
+
+    def __init__(
+        self, config: PpowConfig, objective: MtpObjective, *, depths: int, steps: int, seed: int
+    ) -> None:
+        self._config, self._loss = config, windows_loss(objective)
+        self._depths, self._steps, self._seed = depths, steps, seed
+
+    def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
+        """Sum over drafts of the loss, which trains the drafter alone, and totals; step: updates so far.
+
+        None where no turn is long enough for a window.
+        """
+        found = self.rollout(text, step)
+        if found is None:
+            return None
+        verdict = found.logprobs, found.tokens, found.judged, found.drawn.scores
+        return self._loss(*verdict, self.hard_share(step), self._config)
+
+    def hard_share(self, step: int) -> float:
+        """Share of windows drawn by their score in the update after `step` others."""
+        return hard_share(step, self._steps, self._config.hard_start, self._config.hard_end)
+
+    def rollout(self, text: WindowDrafter, step: int) -> Rollout | None:
+        """Windows, drafted and judged; None where no turn is long enough for one."""
+        turns = torch.from_numpy(text.turns), torch.from_numpy(text.sampled)
+        whole = depth_targets(*turns, self._depths).mask[:, -1].view(text.turns.shape)
+        if not whole.any():
+            return None
+        with torch.no_grad():
+            scores = window_scores(text.criticality(), self._depths).cpu()
+        drawn = draw_windows(
+            scores,
+            whole,
+            text.owners,
+            text.rows,
+            self._config,
+            hard=self.hard_share(step),
+            depths=self._depths,
+            seed=self._seed,
+            step=step,
+        )
+        device = text.start(drawn, self._config.group_size)
+        tokens, log_q = self._drafted(text, drawn.draft_uniforms.to(device))
+        with torch.no_grad():
+            judged = self._judged(text, tokens, log_q.detach(), drawn.coins.to(device))
+        return Rollout(text=text, drawn=drawn, tokens=tokens, logprobs=log_q, judged=judged)
+
+    def _drafted(self, text: WindowDrafter, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [W, G, K] and logprobs [W, G, K, V] of the drafter at each."""
+        tokens: list[torch.Tensor] = []
+        logprobs: list[torch.Tensor] = []
+        for depth in range(self._depths):
+            logprobs.append(text.draft(tokens[-1] if depth else None))
+            tokens.append(sampled(logprobs[-1], uniforms[..., depth]))
+        return torch.stack(tokens, 2), torch.stack(logprobs, 2)
+
+    def _judged(
+        self, text: WindowDrafter, tokens: torch.Tensor, log_q: torch.Tensor, coins: torch.Tensor
+    ) -> Judged:
+        """Verification of the windows, and what they earn."""
+        first = text.first()
+        log_p = torch.cat((first[:, None, None].expand(-1, tokens.shape[1], -1, -1), text.read(tokens)), 2)
+        greedy = None
+        if self._config.proximity:
+            largest, token = first.max(-1)
+            best = [largest]
+            for _ in range(1, self._depths):
+                largest, token = text.greedy(token).max(-1)
+                best.append(largest)
+            greedy = torch.stack(best, 1)
+        cost = self._config.draft_cost or text.draft_cost
+        return judge_windows(tokens, log_q, log_p, coins, greedy, self._config, cost)
 
 
 def draw_windows(

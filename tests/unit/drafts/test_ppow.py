@@ -12,21 +12,23 @@ import torch
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.eagle3 import OUTSIDE
 from rlpipe.drafts.objectives.windows.ppow import group_advantages, ppow_loss
-from rlpipe.drafts.ppow import (
+from rlpipe.drafts.ppow.eagle3 import learnable_kl
+from rlpipe.drafts.ppow.reward import (
     acceptance_law,
-    confidence,
-    criticality,
     expected_reward,
-    hard_share,
     proximity_gap,
     proximity_reward,
-    sample_windows,
     speedup_reward,
-    window_law,
     window_reward,
+)
+from rlpipe.drafts.ppow.windows import (
+    confidence,
+    criticality,
+    hard_share,
+    sample_windows,
+    window_law,
     window_scores,
 )
-from rlpipe.drafts.ppow.eagle3 import learnable_kl
 from rlpipe.spec.verify import verify_chain
 
 pytestmark = pytest.mark.unit
