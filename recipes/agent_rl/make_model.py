@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalL
 
 from recipes.agent_rl.demonstrators import NAMES, Demonstrator, demonstrate
 from recipes.tiny_model.data import Batches, Trace, encode_all
+from recipes.tiny_model.layer import MtpLayer
 from recipes.tiny_model.make import weighted_loss
 from recipes.tiny_model.model import save_checkpoint
 from recipes.tiny_model.mtp import mtp_loss
@@ -31,7 +32,6 @@ from recipes.tiny_model.settings import StageConfig
 from recipes.tiny_model.stage import load_finished, run_stage
 from recipes.tiny_model.tokenizer import CHAT_TEMPLATE
 from rlpipe.config.paths import shipped
-from rlpipe.drafts.layer import MtpLayer
 from rlpipe.envs.tools.generate import TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import make_tools
 from rlpipe.envs.tools.suite import ids

@@ -27,12 +27,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalL
 
 from recipes.tiny_model.data import Batches, CopyDrill, load_instances, traces_of
 from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from recipes.tiny_model.layer import MtpLayer
 from recipes.tiny_model.model import build_backbone, save_checkpoint
 from recipes.tiny_model.mtp import build_mtp, mtp_loss
 from recipes.tiny_model.settings import Settings, StageConfig
 from recipes.tiny_model.stage import load_finished, run_stage
 from recipes.tiny_model.tokenizer import save_tokenizer, train_bpe
-from rlpipe.drafts.layer import MtpLayer
 
 TOKENIZER_TEXTS = 3000
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from recipes.tiny_model.layer import MtpLayer
 from recipes.tiny_model.settings import TinyShape
 from recipes.tiny_model.tokenizer import CHAT_TEMPLATE, save_tokenizer
-from rlpipe.drafts.layer import MtpLayer
 from rlpipe.models.checkpoint import MTP_PREFIX
 
 VOCAB_MULTIPLE = 16

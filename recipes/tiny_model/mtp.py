@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from rlpipe.drafts.layer import MtpLayer, unroll
+from recipes.tiny_model.layer import MtpLayer, unroll
 
 
 def build_mtp(backbone: Qwen2ForCausalLM) -> MtpLayer:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from recipes.tiny_model.layer import MtpLayer, unroll
 from rlpipe.config.mtp import MtpConfig
-from rlpipe.drafts.layer import MtpLayer, unroll
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss, stack_depths
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory

@@ -197,7 +197,7 @@ def _mtp_hidden(path, ids: list[int]) -> torch.Tensor:
     """Depth-1 output of the reference MTP module at the last token but one, from transformers' hiddens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlpipe.drafts.layer import MtpLayer
+    from recipes.tiny_model.layer import MtpLayer
 
     weights = read_weights(path)
     layer = MtpLayer(AutoConfig.from_pretrained(path))

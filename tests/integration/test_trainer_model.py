@@ -177,8 +177,8 @@ def test_a_shared_batch_is_refused_by_layers_that_read_rows_only(tmp_path, train
 def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_of):
     from transformers import AutoConfig
 
+    from recipes.tiny_model.layer import MtpLayer, unroll
     from rlpipe.drafts.head import draft_hidden_states, shifted
-    from rlpipe.drafts.layer import MtpLayer, unroll
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path)

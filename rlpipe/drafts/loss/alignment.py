@@ -60,8 +60,8 @@ def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
 def stack_depths(states: list[Tensor], length: int) -> Tensor:
     """[N, K, H] hidden states of a draft from one tensor per depth, N = B * length.
 
-    states: K tensors [B, T_k, H] of anchors 0..T_k - 1, T_k <= length, as `drafts.layer.unroll` returns
-    them; from [S, B, H] transpose first. Missing anchors are 0: `depth_targets` masks them.
+    states: K tensors [B, T_k, H] of anchors 0..T_k - 1, T_k <= length; from [S, B, H] transpose first.
+    Missing anchors are 0: `depth_targets` masks them.
 
     >>> stack_depths([torch.ones(2, 3, 4), torch.ones(2, 2, 4)], length=4).shape
     torch.Size([8, 2, 4])

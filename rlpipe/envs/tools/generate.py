@@ -90,23 +90,13 @@ class Instance:
     terms: tuple[str, ...]
     answer: str
 
-    def home(self, fact: Fact) -> str:
-        """Name of the document that holds a fact."""
-        attribute, thing = fact
-        return next(n for n, d in self.documents.items() if d.attribute == attribute and thing in d.values)
-
-    @property
-    def expression(self) -> str:
-        """The terms as one text."""
-        return " ".join(self.terms)
-
 
 def make_instance(instance_id: str) -> Instance:
     """The instance of an id. Raises ValueError for a family that does not exist.
 
     >>> one = make_instance("times:0")
-    >>> one.question, one.expression, one.answer
-    ('What is 4 times the count of tree?', '4 * 49', '196')
+    >>> one.question, one.terms, one.answer
+    ('What is 4 times the count of tree?', ('4', '*', '49'), '196')
     """
     name, _, index = instance_id.partition(":")
     if name not in FAMILIES or not index.isdecimal():

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.tiny_model.layer import MtpLayer
 from rlpipe.config.paths import shipped
-from rlpipe.drafts.layer import MtpLayer
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_config, read_weights
 
 pytestmark = pytest.mark.unit

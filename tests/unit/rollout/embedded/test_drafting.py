@@ -35,7 +35,7 @@ def draft_law(checkpoint):
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlpipe.drafts.layer import MtpLayer
+    from recipes.tiny_model.layer import MtpLayer
 
     weights = read_weights(checkpoint)
     layer = MtpLayer(AutoConfig.from_pretrained(checkpoint))

@@ -79,7 +79,7 @@ def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_pat
     """Depth k sees depth-1 keys of the prefix plus its own draft keys, RoPE position t + k - 1."""
     from transformers import AutoConfig
 
-    from rlpipe.drafts.layer import MtpLayer
+    from recipes.tiny_model.layer import MtpLayer
 
     path = write_random_checkpoint(tmp_path)
     model, weights = _model(path, mtp=True), read_weights(path)

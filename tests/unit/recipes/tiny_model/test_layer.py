@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from rlpipe.drafts.layer import MtpLayer, unroll
+from recipes.tiny_model.layer import MtpLayer, unroll
 
 pytestmark = pytest.mark.unit
 
