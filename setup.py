@@ -13,9 +13,10 @@ CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pyc
 # setuptools wants each folder named as a package, also one that only holds files.
 FOLDERS = [f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir()]
 DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
+FILES = {"rlpipe.metrics": ["catalogue.toml"], "rlpipe.report": ["page.*", "live.js"]}
 
 setup(
     packages=CODE + DATA,
     package_dir={f"rlpipe._data.{top}": top for top in SHIPPED},
-    package_data={folder: ["*"] for folder in DATA} | {"rlpipe.metrics": ["catalogue.toml"]},
+    package_data={folder: ["*"] for folder in DATA} | FILES,
 )

@@ -1,20 +1,17 @@
 """The plots of acceptance where it happens: by turn, kind of token, entropy and position (Bebop Fig. 12b).
 
-Owns these figures and the sample of rollouts they are made of; the cuts are analysis.py's.
+Owns these figures and the sample of rollouts they are made of; the cuts are `acceptance.cuts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import ACCEPTANCE, COLOURS, Figure, short
-
-if TYPE_CHECKING:
-    from rlpipe.report.analysis import Judged
 
 MAX_FILES = 80  # of a run's rollouts, spread evenly over it
 MAX_BINS = 16
@@ -28,9 +25,9 @@ CUTS = (
 
 def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
     """A figure per cut with more than one bin; [] for runs that recorded no drafts."""
-    from rlpipe.report.analysis import acceptance_by
+    from rlpipe.acceptance.cuts import acceptance_by, judged_drafts
 
-    drafts = {run.name: _judged(run) for run in runs}
+    drafts = {run.name: judged_drafts(run, _sample(run)) for run in runs}
     figures = []
     for key, title, note, axis in CUTS:
         traces = []
@@ -69,15 +66,6 @@ def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
             )
         )
     return [figure for figure in figures if figure.traces]
-
-
-def _judged(run: RunData) -> Judged:
-    """Drafts of rollouts spread evenly over the run."""
-    from rlpipe.report.analysis import judged
-
-    env = run.settings.get("env") or {}
-    plain = env.get("name") == "swe" and env.get("action_mode", "plain") == "plain"
-    return judged(_sample(run), plain_commands=plain)
 
 
 def _sample(run: RunData) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""A W&B workspace and report about acceptance and entropy: panels like Bebop Fig. 2, 3, 6, 7 and 8.
+"""python -m rlpipe.report.workspace RUN [RUN...]: a W&B workspace and report about acceptance and entropy.
 
-Owns what the panels show and the spec file; the schema is that of wandb-workspaces, the login is sinks.py's.
-Offline first: `make_spec` reads run directories, `write_spec` checks the spec by building W&B's objects of it
-and writes JSON, `apply` creates what the file says once there is a login.
+Owns what the panels show (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema is that of
+wandb-workspaces, the login is sinks.py's. Offline first: `make_spec` reads run directories, `write_spec`
+checks the spec by building W&B's objects of it and writes JSON, `apply` creates what the file says once there
+is a login. From a machine that has the login but not the runs, `--spec FILE` sends a spec written before.
 
 Fig. 3 needs numbers that no run logs: the slope and the means of its early phase (decomposition.py). They go
 into expressions over metrics that are logged, so the panel of a run goes on with the run.
@@ -10,7 +11,9 @@ into expressions over metrics that are logged, so the panel of a run goes on wit
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ from rlpipe.acceptance.decomposition import ENTROPY, LENGTH, RATE, decompose_run
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.names import declared
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.sinks import default_entity, logged_in
 from rlpipe.report.figures import STEP_PHASES
+from rlpipe.report.write import load_runs
 
 NAME = "wandb_workspace.json"
 PHASES = tuple(name for name, _ in STEP_PHASES)
@@ -171,3 +176,65 @@ def _built(panel: dict[str, Any], reports: Any) -> Any:
     if panel.get("expressions"):
         options["custom_expressions"] = panel["expressions"]
     return reports.LinePlot(title=panel["title"], x=panel["x"], y=panel["y"], **options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rlpipe.report.workspace",
+        description="Make a W&B workspace and report about acceptance and entropy.",
+    )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--spec", type=Path, help="send this spec file instead of making one of runs")
+    parser.add_argument("--entity", default="", help="W&B user or team (the default one of the login)")
+    parser.add_argument("--project", default="", help="W&B project (that of the runs)")
+    parser.add_argument(
+        "--out", type=Path, help="spec file (wandb_workspace.json in the first run's directory)"
+    )
+    parser.add_argument("--offline", action="store_true", help="write the spec only")
+    given = parser.parse_args(arguments)
+    try:
+        return _make(given)
+    except (ValueError, OSError) as error:
+        print(f"rlpipe.report.workspace: {error}", file=sys.stderr)
+        return 2
+
+
+def _make(given: argparse.Namespace) -> int:
+    if bool(given.runs) == bool(given.spec):
+        raise ValueError("name run directories to make a spec of, or --spec FILE to send one.")
+    if given.spec:
+        out = given.spec
+        spec = json.loads(out.read_text())
+    else:
+        spec = make_spec(load_runs(given.runs), project=given.project)
+        out = given.out or given.runs[0] / NAME
+        write_spec(spec, out)
+        print(f"spec: {out}")
+    if given.offline or not logged_in():
+        print(
+            "not sent: after `wandb login` and `wandb sync` of the runs, "
+            f"python -m rlpipe.report.workspace --spec {out} creates it."
+        )
+        return 0
+    return _send(spec | {"entity": given.entity or spec["entity"]}, out)
+
+
+def _send(spec: dict[str, Any], out: Path) -> int:
+    """Create what a spec says; when the server refuses or cannot be reached, the spec can be sent again."""
+    try:
+        spec["entity"] = spec["entity"] or default_entity()
+        addresses = apply(spec)
+    except Exception as error:  # what wandb, its HTTP client and the server raise has no common class
+        print(
+            f"rlpipe.report.workspace: W&B did not take it ({type(error).__name__}: {str(error)[:300]}). "
+            f"Try again: python -m rlpipe.report.workspace --spec {out}",
+            file=sys.stderr,
+        )
+        return 1
+    print("\n".join(f"created: {address}" for address in addresses))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,10 @@
 """The report: one self-contained HTML page about one run, or comparing several.
 
 Owns what is said about runs: the summary and the tables; the plots are in figures.py, the trajectories in
-viewer.py, the look in report_page.py. Flow: directories -> RunData -> cards, figures, tables -> page, whose
-heavy parts (plotly, trajectories) are compressed. A run without steps gets a page too: it says what is
-missing and shows the events.
+viewer.py, the look in page.html, page.css and page.js. Flow: directories -> RunData -> cards, figures, tables
+-> page. Everything is inline, the heavy parts (plotly, trajectories) gzipped, and the content policy forbids
+every request: the file can be mailed, archived and opened offline; live.js asks the server that a live page
+came from for news. A run without steps gets a page too: it says what is missing and shows the events.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
+from string import Template
 from typing import Any
 
 from rlpipe.config.spec import Drafter
@@ -25,7 +27,6 @@ from rlpipe.metrics.runs import RunData, dump, load_run
 from rlpipe.report.drawing import SECTIONS, WHY, Figure
 from rlpipe.report.figures import figures, window
 from rlpipe.report.figures_adapt import held_out
-from rlpipe.report.page import LIVE, PAGE, SCRIPT, STYLE
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
 MAX_EVENTS = 300
@@ -104,16 +105,21 @@ def page(content: Content, *, live: bool = False) -> str:
     """The page; live: one that asks the server it came from for news, otherwise one that asks nobody."""
     from plotly.offline import get_plotlyjs
 
-    return PAGE.substitute(
+    return Template(_file("page.html")).substitute(
         title=escape(content.title),
         policy="connect-src 'self'; " if live else "",
-        style=STYLE,
+        style=_file("page.css"),
         body=content.body,
         plotly=pack(get_plotlyjs()) if content.figures or live else "",
         data=dump(content.data()),
         trajectories=pack(dump(content.trajectories)) if content.trajectories else "",
-        script=SCRIPT + (LIVE if live else ""),
+        script=_file("page.js") + (_file("live.js") if live else ""),
     )
+
+
+def _file(name: str) -> str:
+    """A part of the page that says nothing about any metric: markup, style, script."""
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def pack(text: str) -> str:

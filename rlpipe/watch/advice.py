@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
+
+from rlpipe.config.run import Config
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -25,24 +27,27 @@ class Setup:
 
     mode: str
     gamma: int
-    adaptive: bool = False
-    online: bool = False
-    max_staleness: int = 0
-    draft_cost: float = 0.1
-    env_threads: int = 2
+    adaptive: bool
+    online: bool
+    max_staleness: int
+    draft_cost: float
+    env_threads: int
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], draft_cost: float = 0.1) -> Setup:
-        """From config.yaml, parsed."""
-        spec, mtp = settings.get("spec", {}), settings.get("mtp", {})
+    def of(cls, settings: Mapping[str, Any]) -> Setup:
+        """From config.yaml, parsed; what it does not say is as in a new run."""
+        config = asdict(Config())
+        for name in ("spec", "mtp", "pipeline", "env"):
+            config[name] |= settings.get(name) or {}
+        advice = config["metrics"]["advice"] | ((settings.get("metrics") or {}).get("advice") or {})
         return cls(
-            mode=str(spec.get("mode", "none")),
-            gamma=int(spec.get("gamma", 1)),
-            adaptive=bool(spec.get("adaptive", False)),
-            online=str(mtp.get("train")) in ("online", "ppow"),  # ppow: a run from before mtp.objective,
-            max_staleness=int(settings.get("pipeline", {}).get("max_staleness", 0)),
-            draft_cost=draft_cost,
-            env_threads=int(settings.get("env", {}).get("threads", 2)),
+            mode=str(config["spec"]["mode"]),
+            gamma=config["spec"]["gamma"],
+            adaptive=config["spec"]["adaptive"],
+            online=str(config["mtp"]["train"]) in ("online", "ppow"),  # ppow: a run from before mtp.objective
+            max_staleness=config["pipeline"]["max_staleness"],
+            draft_cost=advice["draft_cost"],
+            env_threads=config["env"]["threads"],
         )
 
 
@@ -85,7 +90,7 @@ def better_rule(setup: Setup, records: Records) -> str | None:
 
     >>> lengths = {"rejection": 3.21, "target_only": 3.0}
     >>> record = {f"probe/fixed/acceptance_length/{rule}": x for rule, x in lengths.items()}
-    >>> better_rule(Setup(mode="target_only", gamma=3), [record])
+    >>> better_rule(Setup.of({"spec": {"mode": "target_only"}}), [record])
     'rejection would beat target-only by 7% here (3.21 against 3.00 tokens per step): set spec.mode=rejection'
     """
     under = "probe/fixed/acceptance_length"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +46,7 @@ class Monitor:
         self._online = config.mtp.online
         self._records = run_dir / "metrics.jsonl"
         self._alarms = Alarms(settings.alarms, event)
-        setup = Setup(
-            mode=str(spec.mode),
-            gamma=spec.gamma,
-            adaptive=spec.adaptive,
-            online=self._online,
-            max_staleness=config.pipeline.max_staleness,
-            draft_cost=settings.advice.draft_cost,
-            env_threads=config.env.threads,
-        )
+        setup = Setup.of(asdict(config))
         self._advisor = Advisor(setup, event) if settings.advice.enabled else None
 
     def forget_after(self, step: int) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from rlpipe.metrics.names import declared
 from rlpipe.metrics.runs import load_run
-from rlpipe.report.workspace import NAME, build, make_spec, write_spec
-from rlpipe.wandb_workspace import main
+from rlpipe.report.workspace import NAME, build, main, make_spec, write_spec
 from tests.helpers.long_run import make_long_run
 
 pytestmark = pytest.mark.integration
@@ -75,7 +74,7 @@ def test_what_does_not_fit_the_schema_is_refused(run: Path, tmp_path: Path) -> N
 def test_the_command_writes_the_spec_without_a_login(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: False)
+    monkeypatch.setattr("rlpipe.report.workspace.logged_in", lambda: False)
     assert main([str(run)]) == 0
     written = json.loads((run / NAME).read_text())
     assert written["runs"] == [{"name": "tv", "id": "abc123"}] and written["project"] == "rlpipe"
@@ -89,8 +88,8 @@ def test_with_a_login_both_are_created(
     import wandb_workspaces.workspaces as workspaces
 
     saved = []
-    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: True)
-    monkeypatch.setattr("rlpipe.wandb_workspace.default_entity", lambda: "team")
+    monkeypatch.setattr("rlpipe.report.workspace.logged_in", lambda: True)
+    monkeypatch.setattr("rlpipe.report.workspace.default_entity", lambda: "team")
     for kind in (workspaces.Workspace, reports.Report):
         monkeypatch.setattr(kind, "save", lambda self: saved.append((type(self).__name__, self.entity)))
         monkeypatch.setattr(kind, "url", property(lambda self: f"https://host/{type(self).__name__}"))
@@ -105,11 +104,11 @@ def test_a_server_that_cannot_be_reached_leaves_a_spec_that_can_be_sent_later(
     def unreachable() -> str:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("rlpipe.wandb_workspace.logged_in", lambda: True)
-    monkeypatch.setattr("rlpipe.wandb_workspace.default_entity", unreachable)
+    monkeypatch.setattr("rlpipe.report.workspace.logged_in", lambda: True)
+    monkeypatch.setattr("rlpipe.report.workspace.default_entity", unreachable)
     spec = tmp_path / "spec.json"
     assert main([str(run), "--out", str(spec)]) == 1
-    assert f"no route to host). Try again: python -m rlpipe.wandb_workspace --spec {spec}" in (
+    assert f"no route to host). Try again: python -m rlpipe.report.workspace --spec {spec}" in (
         capsys.readouterr().err
     )
     sent = []

@@ -55,7 +55,7 @@ NOT_RUN = {
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md"}
 RUN = ("python", "-m", "rlpipe.run")
-ABOUT_A_RUN = ("rlpipe.report", "rlpipe.pipeline.ledger", "rlpipe.wandb_workspace")
+ABOUT_A_RUN = ("rlpipe.report", "rlpipe.pipeline.ledger", "rlpipe.report.workspace")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 
 

@@ -1,7 +1,10 @@
 """Advice: each rule speaks where it should, is silent where it should be, and does not repeat itself."""
 
+from dataclasses import asdict
+
 import pytest
 
+from rlpipe.config.run import Config
 from rlpipe.watch.advice import Advisor, Setup, advise, better_gamma, better_rule
 
 pytestmark = pytest.mark.unit
@@ -12,6 +15,11 @@ def lengths(rejection, target_only):
         "probe/fixed/acceptance_length/rejection": rejection,
         "probe/fixed/acceptance_length/target_only": target_only,
     }
+
+
+def setup(online=False, draft_cost=0.1, **spec):
+    metrics = {"advice": {"draft_cost": draft_cost}}
+    return Setup.of({"spec": spec, "mtp": {"train": "online" if online else "off"}, "metrics": metrics})
 
 
 def rates(*by_depth):
@@ -31,7 +39,7 @@ def rates(*by_depth):
     ],
 )
 def test_the_better_rule_is_named_when_it_gains_enough(mode, found, said):
-    text = better_rule(Setup(mode=mode, gamma=3), [lengths(*found)])
+    text = better_rule(setup(mode=mode, gamma=3), [lengths(*found)])
     assert (said in text) if said else text is None
 
 
@@ -45,7 +53,7 @@ def test_the_better_rule_is_named_when_it_gains_enough(mode, found, said):
     ],
 )
 def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
-    text = better_gamma(Setup(mode="rejection", gamma=3, draft_cost=cost), [rates(*by_depth)] * 3)
+    text = better_gamma(setup(mode="rejection", gamma=3, draft_cost=cost), [rates(*by_depth)] * 3)
     if gamma is None:
         assert text is None
     elif gamma == 0:
@@ -55,7 +63,7 @@ def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
 
 
 def test_adaptive_gamma_is_left_alone():
-    assert better_gamma(Setup(mode="rejection", gamma=3, adaptive=True), [rates(0.9, 0.9, 0.9)] * 3) is None
+    assert better_gamma(setup(mode="rejection", gamma=3, adaptive=True), [rates(0.9, 0.9, 0.9)] * 3) is None
 
 
 def probe(alpha, entropy):
@@ -72,8 +80,8 @@ def probe(alpha, entropy):
     ],
 )
 def test_a_draft_that_no_longer_fits_is_told_apart_from_entropy(alpha, entropy, online, said):
-    setup = Setup(mode="rejection", gamma=3, online=online)
-    text = advise(setup, [probe(*pair) for pair in zip(alpha, entropy, strict=True)]).get("stale_draft")
+    draft = setup(mode="rejection", gamma=3, online=online)
+    text = advise(draft, [probe(*pair) for pair in zip(alpha, entropy, strict=True)]).get("stale_draft")
     assert (said in text) if said else text is None
 
 
@@ -82,14 +90,14 @@ def test_a_draft_that_no_longer_fits_is_told_apart_from_entropy(alpha, entropy, 
 )
 def test_stale_engines_are_named_when_it_is_more_than_chance(gap, error, speaks):
     found = advise(
-        Setup(mode="rejection", gamma=3), [{"probe/staleness": gap, "probe/staleness_se": error}] * 3
+        setup(mode="rejection", gamma=3), [{"probe/staleness": gap, "probe/staleness_se": error}] * 3
     )
     assert ("stale_engine" in found) is speaks
 
 
 @pytest.mark.parametrize(("observed", "speaks"), [(0.8, True), (1.2, False)])
 def test_speculation_that_slows_down_is_advised_against(observed, speaks):
-    found = advise(Setup(mode="rejection", gamma=3), [{"spec/speedup_observed": observed}] * 3)
+    found = advise(setup(mode="rejection", gamma=3), [{"spec/speedup_observed": observed}] * 3)
     assert ("no_speedup" in found) is speaks
 
 
@@ -98,13 +106,13 @@ def test_speculation_that_slows_down_is_advised_against(observed, speaks):
     [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (3.0, 1.0, 0.3, False)],
 )
 def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(waited, ran, busy, speaks):
-    setup = Setup.of({"env": {"threads": 2}})
+    threads = Setup.of({"env": {"threads": 2}})
     seen = {
         "timing_s/sandbox": waited,
         "env/sandbox/seconds/mean": ran,
         "perf/utilisation/rollout": busy,
     }
-    text = advise(setup, [seen] * 3).get("few_env_threads")
+    text = advise(threads, [seen] * 3).get("few_env_threads")
     assert (text is not None) == speaks
     assert text is None or "env.threads=2" in text
 
@@ -120,16 +128,26 @@ def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(wai
     ],
 )
 def test_a_draft_that_learns_by_ppow_is_trained_online(mtp, online):
-    setup = Setup.of({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
-    text = advise(setup, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
+    draft = Setup.of({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
+    text = advise(draft, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
     assert ("raise mtp.lr" if online else "mtp.train=online") in text
 
 
 def test_the_advisor_speaks_once_and_again_after_silence():
     said = []
     advisor = Advisor(
-        Setup(mode="target_only", gamma=3), lambda kind, **fields: said.append((kind, fields["rule"]))
+        setup(mode="target_only", gamma=3), lambda kind, **fields: said.append((kind, fields["rule"]))
     )
     for found in [(3.5, 3.0)] * 3 + [(3.0, 3.0)] * 6 + [(4.5, 3.0)]:
         advisor.see(lengths(*found))
     assert said == [("advice", "better_rule")] * 2
+
+
+def test_what_a_run_does_not_say_is_as_in_a_new_run():
+    config = Config()
+    config.metrics.advice.draft_cost, config.spec.gamma = 0.25, 5
+    assert Setup.of({}) == Setup.of(asdict(Config()))
+    assert Setup.of({"spec": {"gamma": 5}, "metrics": {"advice": {"draft_cost": 0.25}}}) == Setup.of(
+        asdict(config)
+    )
+    assert (Setup.of({}).env_threads, Setup.of({}).mode) == (Config().env.threads, Config().spec.mode)
