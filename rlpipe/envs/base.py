@@ -7,9 +7,11 @@ Infrastructure failures raise `InfrastructureError`; they are never a reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+TRAIN = "train"  # the split that runs train on
 
 
 class InfrastructureError(RuntimeError):
@@ -76,6 +78,23 @@ class Suite(Protocol):
     def sandbox_counts(self) -> tuple[int, int]:
         """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
         ...
+
+
+class SplitTable:
+    """The splits of a suite, from a table of ids by split: `train`, then the held-out sets."""
+
+    def __init__(self, ids: Mapping[str, Sequence[str]]) -> None:
+        self._ids = ids
+
+    def splits(self) -> Sequence[str]:
+        """Names of the held-out sets, the first of them the primary one."""
+        return [name for name in self._ids if name != TRAIN]
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Ids of a split, in a fixed order. Raises ValueError for a split that does not exist."""
+        if split not in self._ids:
+            raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
+        return self._ids[split]
 
 
 def suite_tools(suite: Suite) -> list[dict[str, Any]] | None:

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig
-from rlpipe.envs.base import StepResult
-
-TRAIN, HELD_OUT = "train", "held_out"
+from rlpipe.envs.base import TRAIN, SplitTable, StepResult
 
 
 def check_reasoning(config: EnvConfig) -> None:
@@ -72,7 +70,7 @@ class MathEpisode:
         """Nothing is held."""
 
 
-class MathSuite:
+class MathSuite(SplitTable):
     """A suite of procedural tasks. Splits: `train` and `held_out`, the tasks taking turns in both."""
 
     max_turns = 1
@@ -93,17 +91,7 @@ class MathSuite:
                 f"env.reasoning.tasks={settings.tasks} have no training question that is not held out: "
                 "lower env.reasoning.held_out_size or choose tasks with more variety."
             )
-        self._ids = {TRAIN: train, HELD_OUT: held_out}
-
-    def splits(self) -> Sequence[str]:
-        """The held-out set."""
-        return [HELD_OUT]
-
-    def instance_ids(self, split: str) -> Sequence[str]:
-        """Ids of a split in a fixed order."""
-        if split not in self._ids:
-            raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
-        return self._ids[split]
+        super().__init__({TRAIN: train, "held_out": held_out})
 
     def episode(self, instance_id: str) -> MathEpisode:
         """A fresh attempt."""

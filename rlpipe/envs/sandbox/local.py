@@ -62,6 +62,11 @@ class TreeRunner:
         self.config = config
         self.memo = Memo(config.memo_mb << 20) if config.memo else None
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        return (self.memo.hits, self.memo.lookups) if self.memo else (0, 0)
+
     def run(
         self, tree: Tree, command: str, *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> tuple[CommandResult, Tree]:

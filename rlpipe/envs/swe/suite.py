@@ -5,14 +5,11 @@ Owns which sets exist and where an instance is played. No instance is in two set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rlpipe.config.env import EnvConfig, SandboxBackend
+from rlpipe.envs.base import TRAIN, SplitTable
 from rlpipe.envs.sandbox import make_tree_runner
 from rlpipe.envs.swe.episode import SweEpisode
 from rlpipe.envs.swe.instances import Instance, load_instances
-
-TRAIN = "train"
 
 
 def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
@@ -46,25 +43,16 @@ def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> N
         )
 
 
-class SweSuite:
+class SweSuite(SplitTable):
     """A suite of repair tasks. Splits: `train`, and the names of `env.held_out_files`."""
 
     def __init__(self, config: EnvConfig) -> None:
         self._config = config
-        self._splits = load_splits(config)
-        self._instances = {k: v for instances in self._splits.values() for k, v in instances.items()}
+        splits = load_splits(config)
+        super().__init__({name: list(instances) for name, instances in splits.items()})
+        self._instances = {k: v for instances in splits.values() for k, v in instances.items()}
         self._runner = make_tree_runner(config.sandbox)
         self.max_turns = config.max_turns
-
-    def splits(self) -> Sequence[str]:
-        """Held-out sets, the primary one first."""
-        return [name for name in self._splits if name != TRAIN]
-
-    def instance_ids(self, split: str) -> Sequence[str]:
-        """Ids of a split in the order of its file."""
-        if split not in self._splits:
-            raise ValueError(f"no split {split!r}; there are {', '.join(self._splits)}.")
-        return list(self._splits[split])
 
     def episode(self, instance_id: str) -> SweEpisode:
         """A fresh attempt. Raises InfrastructureError when its container does not start."""
@@ -79,5 +67,4 @@ class SweSuite:
 
     def sandbox_counts(self) -> tuple[int, int]:
         """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
-        memo = self._runner.memo
-        return (memo.hits, memo.lookups) if memo else (0, 0)
+        return self._runner.counts

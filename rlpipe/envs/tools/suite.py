@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig, SandboxBackend, ToolName
+from rlpipe.envs.base import TRAIN, SplitTable
 from rlpipe.envs.sandbox import Sandbox, check_sandbox, make_tree_runner
 from rlpipe.envs.tools.episode import ToolEpisode, same_answer
 from rlpipe.envs.tools.generate import HELD_OUT_FAMILIES, TRAIN_FAMILIES, make_instance
 from rlpipe.envs.tools.library import files, make_tools
-
-TRAIN, HELD_INSTANCES, HELD_FAMILIES = "train", "held_instances", "held_families"
 
 
 def check_tools(config: EnvConfig) -> None:
@@ -31,7 +30,7 @@ def check_tools(config: EnvConfig) -> None:
     check_sandbox(config.sandbox)
 
 
-class ToolSuite:
+class ToolSuite(SplitTable):
     """A suite of tool-use tasks. tools: OpenAI schemas for the chat template, None with schema=system."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
@@ -46,21 +45,13 @@ class ToolSuite:
                 f"env.tools.families={settings.families} must be one or more of {', '.join(TRAIN_FAMILIES)}."
             )
         first = (1 + seed) * INDEX_STRIDE
-        self._ids = {
-            TRAIN: ids(settings.families, range(first, first + settings.train_size)),
-            HELD_INSTANCES: ids(settings.families, range(settings.held_out_size)),
-            HELD_FAMILIES: ids(HELD_OUT_FAMILIES, range(settings.held_out_size)),
-        }
-
-    def splits(self) -> Sequence[str]:
-        """Held-out sets, the primary one first."""
-        return [HELD_INSTANCES, HELD_FAMILIES]
-
-    def instance_ids(self, split: str) -> Sequence[str]:
-        """Ids of a split in a fixed order, its families by turns."""
-        if split not in self._ids:
-            raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
-        return self._ids[split]
+        super().__init__(
+            {
+                TRAIN: ids(settings.families, range(first, first + settings.train_size)),
+                "held_instances": ids(settings.families, range(settings.held_out_size)),
+                "held_families": ids(HELD_OUT_FAMILIES, range(settings.held_out_size)),
+            }
+        )
 
     def episode(self, instance_id: str) -> ToolEpisode:
         """A fresh attempt."""
@@ -85,8 +76,7 @@ class ToolSuite:
 
     def sandbox_counts(self) -> tuple[int, int]:
         """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
-        memo = self._runner.memo if self._runner else None
-        return (memo.hits, memo.lookups) if memo else (0, 0)
+        return self._runner.counts if self._runner else (0, 0)
 
 
 def ids(families: Sequence[str] | dict[str, Any], indices: range) -> list[str]:
