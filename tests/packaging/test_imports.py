@@ -5,6 +5,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def lint(folder):
 def test_the_layers_and_doors_of_the_package_hold():
     result = lint(ROOT)
     assert result.returncode == 0, result.stdout
+
+
+def test_contributors_read_the_layers_that_hold():
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layers and doors")[2].split("```")[1]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert " ".join(page.split()) == " > ".join(layers).replace("rlpipe.", "")
 
 
 @pytest.mark.parametrize(
