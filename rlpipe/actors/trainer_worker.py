@@ -62,8 +62,10 @@ class TrainerWorker:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender
 
-            rollout = self._config.rollout
-            self._sender = WeightSender(rollout, self._trainer, on_gpu=is_on_gpu(rollout))
+            rollout, drafter = self._config.rollout, self._config.spec.drafter
+            self._sender = WeightSender(
+                rollout, self._trainer, on_gpu=is_on_gpu(rollout), drafter=drafter, draft=self._draft
+            )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
         """Advantages, packing, one optimizer step."""

@@ -214,10 +214,10 @@ def check_sglang(config: Config) -> None:
             f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "
             "a fixed number of drafts. Use spec.mode=rejection and spec.adaptive=false, or rollout=embedded."
         )
-    if config.spec.drafter is not Drafter.MTP:
+    if config.spec.drafter is Drafter.SUFFIX:
         raise ValueError(
-            f"spec.drafter={config.spec.drafter}: SGLang drafts with the MTP layer here. Use "
-            "spec.drafter=mtp, or rollout=embedded."
+            f"spec.drafter={config.spec.drafter}: SGLang drafts with a model here. Use spec.drafter=mtp or "
+            "eagle3, or rollout=embedded."
         )
 
 

@@ -4,10 +4,11 @@ Syncing the target and forgetting the draft is silent: outputs stay right, accep
 SGLang's `/weights_checker` hashes each parameter where it lies, per rank and role. The same hashes are
 computed here from the weights that were sent, fused and named as SGLang keeps them:
 
-    q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
+    q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 or eagle3 -> draft.model
 
 so a difference is a tensor that did not arrive. Names and layouts are those of the family's table
-(`rlpipe/models`), the hashes are `fingerprint.py`'s; the shapes that a rank keeps are made here.
+(`rlpipe/models`) and of `EAGLE3_DRAFT`, the hashes are `fingerprint.py`'s; the shapes that a rank keeps are
+made here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from typing import Any
 
 import torch
 
+from rlpipe.config.eagle3 import PREFIX
+from rlpipe.config.spec import Drafter
 from rlpipe.models import family_of
-from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Layout, Part
+from rlpipe.models.base import DENSE_LAYER, EMBEDDING, FINAL_NORM, HEAD, Layout, Part
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
 from rlpipe.weights.fingerprint import Parts
 
 DRAFT = "draft."
+EAGLE3_DRAFT = (  # what an EAGLE-3 draft has besides its head and its decoder layer
+    Part((), ("fc.weight",)),
+    Part((), ("norm.weight",)),
+    Part((), ("midlayer.hidden_norm.weight",), served="layers.0.hidden_norm.weight"),
+)
+_VOCABULARY = (f"{PREFIX}d2t", f"{PREFIX}t2d")  # of a draft: read when a server starts, and never trained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,25 +89,24 @@ def server_parts(
     shard: Shard,
     hf_config: Mapping[str, Any],
     *,
-    draft: bool,
+    drafter: Drafter | None,
 ) -> dict[str, Parts]:
     """HF weights under the names and in the shapes of one rank's parameters, `draft.` before the draft's.
 
     Each tensor as the parts it is fused of along its first dimension, as far as they go without a copy.
 
     weights: all, or a bucket of them. hf_config: of the model; where its head is tied the server keeps none.
-    draft: whether the server drafts at all. Raises ValueError naming a tensor that no table maps, and one
-    that its neighbours are fused with and that is not there.
+    drafter: what the server drafts with, if it does. Raises ValueError naming a tensor that no table maps,
+    and one that its neighbours are fused with and that is not there.
     """
     found: dict[str, Parts] = {}
-    served_mtp = MTP_PREFIX if draft else ()  # of several MTP layers a server holds the first
-    unknown = {name for name in weights if not is_mtp_weight(name) or name.startswith(served_mtp)}
+    unknown = {name for name in weights if is_served(name, drafter)}
     tied = bool(hf_config.get("tie_word_embeddings"))
-    for served, prefix, part in _table(hf_config):
+    for served, prefix, part in _table(hf_config, drafter):
         names = [prefix + name for name in part.hf]
         present = unknown.intersection(names)
         unknown -= present
-        if not present or (tied and part is HEAD):
+        if not present or (tied and served == HEAD.served_name):
             continue
         if missing := sorted(set(names) - present):
             raise ValueError(f"{served} is made of {names}, and {missing} are not sent: send them together.")
@@ -108,21 +116,35 @@ def server_parts(
             f"No table says where an SGLang server keeps {', '.join(sorted(unknown))}: add it to the "
             "family's table (rlpipe/models), or send the weights of this model only."
         )
-    if draft:  # the draft reads the target's embedding and head
-        shared = [part.served_name for part in (EMBEDDING, HEAD)]
-        found |= {DRAFT + name: found[name] for name in shared if name in found}
-    return found
+    shared = {Drafter.MTP: (EMBEDDING, HEAD), Drafter.EAGLE3: (EMBEDDING,)}  # tensors of the target
+    names = [part.served_name for part in shared.get(drafter, ())]
+    return found | {DRAFT + name: found[name] for name in names if name in found}
 
 
-def _table(hf_config: Mapping[str, Any]) -> Iterator[tuple[str, str, Part]]:
+def is_served(name: str, drafter: Drafter | None) -> bool:
+    """Whether a server with this drafter keeps a weight up to date: of several MTP layers the first.
+
+    >>> is_served("model.mtp_layers.0.norm.weight", Drafter.EAGLE3), is_served("eagle3.d2t", Drafter.EAGLE3)
+    (False, False)
+    """
+    if is_mtp_weight(name):
+        return drafter is Drafter.MTP and name.startswith(MTP_PREFIX)
+    return name not in _VOCABULARY
+
+
+def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tuple[str, str, Part]]:
     """Name on the server, what stands before the Hugging Face names, and the weight, for each of a model."""
     family = family_of(hf_config)
     for part in (EMBEDDING, FINAL_NORM, HEAD):
         yield part.served_name, "", part
     layers = [f"model.layers.{index}." for index in range(int(hf_config["num_hidden_layers"]))]
     places = [(prefix, prefix, family.layer) for prefix in layers]
-    places += [(f"{DRAFT}model.", MTP_PREFIX, family.draft)]
-    places += [(f"{DRAFT}model.mtp_block.", MTP_PREFIX, family.layer)]
+    if drafter is Drafter.MTP:
+        places += [(f"{DRAFT}model.", MTP_PREFIX, family.draft)]
+        places += [(f"{DRAFT}model.mtp_block.", MTP_PREFIX, family.layer)]
+    elif drafter is Drafter.EAGLE3:
+        places += [(DRAFT, PREFIX, (HEAD,)), (f"{DRAFT}model.", PREFIX, EAGLE3_DRAFT)]
+        places += [(f"{DRAFT}model.layers.0.", f"{PREFIX}midlayer.", DENSE_LAYER)]
     for place, prefix, parts in places:
         for part in parts:
             yield place + part.served_name, prefix, part

@@ -55,6 +55,14 @@ class ExportsWeights(Protocol):
         ...
 
 
+class ExportsDraft(Protocol):
+    """The trainer of a draft that is no part of the trained model."""
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """All its weights by the names under which they travel with the target's."""
+        ...
+
+
 class ServerError(RuntimeError):
     """The server answered with an error, or what it answered is not what it should be."""
 

@@ -1,6 +1,6 @@
 """The trainer's side of a broadcast to all servers: buckets of full weights, sent as they are gathered.
 
-    trainer.weight_buckets --> Root.send --> every rank of every server
+    trainer.weight_buckets, draft --> Root.send --> every rank of every server
                           \\--> host memory: checksums for the canary, and a copy for a server that was lost
 
 Every rank has one, since gathering takes all of them; rank 0's owns the group and the copy of the newest
@@ -9,27 +9,40 @@ version. What the servers are asked is the rollout workers' business (`weights.s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import has_mtp
-from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.canary import Shard, server_parts
+from rlpipe.weights.buckets import Bucket, buckets
+from rlpipe.weights.canary import Shard, is_served, server_parts
 from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
 from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.payload import WeightPayload, pack_weights
-from rlpipe.weights.protocols import ExportsWeights
+from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
 
 
 class WeightSender:
     """config: of the rollout side, whose type the weights are sent in. trainer: this rank.
 
-    on_gpu: whether the servers are on GPUs.
+    on_gpu: whether the servers are on GPUs. drafter: what they draft with. draft: on rank 0, the trainer of
+    an EAGLE-3 draft, whose weights go first.
     """
 
-    def __init__(self, config: RolloutConfig, trainer: ExportsWeights, *, on_gpu: bool) -> None:
-        self._config, self._trainer = config, trainer
+    def __init__(
+        self,
+        config: RolloutConfig,
+        trainer: ExportsWeights,
+        *,
+        on_gpu: bool,
+        drafter: Drafter = Drafter.MTP,
+        draft: ExportsDraft | None = None,
+    ) -> None:
+        self._config, self._trainer, self._draft = config, trainer, draft
         self._model = trainer.hf_config
+        self._drafter = drafter if drafter is not Drafter.MTP or has_mtp(self._model) else None
         self._form = {"megabytes": config.sglang.bucket_mb, "dtype": getattr(torch, config.dtype)}
         self._on_gpu = on_gpu
         self._root: Root | None = None
@@ -45,14 +58,15 @@ class WeightSender:
         backend = "nccl" if self._on_gpu and self._trainer.device.type == "cuda" else "gloo"
         sglang = self._config.sglang
         self._root = Root(host, servers * sglang.tp, sglang.update_timeout, backend)
-        return self._root.rendezvous, self._trainer.bucket_plan(**self._form)
+        plan = [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in self._draft_buckets()]
+        return self._root.rendezvous, [*plan, *self._served(self._trainer.bucket_plan(**self._form))]
 
     def send(self, version: int) -> Sent:
         """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept."""
         kept: dict[str, torch.Tensor] = {}
         checksums = Checksums(ranks=[{} for _ in range(self._config.sglang.tp)])
         failure = ""
-        for bucket in self._trainer.weight_buckets(**self._form):
+        for bucket in self._buckets():
             failure = failure or self._sent(bucket)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
             kept |= copies
@@ -75,6 +89,29 @@ class WeightSender:
             self._root.close()
             self._root = None
 
+    def _buckets(self) -> Iterator[Bucket]:
+        yield from self._draft_buckets()
+        yield from self._served(self._trainer.weight_buckets(**self._form))
+
+    def _draft_buckets(self) -> Iterator[Bucket]:
+        if self._draft is None:
+            return
+        weights = self._draft.export_weights().items()
+        served = {
+            name: tensor.to(self._trainer.device, self._form["dtype"])
+            for name, tensor in weights
+            if is_served(name, self._drafter)
+        }
+        yield from buckets(served, self._form["megabytes"])
+
+    def _served(self, found: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Buckets without the MTP layer where another draft is served."""
+        for bucket in found:
+            if self._drafter is Drafter.EAGLE3:
+                bucket = [pair for pair in bucket if is_served(pair[0], self._drafter)]
+            if bucket:
+                yield bucket
+
     def _sent(self, bucket: Bucket) -> str:
         """Why it was not; empty when it was."""
         if self._root is None:
@@ -90,5 +127,5 @@ class WeightSender:
         shard = Shard(
             rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
         )
-        tensors = server_parts(weights, self._form["dtype"], shard, self._model, draft=has_mtp(self._model))
+        tensors = server_parts(weights, self._form["dtype"], shard, self._model, drafter=self._drafter)
         return fingerprints(tensors, self._on_gpu)

@@ -1,9 +1,13 @@
 """New weights into a server: a session of its own, by one of three ways, and the proof that they arrived.
 
-    begin -> pieces of target and draft together, the version on the last -> end -> fingerprints
+    begin -> pieces of target and draft, the version on the last -> end -> fingerprints
 
 `send` brings weights of this process there; `receive` takes what the trainer broadcasts to all servers. Owns
 what is sent and checked; pausing, and what to do about a failed check, are the engine's.
+
+An MTP layer is part of its target's checkpoint, and each model of the server picks what it knows. Names of
+an EAGLE-3 draft mean other tensors in the target, so each piece is for one of the two. A draft that is not
+trained is not sent; the server is checked to hold the one it was started with.
 """
 
 from __future__ import annotations
@@ -18,8 +22,12 @@ from typing import Any
 
 import torch
 
+from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
+from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
+from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.drafts.eagle3 import read_draft, write_draft
 from rlpipe.models.checkpoint import is_mtp_weight, read_config, weight_shapes, write_checkpoint
 from rlpipe.weights import canary
 from rlpipe.weights.buckets import Bucket, buckets, serialize
@@ -38,37 +46,52 @@ from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
 
 
 class WeightSync:
-    """Weights of one model. on_gpu: where the server hashes them. folder: for checkpoints sent by disk."""
+    """Weights of one model and its draft.
 
-    def __init__(self, config: RolloutConfig, model_path: Path, *, on_gpu: bool, folder: Path) -> None:
+    spec: names the draft. on_gpu: where the server hashes them. folder: for checkpoints that it reads.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, spec: SpecConfig, model_path: Path, *, on_gpu: bool, folder: Path
+    ) -> None:
         self._config, self._model_path = config, model_path
+        self._drafter = Drafter.EAGLE3 if spec.needs_eagle3 else Drafter.MTP
+        self._draft_path = resolve(spec.draft_path) if spec.needs_eagle3 else None
         self._on_gpu, self._folder = on_gpu, folder
         self._hf_config = read_config(model_path)
         self._tied = bool(self._hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
+        self._draft_shapes: dict[str, tuple[int, ...]] = {}
+        if self._draft_path is not None:
+            shapes = read_shape(self._draft_path, self._hf_config).weight_shapes()
+            self._draft_shapes = {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
+        self._started_with: Checksums | None = None  # of an EAGLE-3 draft
         self._root: Root | None = None  # of the group with this server alone
         self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
         """Refuse weights of another model before anything is touched; they may be on the meta device.
 
-        draft: whether the MTP layer is served, and so must be there. Raises ValueError.
+        draft: whether an MTP layer is served, and so must be there. An EAGLE-3 draft is there as a whole or
+        not at all. Raises ValueError.
         """
+        expected = self._shapes
+        if any(name.startswith(PREFIX) for name in weights):
+            expected = expected | self._draft_shapes
         optional = {"lm_head.weight"} if self._tied else set()
+        optional |= {name for name in expected if not canary.is_served(name, self._drafter)}
         if not draft:
-            optional |= {name for name in self._shapes if is_mtp_weight(name)}
-        missing = sorted(self._shapes.keys() - weights.keys() - optional)
-        unknown = sorted(weights.keys() - self._shapes.keys() - optional)
+            optional |= {name for name in expected if is_mtp_weight(name)}
+        missing = sorted(expected.keys() - weights.keys() - optional)
+        unknown = sorted(weights.keys() - expected.keys() - optional)
         shapes = sorted(
-            name
-            for name in self._shapes.keys() & weights.keys()
-            if tuple(weights[name].shape) != self._shapes[name]
+            name for name in expected.keys() & weights.keys() if tuple(weights[name].shape) != expected[name]
         )
         if missing or unknown or shapes:
             raise ValueError(
                 f"weights do not fit {str(self._model_path)!r}: missing {missing[:3]} ({len(missing)}), "
                 f"unknown {unknown[:3]} ({len(unknown)}), of another shape {shapes[:3]} ({len(shapes)}). "
-                "Send target and MTP layer by their Hugging Face names."
+                "Send target and draft by the names of their checkpoints."
             )
 
     async def send(
@@ -89,12 +112,12 @@ class WeightSync:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
                 await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
-        pieces = list(buckets(weights, self._config.sglang.bucket_mb))
+        pieces = self._pieces(weights)
         if self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
             await self._broadcast(client, pieces, version, flush)
             return
         async with self._session(client):
-            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
+            for piece, body in self._requests(pieces, version, flush):
                 serialized = await asyncio.to_thread(serialize, piece)
                 body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
                 await client.post("/update_weights_from_tensor", body, self._patience)
@@ -154,7 +177,7 @@ class WeightSync:
             await client.post("/init_weights_update_group", group.body(first_rank), self._patience)
             self._joined = client, group.name
         async with self._session(client):
-            for piece, body in zip(pieces, _bodies(len(pieces), version, flush), strict=True):
+            for piece, body in self._requests(pieces, version, flush):
                 body |= described(piece, group.name)
                 await client.post("/update_weights_from_distributed", body, self._patience)
 
@@ -196,16 +219,23 @@ class WeightSync:
         dtype, size = getattr(torch, self._config.dtype), self._config.sglang.tp
         kv_heads = int(self._hf_config["num_key_value_heads"])
         shards = [Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
-        parts = [canary.server_parts(weights, dtype, one, self._hf_config, draft=True) for one in shards]
+        parts = [
+            canary.server_parts(weights, dtype, one, self._hf_config, drafter=self._drafter) for one in shards
+        ]
         return Checksums(ranks=[fingerprints(tensors, self._on_gpu) for tensors in parts])
 
     async def check(self, client: Server, expected: Checksums, *, draft: bool) -> CanaryReport:
         """Fingerprints of every rank against those expected of it. draft: whether the server drafts."""
+        if draft and self._draft_path is not None and self._started_with is None:
+            self._started_with = await asyncio.to_thread(self._draft_checksums)
         answer = await client.read("/weights_checker", {"action": "checksum", "selector": "all"})
         report = CanaryReport()
         for rank in answer.get("ranks") or []:
-            place = rank["parallelism_info"][0]
-            found = canary.compare(expected.of(place["tp_rank"], draft), rank["checksums"])
+            place = rank["parallelism_info"][0]["tp_rank"]
+            wanted = expected.of(place, draft)
+            if draft and self._started_with is not None:
+                wanted = self._started_with.ranks[place] | wanted
+            found = canary.compare(wanted, rank["checksums"])
             report.target += found.target
             report.draft += found.draft
         if not answer.get("ranks"):
@@ -223,21 +253,49 @@ class WeightSync:
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-        """`weights` as a Hugging Face directory, gone again at the end."""
+        """`weights` as a Hugging Face directory, an EAGLE-3 draft's in `draft` there; gone at the end."""
         folder = self._folder / f"sglang-weights-{uuid.uuid4().hex[:8]}"
-        write_checkpoint(folder, weights, like=self._model_path)
+        trained = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
+        target = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
+        write_checkpoint(folder, target, like=self._model_path)
+        if trained:
+            shape, start = self._read_draft()
+            write_draft(folder / "draft", shape, start | trained)
         try:
             yield folder
         finally:
             shutil.rmtree(folder)
 
+    def _read_draft(self) -> tuple[Eagle3Shape, dict[str, torch.Tensor]]:
+        return read_draft(self._draft_path, self._hf_config)
 
-def _bodies(pieces: int, version: int, flush: bool) -> Iterator[dict[str, Any]]:
-    """What each request for a piece says of the update: the last completes it."""
-    for number in range(1, pieces + 1):
-        last = number == pieces
-        yield {
-            "selector": "all",
-            "flush_cache": flush and last,
-            "weight_version": str(version) if last else None,
-        }
+    def _draft_checksums(self) -> Checksums:
+        return self._checksums({f"{PREFIX}{name}": tensor for name, tensor in self._read_draft()[1].items()})
+
+    def _pieces(self, weights: Mapping[str, torch.Tensor]) -> list[Bucket]:
+        """What is sent, in order: an EAGLE-3 draft first, and in pieces of its own."""
+        megabytes = self._config.sglang.bucket_mb
+        if self._drafter is Drafter.MTP:
+            return list(buckets(weights, megabytes))
+        served = {name: w for name, w in weights.items() if canary.is_served(name, self._drafter)}
+        draft = {name: w for name, w in served.items() if name.startswith(PREFIX)}
+        target = {name: w for name, w in served.items() if name not in draft}
+        return [*buckets(draft, megabytes), *buckets(target, megabytes)]
+
+    def _requests(
+        self, pieces: Sequence[Bucket], version: int, flush: bool
+    ) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+        """Each piece by the names of the model it is for, and what is said with it: the last completes the
+        update."""
+        for number, piece in enumerate(pieces, 1):
+            selector, last = "all", number == len(pieces)
+            if self._drafter is Drafter.EAGLE3:
+                selector = "draft" if piece[0][0].startswith(PREFIX) else "target"
+            yield (
+                [(name.removeprefix(PREFIX), tensor) for name, tensor in piece],
+                {
+                    "selector": selector,
+                    "flush_cache": flush and last,
+                    "weight_version": str(version) if last else None,
+                },
+            )

@@ -57,8 +57,9 @@ class Trainer:
     plan: Any = None
 
     @classmethod
-    def of(cls, config: RolloutConfig, hf_config: Mapping[str, Any]) -> Trainer:
-        return cls(sender=WeightSender(config, Weights(hf_config=hf_config, weights={}), on_gpu=False))
+    def of(cls, config: RolloutConfig, hf_config: Mapping[str, Any], **draft: Any) -> Trainer:
+        trainer = Weights(hf_config=hf_config, weights={})
+        return cls(sender=WeightSender(config, trainer, on_gpu=False, **draft))
 
     def offer(
         self, weights: Mapping[str, torch.Tensor], version: int, members: list[str], *, again: bool = False

@@ -27,8 +27,13 @@ def needs_sglang() -> None:
 
 
 @contextmanager
-def running_server(path: Path, logs: Path, mode: str = "rejection", **sglang: Any) -> Iterator[SglangEngine]:
-    """A server on the CPU, closed at the end, and `engine.events`, the faults it told of."""
+def running_server(
+    path: Path, logs: Path, mode: str = "rejection", draft: Path | None = None, **sglang: Any
+) -> Iterator[SglangEngine]:
+    """A server on the CPU, closed at the end, and `engine.events`, the faults it told of.
+
+    draft: directory of an EAGLE-3 draft; None for the model's MTP layer.
+    """
     needs_sglang()
     config = RolloutConfig(
         engine="sglang", max_running=32, max_context=256, device="cpu", kv_on_update="recompute"
@@ -36,10 +41,11 @@ def running_server(path: Path, logs: Path, mode: str = "rejection", **sglang: An
     for name, value in sglang.items():
         setattr(config.sglang, name, value)
     config.sglang.__post_init__()
+    eagle3 = {} if draft is None else {"drafter": "eagle3", "draft_path": str(draft)}
     events: list[tuple[str, dict[str, Any]]] = []
     engine = SglangEngine(
         config,
-        SpecConfig(mode=mode, gamma=GAMMA),
+        SpecConfig(mode=mode, gamma=GAMMA, **eagle3),
         path,
         log_dir=logs,
         on_event=lambda kind, **fields: events.append((kind, fields)),

@@ -3,17 +3,16 @@
 Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.Engine`.
 
     arguments.py  settings -> command line, environment, and what the server must report about itself
+    eagle3.py     EAGLE-3 drafts that a server computes as they were trained, and the targets it drafts for
     environment.py  the interpreter, and whether what it holds is what we know
     server.py     the process: start, wait, stop with everything it started
     client.py     HTTP: errors, retries
     answers.py    a request as SGLang reads it, an answer as our `GenerateResult`
-    weights.py    tensors as SGLang reads them, in pieces
-    collective.py  tensors by broadcast, to all ranks of a server or of all servers at once
     turns.py      requests in flight, their stop tokens and counters
-    sync.py       weights into a server, and the check that they arrived
-    canary.py     fingerprints of target and draft, ours against the server's
     replica.py    the server kept alive: watched, replaced by one on the newest weights
     engine.py     all of it together
+
+What travels, how, and the check that it arrived are `rlpipe.weights`.
 """
 
 from rlpipe.rollout.sglang.engine import SglangEngine, check_launch

@@ -9,6 +9,8 @@ Owns the mapping of our decoding modes onto SGLang's flags:
 | block        | the same with --speculative-use-block-verification (CUDA only)            |
 | greedy       | as target_only; requests must have temperature 0, where SGLang takes argmax |
 | tree         | refused: SGLang's tree has no sampled drafts                              |
+
+NEXTN drafts with the MTP layer; for spec.drafter=eagle3 read EAGLE3.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_config, require_mtp
-from rlpipe.rollout.sglang.environment import SGLANG_VERSION, draft_path
+from rlpipe.rollout.sglang.eagle3 import check_draft
+from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
@@ -49,7 +53,10 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
     target = read_config(model_path)
     if spec.mode is SpecMode.NONE:
         return
-    drafting = draft_path(rollout.sglang, model_path)
+    if spec.needs_eagle3:
+        check_draft(rollout, spec, target)
+        return
+    drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)
     require_mtp(draft, drafting, spec.mode)
     if draft.get("vocab_size") != target.get("vocab_size"):
@@ -58,6 +65,11 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             f"{str(model_path)!r} has {target.get('vocab_size')}: drafted ids would mean other tokens. Set "
             "rollout.sglang.draft_path to a draft made for this model, or leave it empty."
         )
+
+
+def draft_path(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> Path:
+    """Where the draft's weights are; an MTP layer's in the model itself, unless a setting names it."""
+    return resolve(spec.draft_path or rollout.sglang.draft_path or str(model_path))
 
 
 def command(
@@ -90,8 +102,8 @@ def command(
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]
     if spec.mode is not SpecMode.NONE:
-        words += ["--speculative-algorithm", "NEXTN"]
-        words += ["--speculative-draft-model-path", draft_path(sglang, model_path)]
+        words += ["--speculative-algorithm", "EAGLE3" if spec.needs_eagle3 else "NEXTN"]
+        words += ["--speculative-draft-model-path", draft_path(rollout, spec, model_path)]
         words += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
         words += ["--speculative-num-draft-tokens", spec.gamma + 1]
         if spec.mode in _SAMPLED:
@@ -136,7 +148,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
     }
     if spec.mode is not SpecMode.NONE:
         expected |= {
-            "speculative_algorithm": "EAGLE",  # what NEXTN resolves to
+            "speculative_algorithm": "EAGLE3" if spec.needs_eagle3 else "EAGLE",  # what NEXTN resolves to
             "speculative_num_steps": spec.gamma,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": spec.gamma + 1,

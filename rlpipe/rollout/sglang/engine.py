@@ -92,7 +92,7 @@ class SglangEngine:
         self._environment = check_launch(config, spec, model_path)
         on_gpu = self._environment.on_gpu
         self._config, self._sglang, self._on_event = config, config.sglang, on_event
-        self._sync = WeightSync(config, Path(model_path), on_gpu=on_gpu, folder=Path(log_dir))
+        self._sync = WeightSync(config, spec, Path(model_path), on_gpu=on_gpu, folder=Path(log_dir))
         self._turns = Turns(config, spec, int(read_config(model_path)["vocab_size"]))
         self._last_update: dict[str, float] = {}
         self._closed = False

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
 
@@ -110,8 +109,3 @@ def _probe(python: Path) -> dict[str, str | None]:
 
 def _flavour(on_gpu: bool) -> str:
     return "gpu" if on_gpu else "cpu"
-
-
-def draft_path(config: SglangConfig, model_path: str | Path) -> Path:
-    """Where the draft's weights are: the model itself, unless the settings name another checkpoint."""
-    return resolve(config.draft_path) if config.draft_path else Path(model_path)

@@ -32,6 +32,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.rollout.sglang.eagle3 import served_target
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.weights.collective import Checksums, Offer
@@ -272,20 +273,30 @@ class Replica:
         except RuntimeError as error:  # a trainer that was lost; its successor publishes before it trains
             self._on_event("weights_lost", version=goal.version, error=str(error)[:300])
             goal, weights = self._first, None
-        if weights is None:
-            await self._start_on(self._model_path, self._config, goal)
-            return
-        # the draft of the goal, not the one that was started with
-        config = replace(self._config, sglang=replace(self._config.sglang, draft_path=""))
-        with self._sync.checkpoint(weights) as folder:
-            await self._start_on(folder, config, goal)
+        config, spec = self._config, self.spec
+        with contextlib.ExitStack() as stack:
+            folder = self._model_path
+            if weights is not None:  # the draft of the goal, not the one that was started with
+                folder = stack.enter_context(self._sync.checkpoint(weights))
+                config = replace(config, sglang=replace(config.sglang, draft_path=""))
+                if spec.needs_eagle3 and (folder / "draft").is_dir():
+                    spec = replace(spec, draft_path=str(folder / "draft"))
+            served = stack.enter_context(served_target(folder, spec))
+            await self._start_on(served, config, spec, goal, weights)
 
-    async def _start_on(self, path: Path, config: RolloutConfig, goal: Goal) -> None:
+    async def _start_on(
+        self,
+        path: Path,
+        config: RolloutConfig,
+        spec: SpecConfig,
+        goal: Goal,
+        weights: Mapping[str, torch.Tensor] | None,
+    ) -> None:
         sglang, on_gpu = config.sglang, self._environment.on_gpu
         port = pick_port(sglang.host, sglang.port)
         if self._stopped:
             raise RuntimeError("the engine is closed.")
-        words = arguments.command(config, self.spec, path, port=port, on_gpu=on_gpu, version=goal.version)
+        words = arguments.command(config, spec, path, port=port, on_gpu=on_gpu, version=goal.version)
         key, url = secrets.token_urlsafe(24), f"http://{sglang.host}:{port}"
         with tempfile.NamedTemporaryFile(
             "w", suffix=".yaml"
@@ -299,10 +310,11 @@ class Replica:
             )
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)
             self.server_id = uuid.uuid4().hex
-            hashing = asyncio.create_task(self._expected(goal, path))  # while the server loads the same
+            # while the server loads the same
+            hashing = asyncio.create_task(self._expected(goal, path, weights))
             try:
                 await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
-                arguments.check_server_info(await client.read("/server_info"), config, self.spec)
+                arguments.check_server_info(await client.read("/server_info"), config, spec)
                 report = await self._sync.check(client, await hashing, draft=self.drafts)
             finally:
                 hashing.cancel()
@@ -316,7 +328,11 @@ class Replica:
         self.loaded = goal
         self._gate.set()
 
-    async def _expected(self, goal: Goal, path: Path) -> Checksums:
+    async def _expected(
+        self, goal: Goal, path: Path, weights: Mapping[str, torch.Tensor] | None
+    ) -> Checksums:
         if goal.checksums is None:
-            goal.checksums = await self._sync.checksums(await asyncio.to_thread(read_weights, path))
+            if weights is None:
+                weights = await asyncio.to_thread(read_weights, path)
+            goal.checksums = await self._sync.checksums(weights)
         return goal.checksums

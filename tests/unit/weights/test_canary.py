@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from rlpipe.config.spec import Drafter
 from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.weights.canary import Shard, compare, server_parts
 from rlpipe.weights.fingerprint import fingerprints
+from tests.helpers.eagle3_drafts import random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -22,9 +24,9 @@ def weights(tmp_path_factory):
     return read_weights(write_random_checkpoint(tmp_path_factory.mktemp("model"), vocab=100, layers=1))
 
 
-def tensors(weights, shard=None, *, draft=True, **changed):
+def tensors(weights, shard=None, *, drafter=Drafter.MTP, **changed):
     shard = shard or Shard(kv_heads=2)
-    parts = server_parts(weights, torch.float32, shard, CONFIG | changed, draft=draft)
+    parts = server_parts(weights, torch.float32, shard, CONFIG | changed, drafter=drafter)
     return {name: torch.cat(tuple(pieces)) for name, pieces in parts.items()}
 
 
@@ -49,7 +51,7 @@ def test_the_draft_has_the_targets_embedding_and_head(weights):
 
 
 def test_without_a_draft_only_the_target_is_expected(weights):
-    assert not [name for name in tensors(weights, draft=False) if "draft" in name or "mtp" in name]
+    assert not [name for name in tensors(weights, drafter=None) if "draft" in name or "mtp" in name]
 
 
 def test_a_tied_head_is_not_expected(weights):
@@ -137,6 +139,26 @@ def test_part_of_a_fused_tensor_alone_is_refused(weights):
     name = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(ValueError, match=rf"qkv_proj.weight is made of .*\['{name}'\] are not sent"):
         tensors({other: tensor for other, tensor in weights.items() if other != name})
+
+
+EAGLE3 = {"lm_head.weight", "model.embed_tokens.weight", "model.fc.weight", "model.norm.weight"}
+EAGLE3 |= {f"model.layers.0.{name}" for name in LAYER - {"self_attn.qkv_proj.bias"}}
+EAGLE3 |= {"model.layers.0.hidden_norm.weight"}
+
+
+def test_every_tensor_of_an_eagle3_draft_has_the_name_that_the_server_gives_it(tmp_path):
+    target = write_random_checkpoint(tmp_path / "target", vocab=100, layers=1, tie=True)
+    draft = random_draft(target, layers=[0], ids=range(70)).state_dict()
+    weights = read_weights(target) | {f"eagle3.{name}": tensor for name, tensor in draft.items()}
+    found = tensors(weights, drafter=Drafter.EAGLE3, tie_word_embeddings=True)
+    served = {f"draft.{name}" for name in EAGLE3}
+    assert {name for name in found if name.startswith("draft.")} == served
+    assert found.keys() - served == {name for name in SERVED - {"lm_head.weight"} if "draft" not in name}
+    assert torch.equal(found["draft.model.embed_tokens.weight"], found["model.embed_tokens.weight"])
+    assert torch.equal(found["draft.lm_head.weight"][:70], draft["lm_head.weight"])
+    assert len(found["draft.lm_head.weight"]) == 128 and not found["draft.lm_head.weight"][70:].any()
+    fused = torch.cat([draft[f"midlayer.self_attn.{x}_proj.weight"] for x in "qkv"])
+    assert torch.equal(found["draft.model.layers.0.self_attn.qkv_proj.weight"], fused)
 
 
 def test_of_several_mtp_layers_only_the_first_is_served(weights):

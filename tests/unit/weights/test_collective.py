@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import Drafter, SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, server_parts
 from rlpipe.weights.collective import GroupBroken, Root, described
@@ -43,7 +44,7 @@ def trainer(config):
 
 
 def syncs(config, tmp_path, count):
-    return [WeightSync(config, TINY, on_gpu=False, folder=tmp_path) for _ in range(count)]
+    return [WeightSync(config, SpecConfig(), TINY, on_gpu=False, folder=tmp_path) for _ in range(count)]
 
 
 def receive(offer, parties):
@@ -113,9 +114,9 @@ def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, w
     assert "no group" in sent.failure and len(sent.checksums.ranks) == ranks
     for rank in range(ranks):
         shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
-        for draft in (True, False):
-            whole = server_parts(weights, torch.float32, shard, read_config(TINY), draft=draft)
-            assert sent.checksums.of(rank, draft) == fingerprints(whole, on_gpu=False)
+        for draft in (Drafter.MTP, None):
+            whole = server_parts(weights, torch.float32, shard, read_config(TINY), drafter=draft)
+            assert sent.checksums.of(rank, draft is not None) == fingerprints(whole, on_gpu=False)
 
 
 def test_a_worker_broadcasts_to_its_own_server_in_the_same_way(config, weights, tmp_path):

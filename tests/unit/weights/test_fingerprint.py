@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import read_config
 from rlpipe.weights import fingerprint
 from rlpipe.weights.canary import Shard, server_parts
@@ -86,7 +87,7 @@ def test_names_of_one_tensor_are_hashed_once(monkeypatch):
     hashed = []
     monkeypatch.setattr(fingerprint, "cpu_hash", lambda parts: hashed.append(parts) or len(hashed))
     weights = {"model.embed_tokens.weight": torch.zeros(64, 2), "lm_head.weight": torch.ones(64, 2)}
-    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), draft=True)
+    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), drafter=Drafter.MTP)
     found = fingerprints(parts, on_gpu=False)
     assert len(found) == 4 and len(hashed) == 2
     assert found["lm_head.weight"] == found["draft.lm_head.weight"]
@@ -97,7 +98,7 @@ def test_fused_and_padded_tensors_are_hashed_where_they_lie():
     layer = "model.layers.0.self_attn."
     weights = {f"{layer}{part}_proj.weight": torch.randn(4, 4) for part in "qkvo"}
     weights["lm_head.weight"] = torch.randn(64, 4)
-    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), draft=False)
+    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), drafter=None)
     lie = {tensor.data_ptr() for tensor in weights.values()}
     assert {part.data_ptr() for pieces in parts.values() for part in pieces} == lie
     fused = torch.cat([weights[f"{layer}{part}_proj.weight"] for part in "qkv"])

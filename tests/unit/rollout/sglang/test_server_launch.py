@@ -9,6 +9,7 @@ import pytest
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.sglang import server
 from rlpipe.rollout.sglang.arguments import (
     check_server_info,
@@ -16,8 +17,10 @@ from rlpipe.rollout.sglang.arguments import (
     command,
     server_environment,
 )
+from rlpipe.rollout.sglang.eagle3 import served_target
 from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSION, find_environment
 from rlpipe.rollout.sglang.server import pick_port
+from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -135,6 +138,56 @@ def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
     draft = write_random_checkpoint(tmp_path / "draft", vocab=128)
     with pytest.raises(ValueError, match=r"vocab_size=128 and the target .* has 64.*draft_path"):
         supported(model, draft=draft)
+
+
+@pytest.fixture
+def eagle3(tmp_path):
+    """Check a new EAGLE-3 draft for a target of four layers; settings are of the draft, then of others."""
+    model = write_random_checkpoint(tmp_path / "model", layers=4)
+
+    def checked(mode="rejection", sglang=None, **draft):
+        path = write_random_draft(tmp_path / "draft", model, **{"layers": [0, 1, 2]} | draft)
+        spec = SpecConfig(mode=mode, drafter="eagle3", draft_path=str(path))
+        check_supported(RolloutConfig(sglang=SglangConfig(**sglang or {})), spec, model, on_gpu=False)
+        return command(RolloutConfig(), spec, model, port=1, on_gpu=False, version=4), path
+
+    return checked
+
+
+def test_an_eagle3_draft_is_served_from_its_own_directory_by_its_own_algorithm(eagle3):
+    words, path = eagle3()
+    line = " ".join(words)
+    assert f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {path} " in line
+    assert "--speculative-num-steps 3" in line and "--speculative-use-rejection-sampling" in line
+
+
+def test_eagle3_drafts_that_sglang_would_compute_otherwise_are_refused(eagle3):
+    for mode in ("rejection", "block"):
+        with pytest.raises(ValueError, match=r"spec.mode=(rejection: .* 3 of 64|block: .*no GPU)"):
+            eagle3(mode, ids=[3, 4, 9])
+    eagle3("target_only", ids=[3, 4, 9])
+    for layers in ([1], [0, 3], [2, 1, 0]):
+        with pytest.raises(ValueError, match=r"reads layers .* two or more in ascending order up to 2"):
+            eagle3(layers=layers)
+    with pytest.raises(ValueError, match=r"weight_transfer=disk .*tensor or collective"):
+        eagle3(sglang={"weight_transfer": "disk"})
+    with pytest.raises(ValueError, match=r"rollout.sglang.draft_path='other' names an MTP layer"):
+        eagle3(sglang={"draft_path": "other"})
+
+
+def test_a_mimo_is_served_to_an_eagle3_draft_as_its_qwen2_backbone(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model")
+    spec = SpecConfig(drafter="eagle3", draft_path="somewhere")
+    with served_target(model, spec) as folder:
+        config = read_config(folder)
+        assert config["architectures"] == ["Qwen2ForCausalLM"] and "num_nextn_predict_layers" not in config
+        assert (folder / "model.safetensors").samefile(model / "model.safetensors")
+    assert not folder.exists() and read_config(model)["architectures"] == ["MiMoForCausalLM"]
+    with served_target(model, SpecConfig()) as folder:
+        assert folder == model
+    qwen2 = write_random_checkpoint(tmp_path / "qwen2", "qwen2")
+    with served_target(qwen2, spec) as folder:
+        assert folder == qwen2
 
 
 def words(mode="rejection", on_gpu=False, **rollout):
