@@ -13,7 +13,7 @@ CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pyc
 # setuptools wants each folder named as a package, also one that only holds files.
 FOLDERS = [f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir()]
 DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
-FILES = {"rlpipe.metrics": ["catalogue.toml"], "rlpipe.report": ["page.*", "live.js"]}
+FILES = {"rlpipe.metrics": ["catalogue.toml"], "rlpipe.report": ["page.*", "live.js", "plots.toml"]}
 
 setup(
     packages=CODE + DATA,

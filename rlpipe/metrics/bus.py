@@ -43,24 +43,17 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """Somewhere metrics go. All methods run on the sink's own thread and may block or raise.
 
-    A sink that also has `spans(list[Span])` is given those of every emission.
+    A sink takes what it has a method for:
+        record(Record): one committed step: STEP, time (unix seconds) and metrics. A metric is a float, None
+            if it is not finite, {"edges": ..., "counts": ...} if it is a histogram.
+        event(Record): one event: time, kind, level and fields.
+        spans(list[Span]): those of every emission.
     """
 
     name: str
 
     def open(self) -> None:
         """Acquire files, processes, the terminal."""
-        ...
-
-    def record(self, record: Record) -> None:
-        """One committed step: STEP, time (unix seconds) and metrics.
-
-        A metric is a float, None if it is not finite, {"edges": ..., "counts": ...} if it is a histogram.
-        """
-        ...
-
-    def event(self, event: Record) -> None:
-        """One event: time, kind, level and fields."""
         ...
 
     def close(self) -> None:
@@ -207,7 +200,7 @@ class _Worker:
     def __init__(self, sink: Sink, queue_size: int, bus: MetricsBus) -> None:
         self.sink = sink
         self._bus = bus
-        self._takes = {"record", "event"} | ({"spans"} if hasattr(sink, "spans") else set())
+        self._takes = {what for what in ("record", "event", "spans") if hasattr(sink, what)}
         self._queue: queue.Queue[tuple[str, Record | list[Span] | threading.Event]] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._disabled = threading.Event()

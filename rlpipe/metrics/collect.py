@@ -72,7 +72,19 @@ def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
     >>> values["spec/num_accepted"].counts  # verify steps that kept 0, 1, 2 drafts
     [1, 2, 1]
     """
-    return _spec_under("spec", counts) | _num_accepted(counts)
+    if not counts.verify_steps:
+        return {}
+    accepted = sum(counts.accepted)
+    return {
+        "spec/acceptance_rate": Ratio(accepted, counts.proposed),
+        "spec/acceptance_length": Ratio(accepted + counts.verify_steps, counts.verify_steps),
+        "spec/verify_steps": Sum(counts.verify_steps),
+        "spec/num_accepted": _num_accepted(counts),
+        **{
+            f"spec/acceptance_rate/depth_{k}": Ratio(kept, reached)
+            for k, (kept, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
+        },
+    }
 
 
 def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: bool) -> dict[str, Value]:
@@ -146,28 +158,11 @@ def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
     return total
 
 
-def _spec_under(prefix: str, counts: SpecCounts) -> dict[str, Value]:
-    if not counts.verify_steps:
-        return {}
-    accepted = sum(counts.accepted)
-    return {
-        f"{prefix}/acceptance_rate": Ratio(accepted, counts.proposed),
-        f"{prefix}/acceptance_length": Ratio(accepted + counts.verify_steps, counts.verify_steps),
-        f"{prefix}/verify_steps": Sum(counts.verify_steps),
-        **{
-            f"{prefix}/acceptance_rate/depth_{k}": Ratio(kept, reached)
-            for k, (kept, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
-        },
-    }
-
-
-def _num_accepted(counts: SpecCounts) -> dict[str, Value]:
+def _num_accepted(counts: SpecCounts) -> Histogram:
     """Verify steps by drafts kept, from the sums: accepted[k] counts those that kept more than k."""
-    if not counts.verify_steps:
-        return {}
     more = [counts.verify_steps, *counts.accepted, 0]
     edges = [k - 0.5 for k in range(len(more))]
-    return {"spec/num_accepted": Histogram(tuple(edges), [a - b for a, b in pairwise(more)])}
+    return Histogram(tuple(edges), [a - b for a, b in pairwise(more)])
 
 
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:

@@ -67,17 +67,11 @@ class MetricsFile(_JsonLines):
     def record(self, record: dict[str, Any]) -> None:
         self.append(record)
 
-    def event(self, event: dict[str, Any]) -> None:
-        """Events have their own file."""
-
 
 class EventsFile(_JsonLines):
     """Sink of events.jsonl: events, no records."""
 
     name = "events.jsonl"
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Records have their own file."""
 
     def event(self, event: dict[str, Any]) -> None:
         self.append(event)

@@ -131,9 +131,6 @@ class WandbSink:
             }
         )
 
-    def event(self, event: dict[str, Any]) -> None:
-        """Events stay in events.jsonl."""
-
     def close(self) -> None:
         """Flush, end the run and the service process that W&B keeps beside it."""
         if self._run is not None:

@@ -1,4 +1,4 @@
-"""trace.json.gz of a run directory: spans in the JSON trace format that Perfetto opens, written and read.
+"""trace.json.gz of a run directory: spans in the JSON trace format that Perfetto opens.
 
 Owns the file. An actor is a process of the trace, a lane one of its threads, a span a complete event
 ("ph": "X", microseconds since 1970 as integers). Every batch is a gzip member of its own, appended with one
@@ -11,8 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ _OPEN, _CLOSE = _member("[" + _line(_FIRST)), _member("\n]\n")
 
 
 class TraceFile:
-    """Sink of trace.json.gz: spans, no records and no events."""
+    """Sink of trace.json.gz: spans."""
 
     name = NAME
 
@@ -72,12 +71,6 @@ class TraceFile:
             self._pending.append(event | ({"args": facts} if facts else {}))
         if len(self._pending) >= BATCH:
             self._flush()
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Records have their own file."""
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Events have their own file."""
 
     def close(self) -> None:
         """Write what is left and end the list; nothing without spans."""
@@ -119,57 +112,3 @@ def _pid(actor: str) -> int:
     kind, _, number = actor.partition(" ")
     group = ORDER.index(kind) + 1 if kind in ORDER else len(ORDER) + 1
     return 10_000 * group + (int(number) if number.isdigit() else 0)
-
-
-def read_trace(path: Path) -> list[Span]:
-    """The spans of a file, whole or cut by a crash, in order of their begin.
-
-    Raises ValueError when it is not such a file.
-    """
-    import zlib
-
-    data, texts = path.read_bytes(), []
-    while data:
-        unzip = zlib.decompressobj(wbits=31)
-        try:
-            texts.append(unzip.decompress(data))
-        except zlib.error as error:
-            raise ValueError(f"{path} is not a trace of a run ({error}). Name a {NAME}.") from error
-        if not unzip.eof:  # cut here
-            texts[-1] = texts[-1][: texts[-1].rfind(b",\n")]
-        data = unzip.unused_data
-    text = b"".join(texts).decode().rstrip()
-    events = json.loads(text if text.endswith("]") else text + "]")
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    return sorted(
-        (
-            (
-                names[e["pid"]],
-                e["tid"] - 1,
-                e["name"],
-                e["ts"] / 1e6,
-                (e["ts"] + e["dur"]) / 1e6,
-                e.get("args", {}),
-            )
-            for e in events
-            if e.get("ph") == "X"
-        ),
-        key=lambda span: span[3],
-    )
-
-
-def busy_seconds(spans: Iterable[Span], begin: float, end: float) -> dict[tuple[str, str], float]:
-    """Seconds within [begin, end] in which an actor did a thing, by (actor, what); overlaps count once."""
-    intervals: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for actor, _, what, start, stop, _ in spans:
-        if stop > begin and start < end:
-            intervals[actor, what].append((max(start, begin), min(stop, end)))
-    return {key: _union(parts) for key, parts in intervals.items()}
-
-
-def _union(intervals: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total

@@ -12,8 +12,9 @@ NaN and infinity are kept, never dropped: a diverged loss must show. `None` mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from rlpipe.metrics.distributions import Histogram, Sketch, extreme
 
@@ -79,43 +80,38 @@ class Sum:
 
 
 @dataclass(slots=True)
-class Max:
-    """The largest observation; None when there was none, NaN when one was NaN."""
+class _Extreme:
+    """One end of what was observed; None when nothing was, NaN when an observation was NaN."""
 
-    largest: float | None
-
-    def __post_init__(self) -> None:
-        self.largest = None if self.largest is None else float(self.largest)
-
-    @classmethod
-    def of(cls, observations: Iterable[float | None]) -> Max:
-        return cls(extreme(observations, max))
-
-    def merge(self, other: Max) -> Max:
-        return Max.of((self.largest, other.largest))
-
-    def value(self) -> float | None:
-        return self.largest
-
-
-@dataclass(slots=True)
-class Min:
-    """The smallest observation; None when there was none, NaN when one was NaN."""
-
-    smallest: float | None
+    end: float | None
+    pick: ClassVar[Callable[..., float]]
 
     def __post_init__(self) -> None:
-        self.smallest = None if self.smallest is None else float(self.smallest)
+        self.end = None if self.end is None else float(self.end)
 
     @classmethod
-    def of(cls, observations: Iterable[float | None]) -> Min:
-        return cls(extreme(observations, min))
+    def of(cls, observations: Iterable[float | None]) -> Self:
+        return cls(extreme(observations, cls.pick))
 
-    def merge(self, other: Min) -> Min:
-        return Min.of((self.smallest, other.smallest))
+    def merge(self, other: Self) -> Self:
+        return self.of((self.end, other.end))
 
     def value(self) -> float | None:
-        return self.smallest
+        return self.end
+
+
+class Max(_Extreme):
+    """The largest observation."""
+
+    __slots__ = ()
+    pick = max
+
+
+class Min(_Extreme):
+    """The smallest observation."""
+
+    __slots__ = ()
+    pick = min
 
 
 @dataclass(slots=True)

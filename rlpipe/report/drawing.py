@@ -46,6 +46,26 @@ def line(points: tuple[list[int], list[float]], name: str, colour: int, **more: 
     return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": line, **more}
 
 
+def bars(
+    name: str,
+    colour: int,
+    labels: Sequence[Any],
+    values: Sequence[float],
+    errors: Sequence[float] | None = None,
+    *,
+    across: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """One series of bars, upright or across, with what each may be off by."""
+    ends = [short(value) for value in values]
+    x, y, axis = (ends, labels, "x") if across else (labels, ends, "y")
+    trace = {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": f"${colour % COLOURS}"}, **more}
+    if errors is not None:
+        style = {"thickness": 1.2, "width": 3, "color": "$text"}
+        trace[f"error_{axis}"] = {"type": "data", "array": [short(e) for e in errors], **style}
+    return trace | ({"orientation": "h"} if across else {})
+
+
 def line_with_errors(run: RunData, metric: str, name: str, colour: int, **more: Any) -> list[dict[str, Any]]:
     """A metric with 95% intervals from its standard errors, `metric`_se; nothing if it was not observed."""
     steps, values = run.series(metric)

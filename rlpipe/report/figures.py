@@ -1,15 +1,16 @@
 """The plots of the report, as plotly figure dicts.
 
-Owns what is plotted and the words beside it; those of acceptance are in figures_acceptance.py, of adaptation
-in figures_adapt.py. One run: a colour per series. Several: a colour per run, so that a colour always means
-one thing on the page.
+Owns what is plotted and the words beside it: metrics over steps are a table, plots.toml; plots of acceptance
+are in figures_acceptance.py, of adaptation in figures_adapt.py. One run: a colour per series. Several: a
+colour per run, so that a colour always means one thing on the page.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from rlpipe.metrics.runs import RunData
@@ -19,9 +20,9 @@ from rlpipe.report.drawing import (
     SECTIONS,
     SPEED,
     Figure,
+    bars,
     line,
     line_with_errors,
-    short,
     smooth,
 )
 from rlpipe.report.figures_acceptance import acceptance_figures
@@ -38,119 +39,8 @@ STEP_PHASES = (  # they follow one another in the trainer; the rest of the step 
 )
 
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class _Lines:
-    """A plot of metrics over steps. metrics: (name, label); with several runs only the first is drawn."""
-
-    title: str
-    note: str
-    unit: str
-    metrics: tuple[tuple[str, str], ...]
-    zero: bool = True
-    section: str = "Training"
-
-
-_LINES = (
-    _Lines(
-        title="Acceptance length",
-        note="Tokens per verify step, bonus included. Decoding gets faster as it rises.",
-        unit="tokens",
-        metrics=(("spec/acceptance_length", "acceptance length"),),
-        zero=False,
-        section=ACCEPTANCE,
-    ),
-    _Lines(
-        title="Rollout speed",
-        note="Tokens an engine generates per second in which it is busy.",
-        unit="tokens / s",
-        metrics=(("perf/tokens_per_s/rollout", "rollout"),),
-        section=SPEED,
-    ),
-    _Lines(
-        title="Throughput",
-        note="Tokens of the step's trajectories, context included, per second of the step.",
-        unit="tokens / s",
-        metrics=(("perf/throughput", "throughput"),),
-        section=SPEED,
-    ),
-    _Lines(
-        title="Utilisation",
-        note="Share of the time in which rollout workers generate, environments work, the trainer trains. "
-        "What is idle waits for another: the timeline (trace.json.gz, in Perfetto) says for which.",
-        unit="share of the time",
-        metrics=(
-            ("perf/utilisation/rollout", "rollout"),
-            ("perf/utilisation/trainer", "trainer"),
-            ("perf/utilisation/env", "environment"),
-            ("perf/rollout_utilization", "engine busy"),
-        ),
-        section=SPEED,
-    ),
-    _Lines(
-        title="Speed-up by drafting",
-        note="Time of decoding without drafts, by measured costs, over the time taken.",
-        unit="times",
-        metrics=(("spec/speedup_observed", "observed"), ("spec/speedup_predicted", "predicted")),
-        zero=False,
-        section=SPEED,
-    ),
-    _Lines(
-        title="Staleness",
-        note="How many versions the trained trajectories lag behind the trainer; bounded by "
-        "pipeline.max_staleness.",
-        unit="versions",
-        metrics=(
-            ("training/off_policy/trajectory_staleness/mean", "mean"),
-            ("training/off_policy/trajectory_staleness/max", "max"),
-        ),
-    ),
-    _Lines(
-        title="Response length",
-        note="Sampled tokens per trajectory. A sudden rise often means the policy stopped finishing.",
-        unit="tokens",
-        metrics=(("response_length/mean", "mean"), ("response_length/max", "max")),
-    ),
-    _Lines(
-        title="Turns",
-        note="Generated turns per trajectory.",
-        unit="turns",
-        metrics=(("num_turns/mean", "mean"), ("num_turns/max", "max")),
-    ),
-    _Lines(
-        title="How trajectories end",
-        note="Share that submitted, and share cut by a token or turn limit.",
-        unit="share",
-        metrics=(("env/submit_rate", "submitted"), ("env/truncated", "cut by a limit")),
-    ),
-    _Lines(
-        title="What groups teach",
-        note="A group whose rewards are all equal has no advantage: too easy, or too hard.",
-        unit="share of groups",
-        metrics=(
-            ("env/no_signal", "no signal"),
-            ("env/solve_all", "all solved"),
-            ("env/solve_none", "none solved"),
-        ),
-    ),
-    _Lines(
-        title="Gradient norm",
-        note="Before clipping. Spikes often precede a collapse.",
-        unit="L2 norm",
-        metrics=(("actor/grad_norm", "policy"), ("mtp/grad_norm", "draft")),
-    ),
-    _Lines(
-        title="Policy change per step",
-        note="Mean drop in logprob of the trained tokens (k1 estimate of the KL).",
-        unit="nat",
-        metrics=(("actor/ppo_kl", "update"), ("rollout_corr/kl", "rollout to trainer")),
-    ),
-    _Lines(
-        title="Rollout against trainer",
-        note="Mean difference of the probabilities that engine and trainer give the same tokens.",
-        unit="probability",
-        metrics=(("training/rollout_probs_diff_mean", "mean |difference|"),),
-    ),
-)
+def _plots() -> list[dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("plots.toml").read_text("utf-8"))["plots"]
 
 
 def window(runs: Sequence[RunData]) -> int:
@@ -165,7 +55,7 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
         runs = [run.coarse(steps) for run in runs]
     built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, whole), _timing(runs)]
     built += adaptation_figures(runs)
-    built += [_lines(chart, runs) for chart in _LINES]
+    built += [_lines(plot, runs) for plot in _plots()]
     if any((run.path / "rollouts").is_dir() for run in whole):
         built += cut_figures(whole)
     drawn = [figure for figure in built if figure.traces]
@@ -247,23 +137,20 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
     return Figure(title=title, note=note, traces=traces, layout=layout, wide=True, section=section)
 
 
-def _lines(chart: _Lines, runs: Sequence[RunData]) -> Figure:
-    traces = []
-    if len(runs) == 1:
-        for n, (name, label) in enumerate(chart.metrics):
-            if (points := runs[0].series(name))[0]:
-                traces.append(line(points, label, n))
-    else:
-        for n, run in enumerate(runs):
-            if (points := run.series(chart.metrics[0][0]))[0]:
-                traces.append(line(points, run.name, n))
-    axis: dict[str, Any] = {"title": {"text": chart.unit}}
-    if chart.zero:
-        axis["rangemode"] = "tozero"
-    title = (
-        chart.title if len(runs) == 1 or len(chart.metrics) == 1 else f"{chart.title}: {chart.metrics[0][1]}"
+def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
+    """A plot of plots.toml."""
+    title, metrics = plot["title"], plot["metrics"]
+    (first, first_label), one = metrics[0], len(runs) == 1
+    drawn = [(runs[0], *metric) for metric in metrics] if one else [(run, first, run.name) for run in runs]
+    series = [(n, run.series(name), label) for n, (run, name, label) in enumerate(drawn)]
+    axis = {"title": {"text": plot["unit"]}} | ({"rangemode": "tozero"} if plot["from_zero"] else {})
+    return Figure(
+        title=title if one or len(metrics) == 1 else f"{title}: {first_label}",
+        note=plot["note"],
+        traces=[line(points, label, n) for n, points, label in series if points[0]],
+        layout={"yaxis": axis},
+        section=plot["section"],
     )
-    return Figure(title=title, note=chart.note, traces=traces, layout={"yaxis": axis}, section=chart.section)
 
 
 def _timing(runs: Sequence[RunData]) -> Figure:
@@ -304,10 +191,10 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
     drawn = [
         (n, p) for n, p in enumerate(STEP_PHASES) if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)
     ]
-    traces = [_bar(labels, [m[name] for m in means], label, n) for n, (name, label) in drawn]
+    traces = [bars(label, n, labels, [m[name] for m in means], across=True) for n, (name, label) in drawn]
     if traces:
         rest = [max(0.0, m["timing_s/step"] - sum(m[name] for _, (name, _) in drawn)) for m in means]
-        traces.append(_bar(labels, rest, "other", COLOURS - 1))
+        traces.append(bars("other", COLOURS - 1, labels, rest, across=True))
     return Figure(
         title="Where a step's time goes",
         note="Mean seconds of a step, by phase of the trainer.",
@@ -320,12 +207,6 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
         },
         section=SPEED,
     )
-
-
-def _bar(labels: list[str], values: list[float], name: str, colour: int) -> dict[str, Any]:
-    x = [short(v) for v in values]
-    marker = {"color": f"${colour % COLOURS}"}
-    return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": x, "marker": marker}
 
 
 def _mean(values: Sequence[float]) -> float:

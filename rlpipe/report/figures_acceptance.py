@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, isfinite
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.metrics.runs import RunData
-from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, line, short
+from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, bars, line, short
 
 if TYPE_CHECKING:
     from rlpipe.acceptance.decomposition import Decomposition
@@ -82,7 +83,7 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
             slope = robust_slope(entropy, length, trend=False)
         except ValueError:  # the entropy does not vary: there is no line to draw
             continue
-        at_zero = _median(length - slope.value * entropy)
+        at_zero = median(length - slope.value * entropy)
         ends = [float(entropy.min()), float(entropy.max())]
         fit = ([short(x) for x in ends], [at_zero + slope.value * x for x in ends])
         words = f"slope {slope.value:+.2f} ± {slope.se:.2f} tokens / nat"
@@ -114,9 +115,7 @@ def _kept(runs: Sequence[RunData]) -> Figure:
                 for kept, count in enumerate(found["counts"]):
                     counts[kept] = counts.get(kept, 0.0) + count
         if total := sum(counts.values()):
-            shares = [short(count / total) for count in counts.values()]
-            slot = {"color": f"${n % COLOURS}"}
-            traces.append({"type": "bar", "name": run.name, "x": list(counts), "y": shares, "marker": slot})
+            traces.append(bars(run.name, n, list(counts), [count / total for count in counts.values()]))
     return Figure(
         title="Drafts kept by a verify step",
         note="Share of the verify steps of the run. Many that keep all: a larger gamma may pay.",
@@ -220,21 +219,8 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
 
 def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, colour: int) -> dict[str, Any]:
     """One part in every row, with its interval."""
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": labels,
-        "x": [short(e.value) for e in estimates],
-        "error_x": {
-            "type": "data",
-            "array": [short(e.half) if isfinite(e.half) else 0.0 for e in estimates],
-            "thickness": 1.2,
-            "width": 3,
-            "color": "$text",
-        },
-        "marker": {"color": f"${colour}"},
-    }
+    errors = [e.half if isfinite(e.half) else 0.0 for e in estimates]
+    return bars(name, colour, labels, [e.value for e in estimates], errors, across=True)
 
 
 def _bar_layout(rows: int, parts: int) -> dict[str, Any]:
@@ -245,9 +231,3 @@ def _bar_layout(rows: int, parts: int) -> dict[str, Any]:
         "xaxis": {"title": {"text": "change of the acceptance rate"}},
         "yaxis": {"autorange": "reversed", "automargin": True},
     }
-
-
-def _median(values: Any) -> float:
-    import numpy as np
-
-    return float(np.median(values))

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.runs import RunData
-from rlpipe.report.drawing import ACCEPTANCE, COLOURS, Figure, short
+from rlpipe.report.drawing import ACCEPTANCE, Figure, bars
 
 MAX_FILES = 80  # of a run's rollouts, spread evenly over it
 MAX_BINS = 16
@@ -34,24 +34,10 @@ def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
         for n, run in enumerate(runs):
             cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
             if len(cuts) > 1:
-                traces.append(
-                    {
-                        "type": "bar",
-                        "name": run.name,
-                        "x": [cut.label for cut in cuts],
-                        "y": [short(cut.rate) for cut in cuts],
-                        "error_y": {
-                            "type": "data",
-                            "array": [short(cut.se or 0.0) for cut in cuts],
-                            "thickness": 1.2,
-                            "width": 3,
-                            "color": "$text",
-                        },
-                        "text": [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts],
-                        "textposition": "none",
-                        "marker": {"color": f"${n % COLOURS}"},
-                    }
-                )
+                hover = [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
+                labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]
+                errors = [cut.se or 0.0 for cut in cuts]
+                traces.append(bars(run.name, n, labels, rates, errors, text=hover, textposition="none"))
         figures.append(
             Figure(
                 title=f"Acceptance {title}",

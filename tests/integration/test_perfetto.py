@@ -11,9 +11,10 @@ import pytest
 
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.spans import SpanLog, now
-from rlpipe.metrics.trace import NAME, TraceFile, busy_seconds, read_trace
+from rlpipe.metrics.trace import NAME, TraceFile
 from rlpipe.metrics.values import Ratio, reduce
 from tests.helpers.perfetto import trace_processor
+from tests.helpers.traces import busy_seconds, read_trace
 
 pytestmark = pytest.mark.integration
 BUSY = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rlpipe.metrics import spans as spans_module
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.spans import SpanLog
-from rlpipe.metrics.trace import TraceFile, busy_seconds, read_trace
+from rlpipe.metrics.trace import TraceFile
 from rlpipe.metrics.values import Spans, reduce
+from tests.helpers.traces import busy_seconds, read_trace
 
 pytestmark = pytest.mark.unit
 BUSY = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
