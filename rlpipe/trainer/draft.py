@@ -141,7 +141,7 @@ class Draft:
     def _branches(self, policy: PolicyModel, batch: DraftBatch, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Hidden states [M, H] by depth, from inputs [M, H]; anchors lie flat, attention knows branches."""
         move = self._runtime.to_device
-        layout = BranchLayout(batch.branches, move(batch.positions), self._runtime.dtype)
+        layout = BranchLayout(batch.branches, move(batch.positions))
         states = draft_hidden_states(
             policy, inputs[:, None], move(batch.following[:, None]), policy.rotary(batch.positions), layout
         )

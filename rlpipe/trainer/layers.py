@@ -26,6 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpipe.batch import Branch
+from rlpipe.trainer.attention import branch_attention, has_flash
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 
 
@@ -36,10 +37,8 @@ class BranchLayout(PackedSeqParams):
     qkv_format of its own keeps it from taking any of its THD paths.
     """
 
-    def __init__(
-        self, branches: Sequence[Branch], positions: torch.Tensor, dtype: torch.dtype, keep: bool = False
-    ) -> None:
-        """positions: [N] int64, of each token in its trajectory. dtype: of the activations.
+    def __init__(self, branches: Sequence[Branch], positions: torch.Tensor, keep: bool = False) -> None:
+        """positions: [N] int64, of each token in its trajectory.
 
         keep: every attention leaves its keys and values here, until they are taken by `release`.
         """
@@ -47,18 +46,6 @@ class BranchLayout(PackedSeqParams):
         self.branches, self.positions = branches, positions
         self.reach = max(branch.shared + branch.length for branch in branches)  # positions end before it
         self._kept: Kept | None = {} if keep else None
-        self.lengths = [branch.length for branch in branches]
-        self._longest = max((b.shared + b.length for b in branches if b.context), default=0)
-        self._mask = torch.full((self._longest,) * 2, -torch.inf, dtype=dtype, device=positions.device).triu(
-            1
-        )
-
-    def mask(self, branch: Branch) -> torch.Tensor | None:
-        """Additive mask [length, shared + length]: query i sees its context and keys 0..i of its own."""
-        if not branch.context:
-            return None
-        end = branch.shared + branch.length
-        return self._mask[branch.shared : end, :end]
 
     def attend(
         self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -66,16 +53,32 @@ class BranchLayout(PackedSeqParams):
         """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
         if self._kept is not None:
             self._kept[attention] = key, value
-        queries, keys, values = (x.split(self.lengths, dim=2) for x in (query, key, value))
+        if has_flash(query):
+            return branch_attention(query, key, value, self.branches, attention.scale)
+        return self.attend_masked(attention, query, key, value)
+
+    def attend_masked(
+        self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """The same by one call for each branch with a mask [length, shared + length] where it has a context.
+
+        For what no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
+        """
+        lengths = [branch.length for branch in self.branches]
+        queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
         outputs = []
         for i, branch in enumerate(self.branches):
             k, v = (
                 torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
-                if branch.context
-                else x[i]
                 for x in (keys, values)
             )
-            outputs.append(attention.attend(queries[i], k, v, self.mask(branch)))
+            mask = None
+            if branch.context:
+                unseen = torch.full(
+                    (branch.length, k.shape[2]), -torch.inf, dtype=query.dtype, device=query.device
+                )
+                mask = unseen.triu(branch.shared + 1)
+            outputs.append(attention.attend(queries[i], k, v, mask))
         return torch.cat(outputs, dim=2)
 
     def release(self) -> Kept:

@@ -164,7 +164,7 @@ class Passes:
         if not self.shares_prefixes:
             tokens, sources = micro.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
-        layout = BranchLayout(micro.branches, move(micro.positions), self._runtime.dtype, keep)
+        layout = BranchLayout(micro.branches, move(micro.positions), keep)
         return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
 
 

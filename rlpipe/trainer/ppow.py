@@ -60,7 +60,7 @@ class MtpWindows:
         self._policy, self._micro, self._batch, self._hidden = policy, micro, batch, hidden
         self._kept, self._temperature, self._runtime = kept, temperature, runtime
         move = runtime.to_device
-        layout = BranchLayout(batch.branches, move(batch.positions), runtime.dtype, keep=True)
+        layout = BranchLayout(batch.branches, move(batch.positions), keep=True)
         inputs = hidden.index_select(0, move(batch.places))[:, None]
         rotary = policy.rotary(batch.positions)
         self._states = draft_step(policy, 0, inputs, move(batch.following), rotary, layout)[:, 0]

@@ -34,7 +34,7 @@ def test_a_branch_sees_its_context_and_its_own_past_and_nothing_else(groups):
     torch.manual_seed(0)
     inputs = [torch.randn(20, 1, n, DIM) for n in (HEADS, groups, groups)]
     weights = torch.randn(20, 1, HEADS * DIM)
-    layout = BranchLayout(BRANCHES, torch.zeros(20, dtype=torch.int64), torch.float32)
+    layout = BranchLayout(BRANCHES, torch.zeros(20, dtype=torch.int64))
 
     shared = [x.clone().requires_grad_() for x in inputs]
     out = attention()(*shared, None, packed_seq_params=layout)

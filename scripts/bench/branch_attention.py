@@ -1,0 +1,156 @@
+"""What does attention over shared prefixes cost: flash attention in parts, or one masked call a branch?
+
+Both arms run forward and backward of one layer's attention on the same packed batch, in a process of their
+own: `siblings` answers of equal length that follow a prefix as long as all of them, and the same in two turns
+(`--turns`), so that a branch's context has several pieces. Memory is the peak of the process beyond what it
+held before, by its own count of resident anonymous pages. `saved_mb` is what autograd keeps for the backward
+pass; it bounds how many layers fit.
+
+    python scripts/bench/branch_attention.py --json OUT [--tokens 2048 4096 8192 16384] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpipe.batch import Branch
+from rlpipe.trainer.layers import BranchLayout
+
+ARMS = ("parts", "masked")
+
+
+class Attention:
+    """What `attend_masked` asks of the layer."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Torch's attention, as the trainer calls it for rows."""
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        causal, gqa = mask is None, q.shape[1] != k.shape[1]
+        return sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa)
+
+
+def branches(tokens: int, siblings: int, turns: int) -> list[Branch]:
+    """A prefix of half the tokens; the other half is `siblings` answers, each cut into `turns` branches."""
+    prefix, length = tokens // 2, tokens // 2 // siblings // turns
+    found = [Branch(length=prefix, context=[])]
+    for _ in range(siblings):
+        context = [(0, prefix)]
+        for _ in range(turns):
+            found.append(Branch(length=length, context=list(context)))
+            context.append((len(found) - 1, length))
+    return found
+
+
+def measure(arm: str, given: argparse.Namespace, tokens: int) -> dict[str, float]:
+    """Time and memory of one arm, in this process."""
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    layout_of = branches(tokens, given.siblings, given.turns)
+    count = sum(branch.length for branch in layout_of)
+    shape = {"q": given.heads, "k": given.groups, "v": given.groups}
+    qkv = [torch.randn(1, heads, count, given.dim, requires_grad=True) for heads in shape.values()]
+    layout = BranchLayout(layout_of, torch.zeros(count, dtype=torch.int64))
+    attend = layout.attend if arm == "parts" else layout.attend_masked
+    seconds, peaks, saved = [], [], 0
+    for _ in range(given.repeats):
+        kept: dict[int, int] = {}
+
+        def note(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with Peak() as peak:
+            started = time.perf_counter()
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                out = attend(Attention(given.dim**-0.5), *qkv)
+            out.backward(out.detach())
+            seconds.append(time.perf_counter() - started)
+        for x in qkv:
+            x.grad = None
+        del out
+        peaks.append(peak.bytes)
+        saved = sum(kept.values())
+    return {
+        "seconds": round(statistics.median(seconds), 4),
+        "peak_mb": round(max(peaks) / 1e6, 1),
+        "saved_mb": round(saved / 1e6, 1),
+    }
+
+
+class Peak:
+    """The most anonymous memory of this process beyond what it had when the block began."""
+
+    def __enter__(self) -> Peak:
+        self._before, self.bytes, self._done = _anonymous(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.bytes = max(self.bytes, _anonymous() - self._before)
+
+
+def _anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--siblings", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm:
+        print(json.dumps(measure(given.arm, given, given.tokens[0])))
+        return 0
+    rows: list[dict[str, Any]] = []
+    for tokens in given.tokens:
+        row: dict[str, Any] = {"tokens": tokens}
+        for arm in ARMS:
+            words = [*sys.argv, "--tokens", str(tokens), "--arm", arm]
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+            row[arm] = json.loads(done.stdout)
+        mine, masked = row["parts"], row["masked"]
+        row["ratio"] = {name: round(mine[name] / masked[name], 3) for name in mine}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if given.json:
+        settings = {name: value for name, value in vars(given).items() if name not in ("json", "arm")}
+        given.json.write_text(
+            json.dumps({"settings": settings, "torch": torch.__version__, "rows": rows}, indent=1)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

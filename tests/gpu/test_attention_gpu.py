@@ -1,0 +1,42 @@
+"""Attention over shared prefixes by the GPU's flash kernel, against masks in float32 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from rlpipe.batch import Branch
+from rlpipe.trainer.layers import BranchLayout, CausalAttention
+
+pytestmark = pytest.mark.gpu
+
+BRANCHES = [
+    Branch(length=300, context=[]),
+    Branch(length=70, context=[(0, 257)]),
+    Branch(length=65, context=[(0, 257), (1, 33)]),
+    Branch(length=129, context=[]),
+]
+HEADS, DIM = 8, 64
+
+
+@pytest.mark.parametrize("groups", [8, 2, 1])
+def test_values_and_gradients_are_those_of_masks(groups):
+    torch.manual_seed(0)
+    tokens = sum(branch.length for branch in BRANCHES)
+    inputs = [torch.randn(1, n, tokens, DIM).bfloat16() for n in (HEADS, groups, groups)]
+    weights = torch.randn(1, HEADS, tokens, DIM).bfloat16()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, kv_channels=DIM
+    )
+    layer, found = CausalAttention(config), []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        layout = BranchLayout(BRANCHES, torch.zeros(tokens, dtype=torch.int64, device=device))
+        attend = layout.attend if device == "cuda" else layout.attend_masked
+        qkv = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = attend(layer, *qkv)
+        gradients = torch.autograd.grad((out * weights.to(device, dtype)).sum(), qkv)
+        found.append([x.float().cpu() for x in (out, *gradients)])
+    for mine, masked in zip(*found, strict=True):
+        error = (mine - masked).norm() / masked.norm()
+        assert error < 1e-2, error
