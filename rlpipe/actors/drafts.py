@@ -20,15 +20,15 @@ TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not rea
 
 
 def make_eagle3(config: Config, start: str, trajectories: Sequence[Trajectory] = ()) -> Eagle3Trainer:
-    """The trainer of the draft in directory `start`, or of a new one where that is empty.
+    """The trainer of the draft in directory `start`, of that in `eagle3.start`, or of a new one.
 
     trajectories: their sampled tokens choose a reduced vocabulary of a new draft. Raises ValueError for a
     target the engine cannot run, or settings that do not fit it.
     """
     path = resolve(config.model.path)
     hf_config, weights = read_config(path), read_weights(path)
-    if start:
-        setting = "eagle3.start" if start == config.eagle3.start else "spec.draft_path"
+    setting = "spec.draft_path" if start else "eagle3.start"
+    if start := start or config.eagle3.start:
         draft = Eagle3.load(resolve(start), hf_config, setting)
     else:
         draft = new_draft(config, hf_config, weights, trajectories)

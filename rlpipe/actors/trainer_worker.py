@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class TrainerWorker:
         self._sender: WeightSender | None = None
         self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
         self._draft: Eagle3Trainer | None = None  # on the first rank, which sees the whole batch
-        self._draft_learns = config.trains_eagle3
+        self._draft_learns = config.trains_beside
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
@@ -54,10 +55,9 @@ class TrainerWorker:
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
-        if self._config.trains_eagle3 and self._rank == 0:
-            from rlpipe.actors.drafts import make_eagle3
-
-            self._draft = make_eagle3(self._config, self._config.spec.draft_path)
+        if self._config.trains_beside and self._rank == 0:
+            spec = self._config.spec
+            self._draft = resolve_name(spec.drafter.kind.trainer)(self._config, spec.draft_path)
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender
@@ -200,7 +200,7 @@ class TrainerWorker:
     def load(self, directory: Path) -> None:
         """Trainer state of a checkpoint directory. Raises ValueError when it is of other drafts."""
         draft = directory / "draft_trainer"
-        if draft.is_dir() != self._config.trains_eagle3:
+        if draft.is_dir() != self._config.trains_beside:
             holds, train = ("a", "online") if draft.is_dir() else ("no", "off")
             raise ValueError(
                 f"{directory} holds {holds} co-trained EAGLE-3 draft: continue with spec.drafter=eagle3 "

@@ -17,7 +17,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     """One rank, joined with the others, if any, at `master`.
 
     The draft that `mtp` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
-    has a trainer of its own (`actors.drafts`).
+    has a trainer of its own (`DrafterKind.trainer`).
     Raises ValueError for settings or models it cannot work with.
     """
     actor, steps = config.decoupled, config.run.steps
@@ -25,7 +25,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     policy = MegatronTrainer(
         config.trainer,
         config.algo,
-        MtpConfig() if actor.active or config.trains_eagle3 else config.mtp,
+        MtpConfig() if actor.active or config.trains_beside else config.mtp,
         str(resolve(config.model.path)),
         rank=rank,
         world_size=world_size,

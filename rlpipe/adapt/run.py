@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.adapt.conversations import ConversationFormat, read_conversations
@@ -32,7 +33,6 @@ from rlpipe.adapt.rollouts import own_rollouts
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
-from rlpipe.config.spec import Drafter
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.envs import check_environment
 from rlpipe.metrics.bus import MetricsBus
@@ -185,11 +185,12 @@ class Adaptation:
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
         """How an engine drafts with the draft as it is: settings, and weights to give it."""
-        if self.config.adapt.drafter is not Drafter.EAGLE3:
+        drafter = self.config.adapt.drafter
+        if not drafter.kind.draft:
             return self.config, self._trainer.export_weights()
         path = self.run_dir / "draft.evaluated"
         self._trainer.save_hf(path)
-        spec = replace(self.config.spec, drafter=Drafter.EAGLE3, draft_path=str(path))
+        spec = replace(self.config.spec, drafter=drafter, draft_path=str(path))
         return replace(self.config, spec=spec), None
 
     def _forced(self, trajectories: Sequence[Trajectory]) -> MtpStats:
@@ -222,8 +223,8 @@ class Adaptation:
 
 
 def product_name(config: Config) -> str:
-    """Directory that a finished run leaves for engines: the whole model, or an EAGLE-3 draft alone."""
-    return "draft" if config.adapt.drafter is Drafter.EAGLE3 else "model"
+    """Directory that a finished run leaves for engines: the whole model, or a draft alone."""
+    return "draft" if config.adapt.drafter.kind.draft else "model"
 
 
 def evaluations(run_dir: Path) -> Path:
@@ -295,10 +296,8 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
         lr_schedule=LrSchedule.CONSTANT,
     )
-    if config.adapt.drafter is Drafter.EAGLE3:
-        from rlpipe.actors.drafts import make_eagle3
-
-        return make_eagle3(replace(config, mtp=mtp), config.eagle3.start, trajectories)
+    if trainer := config.adapt.drafter.kind.trainer:
+        return resolve_name(trainer)(replace(config, mtp=mtp), "", trajectories)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     return MegatronTrainer(

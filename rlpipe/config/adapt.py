@@ -58,8 +58,8 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.drafter)
-        if self.drafter is Drafter.SUFFIX:
-            raise ValueError("adapt.drafter=suffix: a lookup learns nothing. Use mtp or eagle3.")
+        if self.drafter.kind.guess:
+            raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use mtp or eagle3.")
         for name in ("prompts", "samples", "batch", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"adapt.{name} must be at least 1, got {getattr(self, name)}.")

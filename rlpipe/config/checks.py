@@ -11,7 +11,6 @@ from typing import Any
 
 from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
-from rlpipe.config.eagle3 import Eagle3Shape, read_shape
 from rlpipe.config.half import Half
 from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
@@ -20,9 +19,9 @@ from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecMode
-from rlpipe.config.trainer import LrSchedule, check_parallel
+from rlpipe.config.trainer import check_parallel
 from rlpipe.models import read_architecture
-from rlpipe.models.checkpoint import read_config, require_mtp
+from rlpipe.models.checkpoint import read_config
 
 
 def check_shared_gpus(config: Config) -> None:
@@ -71,15 +70,14 @@ def check(config: Config) -> None:
     served = hf_config = read_config(resolve(config.model.path))
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)
-    if config.spec.needs_mtp:
-        require_mtp(served, config.rollout_model, config.spec.mode)
-    if config.spec.needs_eagle3:
-        read_shape(resolve(config.spec.draft_path), served)
+    if config.spec.mode is not SpecMode.NONE:
+        config.spec.drafter.kind.check_served(config, served)
     if config.algo.correction is Correction.OBRS:
         _require_sampling(config, "algo.correction=obrs compares the distributions of rollout and trainer")
     probed = config.metrics.probe.every and config.spec.needs_mtp
-    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter is Drafter.EAGLE3  # needs no MTP layer
-    learns = config.mtp.online and not (beside or config.trains_eagle3)
+    # needs no MTP layer
+    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.trainer
+    learns = config.mtp.online and not (beside or config.trains_beside)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
     trained = config.mtp.online or config.task is Task.MTP_ADAPT
@@ -88,8 +86,8 @@ def check(config: Config) -> None:
             f"mtp.objective={config.mtp.objective} verifies drafts by rejection, and rollout.temperature=0 "
             "leaves no distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
         )
-    if config.trains_eagle3:
-        check_cotrained_eagle3(config)
+    if config.trains_beside:
+        config.spec.drafter.kind.check_cotrained(config)
     if config.task is Task.RL:
         check_staleness(config)
     temperatures = (config.rollout.temperature, config.val.temperature)
@@ -114,10 +112,7 @@ def check(config: Config) -> None:
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
     if config.task is Task.MTP_ADAPT:
-        if config.adapt.drafter is Drafter.EAGLE3:
-            check_eagle3(config, hf_config)
-        else:
-            require_mtp(hf_config, config.model.path, "mtp_adapt")
+        config.adapt.drafter.kind.check_trained(config, hf_config)
         check_adapt(config)
         return
     ranks = config.trainer.world_size
@@ -229,33 +224,6 @@ def check_adapt(config: Config) -> None:
         raise ValueError(
             f"mtp_adapt trains in one process, but trainer.tp*trainer.dp={config.trainer.world_size}: set "
             "both to 1."
-        )
-
-
-def check_eagle3(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """What training an EAGLE-3 draft needs; hf_config: the target's. Raises ValueError."""
-    if config.eagle3.start:
-        read_shape(resolve(config.eagle3.start), hf_config, "eagle3.start")
-    else:
-        Eagle3Shape.for_target(hf_config, config.eagle3.layers, config.eagle3.draft_vocab)
-
-
-def check_cotrained_eagle3(config: Config) -> None:
-    """What training an EAGLE-3 draft beside the policy needs. Raises ValueError."""
-    if config.decoupled.active:
-        raise ValueError(
-            f"spec.drafter=eagle3 with mtp.train=online learns from the policy, and decoupled.path="
-            f"{config.decoupled.path!r} generates in its place: set mtp.train=off."
-        )
-    if config.mtp.lr_schedule is not LrSchedule.CONSTANT:
-        raise ValueError(
-            f"mtp.lr_schedule={config.mtp.lr_schedule}: an EAGLE-3 draft is trained at a constant learning "
-            "rate after mtp.warmup_steps. Set mtp.lr_schedule=constant."
-        )
-    if config.injection.weight_noise:
-        raise ValueError(
-            f"injection.weight_noise={config.injection.weight_noise} would disturb a co-trained EAGLE-3 "
-            "draft, its vocabulary included: set it to 0, or mtp.train=off."
         )
 
 

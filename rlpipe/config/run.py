@@ -166,9 +166,10 @@ class Config:
         return self.decoupled.path or self.model.path
 
     @property
-    def trains_eagle3(self) -> bool:
-        """Whether an EAGLE-3 draft is co-trained with the policy."""
-        return self.task is Task.RL and self.mtp.online and self.spec.needs_eagle3
+    def trains_beside(self) -> bool:
+        """Whether a draft with a trainer of its own is co-trained with the policy."""
+        trained = self.spec.needs_model and self.spec.drafter.kind.trainer
+        return self.task is Task.RL and self.mtp.online and bool(trained)
 
     @property
     def broadcasts_weights(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.drafters import DRAFTERS, DrafterKind
 
 
 class SpecMode(Choice):
@@ -18,17 +19,15 @@ class SpecMode(Choice):
     TREE = "tree"  # several drafts per position, siblings judged in rounds
 
 
-class Drafter(Choice):
-    """What proposes the drafts of a chain; verification does not know."""
-
-    MTP = "mtp"  # the checkpoint's MTP layer
-    EAGLE3 = "eagle3"  # an EAGLE-3 draft of its own directory, `spec.draft_path`
-    SUFFIX = "suffix"  # what followed the last time the text ended like this; needs no training
-
+class _Drafter(Choice):
     @property
-    def title(self) -> str:
-        """What reports and the console call it."""
-        return {"mtp": "MTP draft", "eagle3": "EAGLE-3 draft", "suffix": "suffix lookup"}[self.value]
+    def kind(self) -> DrafterKind:
+        """What it is."""
+        return DRAFTERS[self.value]
+
+
+Drafter = _Drafter("Drafter", {name.upper(): name for name in DRAFTERS}, module=__name__)
+Drafter.__doc__ = "What proposes the drafts of a chain; verification does not know. See `config.drafters`."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,8 +37,8 @@ class SpecConfig:
     mode: verification rule. gamma: drafted tokens per verify step (gamma = 3 verifies 4 tokens).
     adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
         but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
-    drafter: what drafts. Suffix drafts are certain, so rejection and block judge them as target_only does.
-    draft_path: directory of the draft, drafter eagle3 only; where mtp.train=online starts from.
+    drafter: what drafts. Looked-up drafts are certain, so rejection and block judge them as target_only does.
+    draft_path: directory of a draft that has its own (eagle3); where mtp.train=online starts from.
     suffix: most tokens of the text's end that drafter suffix looks up.
 
     >>> SpecConfig(mode="target_only").mode
@@ -68,14 +67,15 @@ class SpecConfig:
                 f"spec.adaptive=true needs a chain of drafts, got spec.mode={self.mode}: "
                 "use spec.mode=rejection, block, target_only or greedy."
             )
-        if self.drafter is Drafter.SUFFIX and self.mode is SpecMode.TREE:
+        if self.drafter.kind.guess and self.mode is SpecMode.TREE:
             raise ValueError(
-                "spec.drafter=suffix drafts one path, got spec.mode=tree: use target_only or greedy."
+                f"spec.drafter={self.drafter} drafts one path, got spec.mode=tree: use target_only or greedy."
             )
-        if bool(self.draft_path) != (self.drafter is Drafter.EAGLE3):
+        if bool(self.draft_path) != bool(self.drafter.kind.draft):
+            apart = " or ".join(name for name, kind in DRAFTERS.items() if kind.draft)
             raise ValueError(
                 f"spec.drafter={self.drafter} and spec.draft_path={self.draft_path!r}: the directory of a "
-                "draft belongs to spec.drafter=eagle3, which needs one. Set both or neither."
+                f"draft belongs to spec.drafter={apart}, which needs one. Set both or neither."
             )
         if self.suffix < 1:
             raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")
@@ -85,7 +85,7 @@ class SpecConfig:
     @property
     def needs_mtp(self) -> bool:
         """Whether an MTP layer drafts."""
-        return self.mode is not SpecMode.NONE and self.drafter is Drafter.MTP
+        return self.needs_model and not self.drafter.kind.draft
 
     @property
     def needs_eagle3(self) -> bool:
@@ -95,7 +95,7 @@ class SpecConfig:
     @property
     def needs_model(self) -> bool:
         """Whether drafts come from a model, which has a distribution q and keys to keep up."""
-        return self.needs_mtp or self.needs_eagle3
+        return self.mode is not SpecMode.NONE and self.drafter.kind.guess is None
 
     @property
     def depth(self) -> int:

@@ -53,7 +53,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
 
 def run_header(config: Config, run_dir: Path) -> Header:
     """What the console says about a run."""
-    spec, drafter = config.spec, config.spec.drafter.title
+    spec, drafter = config.spec, config.spec.drafter.kind.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
     return Header(title=config.recipe or run_dir.name, facts=facts, total_steps=config.run.steps)

@@ -154,7 +154,7 @@ def _speculation(run: RunData) -> str:
     if not isinstance(spec, dict) or not spec.get("mode"):
         return ""
     mode = str(spec["mode"]).lower()
-    drafter = Drafter(str(spec.get("drafter", "mtp"))).title
+    drafter = Drafter(str(spec.get("drafter", "mtp"))).kind.title
     return "no speculation" if mode == "none" else f"{drafter}: {mode}, gamma {spec.get('gamma', '?')}"
 
 

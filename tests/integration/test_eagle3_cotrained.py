@@ -47,7 +47,7 @@ def settings(start, tmp_path, **mtp) -> Config:
 
 
 def weights_of(engine):
-    draft = engine._model.eagle3
+    draft = engine._model.draft_model
     return {"fc.weight": draft._fc, "lm_head.weight": draft._head, "norm.weight": draft._norm}
 
 
@@ -98,7 +98,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(s
     assert first.returncode == 0, first.stdout + first.stderr
     shutil.copytree(whole, other)
     shutil.rmtree(other / "out" / "checkpoints" / "step_2")
-    refused = run(*asked, cwd=other)
+    shutil.copytree(other, tmp_path / "untrained")
+    refused = run(*asked, "run.resume=anyway", cwd=tmp_path / "untrained")
     assert refused.returncode != 0 and "mtp.train=online" in refused.stdout + refused.stderr
     second = run(*asked, *online, cwd=other, OMP_NUM_THREADS="1")
     assert second.returncode == 0, second.stdout + second.stderr

@@ -69,7 +69,7 @@ def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Eagl
         run=RunSettings(steps=steps, seed=seed),
         trainer=TrainerConfig(micro_batch_tokens=4096),
     )
-    return make_eagle3(config, config.eagle3.start, trajectories)
+    return make_eagle3(config, "", trajectories)
 
 
 def packed(trajectories, budget=4096):

@@ -55,7 +55,7 @@ def make(target, trajectories, draft=None, **mtp) -> Eagle3Trainer:
         rollout=RolloutConfig(max_context=64, device="cpu"),
         trainer=TrainerConfig(micro_batch_tokens=96),
     )
-    return make_eagle3(config, config.eagle3.start, trajectories)
+    return make_eagle3(config, "", trajectories)
 
 
 def packed(trajectories):

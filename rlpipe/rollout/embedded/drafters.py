@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from rlpipe.config.spec import Drafter, SpecConfig, SpecMode
-from rlpipe.rollout.embedded.drafting import ChainDrafting, Drafting, TreeDrafting, tree_streams
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.rollout.embedded.drafting import (
+    ChainDrafting,
+    Drafting,
+    LookupDrafting,
+    TreeDrafting,
+    tree_streams,
+)
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
-from rlpipe.rollout.embedded.suffix import SuffixDrafting
 from rlpipe.spec.sampling import Stream
 from rlpipe.spec.tree import Tree
 
@@ -15,8 +20,8 @@ def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
     """The drafting that a configuration asks for."""
     if spec.mode is SpecMode.TREE:
         return TreeDrafting(model, table, Tree.from_branching(spec.tree))
-    if spec.drafter is Drafter.SUFFIX:
-        return SuffixDrafting(model, table, spec.mode, spec.suffix)
+    if spec.drafter.kind.guess:
+        return LookupDrafting(model, table, spec)
     return ChainDrafting(model, table, spec.mode)
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlpipe.config.spec import SpecMode
+from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.embedded.model import Model, Span
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.spec.sampling import Stream, sample_cdf
@@ -181,6 +181,33 @@ class ChainDrafting(_RowDrafting):
             return verify_target_only(drafts, None, choices, coins, residual)
         rule = verify_block if self._mode is SpecMode.BLOCK else verify_chain
         return rule(drafts, draft_probs, choices, coins, residual)
+
+
+class LookupDrafting(ChainDrafting):
+    """One path of drafts without a model; see `Drafting`.
+
+    A draft is certain given the text, so q is one at it and verification is target-only's (or greedy's),
+    lossless as ever.
+    """
+
+    def __init__(self, model: Model, table: RowTable, spec: SpecConfig) -> None:
+        greedy = spec.mode is SpecMode.GREEDY
+        super().__init__(model, table, spec.mode if greedy else SpecMode.TARGET_ONLY)
+        self._spec = spec
+
+    def draft(self, decoding: int, gamma: int) -> Drafted:
+        """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
+        table, model = self._table, self._model
+        last, pending, uniforms = self._start(decoding, gamma)
+        guesses = np.zeros((decoding, gamma), np.int64)
+        if gamma:
+            for row, total in enumerate(table.total[:decoding]):
+                guesses[row] = self._spec.drafter.kind.guess(table.tokens[row, :total], gamma, self._spec)
+        positions = last[:, None] + np.arange(gamma + 1)
+        span = model.span(0, self._upload(positions), last + gamma + 1)
+        tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
+        part = Part(0, span, tokens, torch.zeros_like(pending), positions)
+        return Drafted(part, uniforms, None, list(range(gamma)))
 
 
 class TreeDrafting(_RowDrafting):

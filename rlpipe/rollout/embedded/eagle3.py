@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
 from rlpipe.drafts.eagle3 import draft_ids, read_draft
 from rlpipe.rollout.embedded.linear import Linear
-
-if TYPE_CHECKING:
-    from rlpipe.rollout.embedded.model import Model, Span
+from rlpipe.rollout.embedded.model import Model, Span
 
 
 class Eagle3Draft:
@@ -27,6 +25,8 @@ class Eagle3Draft:
 
     layers: of the target whose outputs are its features.
     """
+
+    prefix = PREFIX
 
     def __init__(self, shape: Eagle3Shape, weights: Mapping[str, torch.Tensor]) -> None:
         self._shape, self._weights = shape, weights

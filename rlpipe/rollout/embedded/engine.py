@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
-from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.spec import SpecConfig
@@ -34,7 +34,6 @@ from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, 
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting
-from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
@@ -51,7 +50,7 @@ class EmbeddedEngine:
     config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory.
     costs: seconds of a step by (batch, gamma), as measured for spec.adaptive; empty without it.
 
-    Raises ValueError for a model the engine cannot run, a missing MTP layer or EAGLE-3 draft while
+    Raises ValueError for a model the engine cannot run, a missing draft while
     speculation is on, or a context beyond the model's.
     """
 
@@ -66,11 +65,13 @@ class EmbeddedEngine:
                 f"rollout.max_context={config.max_context} exceeds the model's max_position_embeddings="
                 f"{arch.max_position}: set rollout.max_context to at most {arch.max_position}."
             )
-        eagle3 = Eagle3Draft.read(resolve(spec.draft_path), hf_config) if spec.needs_eagle3 else None
+        draft = None
+        if spec.needs_model and spec.drafter.kind.draft:
+            draft = resolve_name(spec.drafter.kind.draft).read(resolve(spec.draft_path), hf_config)
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
-        self._draft_shapes = {} if eagle3 is None else eagle3.shapes
+        self._draft = draft
         # A tied head may be left out of an update, and a draft that is not used may be sent or not.
         self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not drafts)
         if arch.tied:
@@ -85,7 +86,7 @@ class EmbeddedEngine:
             slots=config.max_context + spec.drafts + 2,
             device=torch.device(_pick_device(config.device)),
             dtype=getattr(torch, config.dtype),
-            eagle3=eagle3,
+            draft=draft,
         )
         self._build()
         self._busy_seconds = 0.0
@@ -169,12 +170,13 @@ class EmbeddedEngine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and MTP weights between two steps; returns when they are in use.
 
-        An EAGLE-3 draft that is not among them stays: what it drafts is verified against the new target.
+        A draft apart that is not among them stays: what it drafts is verified against the new target.
 
         Raises ValueError naming missing, unknown or misshapen weights; the old ones stay in use then.
         """
-        draft = self._draft_shapes if any(name.startswith(PREFIX) for name in weights) else {}
-        check_weights(weights, self._shapes | draft, self._optional)
+        draft = self._draft
+        sent = draft is not None and any(name.startswith(draft.prefix) for name in weights)
+        check_weights(weights, self._shapes | (draft.shapes if sent else {}), self._optional)
         self._call(lambda: self._load(weights, version))
 
     def stats(self) -> EngineStats:

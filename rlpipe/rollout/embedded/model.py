@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlpipe.config.eagle3 import PREFIX
 from rlpipe.models import Architecture
 from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.rollout.embedded.attention import (
@@ -31,7 +31,6 @@ from rlpipe.rollout.embedded.attention import (
     pieces_of,
     use_products,
 )
-from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
 from rlpipe.rollout.embedded.linear import Linear
 
 
@@ -94,8 +93,47 @@ class Layer:
     down: Linear
 
 
+class DraftModel(Protocol):
+    """A draft apart from the checkpoint, over the cache of a model; `eagle3.Eagle3Draft` is one.
+
+    layers: of the target whose outputs it reads. prefix: before the names of its weights where they travel
+    with the target's. shapes: of its weights, by those names.
+    """
+
+    layers: Sequence[int]
+    prefix: str
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def attach(self, model: Model) -> None:
+        """Bring the weights to the model's device and layout."""
+        ...
+
+    def load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights, by the names of the draft's checkpoint."""
+        ...
+
+    def step(
+        self,
+        model: Model,
+        tokens: torch.Tensor,
+        state: torch.Tensor,
+        spans: Sequence[Span],
+        selects: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Draft one token a row; see `Model.draft`."""
+        ...
+
+    def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, H] of each layer in `layers` -> what the first step reads."""
+        ...
+
+    def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, V] of the target's vocabulary."""
+        ...
+
+
 class Model:
-    """Target and (optionally) one draft, the MTP layer or an EAGLE-3 draft, over one KV cache.
+    """Target and (optionally) one draft, the MTP layer or one apart, over one KV cache.
 
     The cache is [layers (+ 1 for the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
     The draft's live in the last layer.
@@ -111,9 +149,9 @@ class Model:
         slots: int,
         device: torch.device,
         dtype: torch.dtype,
-        eagle3: Eagle3Draft | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
-        self.arch, self.mtp, self.eagle3, self.device, self.dtype = arch, mtp, eagle3, device, dtype
+        self.arch, self.mtp, self.draft_model, self.device, self.dtype = arch, mtp, draft, device, dtype
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -134,16 +172,16 @@ class Model:
         half = arch.head_dim // 2
         self._interleave = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
         self.load(weights)
-        if eagle3 is not None:
-            eagle3.attach(self)
+        if draft is not None:
+            draft.attach(self)
 
     @property
     def drafts(self) -> bool:
         """Whether a layer drafts, which has keys to keep up."""
-        return self.mtp or self.eagle3 is not None
+        return self.mtp or self.draft_model is not None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights; the cache stays, and an EAGLE-3 draft whose weights are not among them.
+        """Replace all weights; the cache stays, and a draft apart whose weights are not among them.
 
         Check names and shapes before.
         """
@@ -158,9 +196,11 @@ class Model:
             self.mtp_token_norm = get(f"{MTP_PREFIX}token_layernorm.weight")
             self.mtp_hidden_norm = get(f"{MTP_PREFIX}hidden_layernorm.weight")
             self.mtp_final_norm = get(f"{MTP_PREFIX}final_layernorm.weight")
-        draft = {name.removeprefix(PREFIX): w for name, w in weights.items() if name.startswith(PREFIX)}
-        if draft and self.eagle3 is not None:
-            self.eagle3.load(self, draft)
+        if self.draft_model is not None:
+            prefix = self.draft_model.prefix
+            draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+            if draft:
+                self.draft_model.load(self, draft)
 
     def span(
         self,
@@ -210,11 +250,11 @@ class Model:
         self, tokens: torch.Tensor, spans: Sequence[Span]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `forward`; returns also what `draft` reads of these tokens [N, H]: the same, or features."""
-        if self.eagle3 is None:
+        if self.draft_model is None:
             hidden = self.forward(tokens, spans)
             return hidden, hidden
-        hidden, features = self._backbone(tokens, spans, self.eagle3.layers)
-        return hidden, self.eagle3.fuse(features)
+        hidden, features = self._backbone(tokens, spans, self.draft_model.layers)
+        return hidden, self.draft_model.fuse(features)
 
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
@@ -248,8 +288,8 @@ class Model:
         [B] int64, the one token of each row to carry on from (keys of all tokens are written all the same).
         Returns [N, H], or [sum B, H].
         """
-        if self.eagle3 is not None:
-            return self.eagle3.step(self, tokens, hidden, spans, selects)
+        if self.draft_model is not None:
+            return self.draft_model.step(self, tokens, hidden, spans, selects)
         embedded = self.norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)
         x = self.mtp_input(torch.cat((self.norm(hidden, self.mtp_hidden_norm), embedded), -1))
         return self.norm(self.run_draft_layer(self.mtp_layer, x, spans, selects), self.mtp_final_norm)
@@ -274,7 +314,7 @@ class Model:
 
     def draft_logits(self, state: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V], of states that `draft` returned."""
-        return self.head(state) if self.eagle3 is None else self.eagle3.logits(self, state)
+        return self.head(state) if self.draft_model is None else self.draft_model.logits(self, state)
 
     def _run(
         self,

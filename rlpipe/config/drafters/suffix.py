@@ -1,0 +1,40 @@
+"""Drafts without a model: what followed the last time the text ended like this (prompt lookup).
+
+Costs no pass and no training; pays where text repeats itself, as edits of a file do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlpipe.config.drafters import DrafterKind
+
+
+def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
+    """`count` tokens guessed to follow `tokens` [T >= 1]: those after the last occurrence of its suffix.
+
+    The longest suffix of at most `longest` tokens that occurs before counts; a guess that reaches the end of
+    the text goes on in its own tokens, so that a period is kept up. Without an occurrence the last token is
+    repeated.
+
+    >>> continue_suffix(np.array([5, 6, 7, 8, 5, 6]), longest=3, count=3).tolist()
+    [7, 8, 5]
+    >>> continue_suffix(np.array([1, 2, 1, 2, 1]), longest=3, count=4).tolist()
+    [2, 1, 2, 1]
+    """
+    length = len(tokens)
+    source = length - 1
+    for size in range(min(longest, length - 1), 0, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
+        found = np.flatnonzero((windows == tokens[length - size :]).all(1))
+        if len(found):
+            source = int(found[-1]) + size
+            break
+    period = length - source
+    return tokens[source + np.arange(count) % period]
+
+
+DRAFTER = DrafterKind(
+    title="suffix lookup",
+    guess=lambda tokens, count, spec: continue_suffix(tokens, spec.suffix, count),
+)
