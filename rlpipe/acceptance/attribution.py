@@ -33,7 +33,7 @@ from math import hypot
 import numpy as np
 
 from rlpipe.acceptance.decomposition import LEVEL
-from rlpipe.acceptance.regression import Estimate, detrended, error_of_mean
+from rlpipe.acceptance.regression import Estimate, clustered_error, detrended, error_of_mean
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,11 +74,6 @@ class Attribution:
     def parts(self) -> dict[str, Estimate]:
         """The four parts by name."""
         return {name: getattr(self, name) for name in ("entropy", "mismatch", "staleness", "contexts")}
-
-    def largest(self) -> str | None:
-        """The part whose interval excludes 0 and that is largest; None when there is none."""
-        sure = {name: abs(p.value) for name, p in self.parts().items() if not p.covers(0.0)}
-        return max(sure, key=sure.__getitem__, default=None)
 
 
 def attribute(
@@ -134,17 +129,15 @@ def cross_section(
     entropy against those of low, which need not equal the slope between steps. acceptance, entropy: [n].
     clusters: [n] labels. Raises ValueError for less than 3 clusters, or equal entropies.
     """
-    labels, members = np.unique(clusters, return_inverse=True)
+    groups = len(np.unique(clusters))
     centred = entropy - entropy.mean()
     power = float(centred @ centred)
-    if len(labels) < 3 or power == 0:
+    if groups < 3 or power == 0:
         raise ValueError(
-            f"a slope across contexts needs 3 trajectories whose entropy varies, got {len(labels)}: raise "
+            f"a slope across contexts needs 3 trajectories whose entropy varies, got {groups}: raise "
             "metrics.probe.contexts."
         )
     value = float(centred @ acceptance) / power
     scores = centred * (acceptance - acceptance.mean() - value * centred)
-    sums = np.bincount(members, weights=scores)
-    groups = len(labels)
-    se = float(np.sqrt(groups / (groups - 1) * (sums @ sums))) / power
+    se = clustered_error(scores, clusters) / power
     return Estimate(value=value, se=se, df=groups - 1, level=level)

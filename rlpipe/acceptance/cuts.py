@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from rlpipe.acceptance.decomposition import ENTROPY, LENGTH, paired
 from rlpipe.acceptance.probe import COLUMNS, ProbeTable
-from rlpipe.acceptance.regression import Estimate, robust_slope
+from rlpipe.acceptance.regression import Estimate, clustered_error, robust_slope
 from rlpipe.acceptance.token_class import sampled_spans, token_classes
 from rlpipe.config.spec import SpecConfig
 from rlpipe.metrics.runs import RunData
@@ -122,10 +122,8 @@ def _entropy_bin(number: int) -> str:
 def _cut(drafts: Judged, chosen: np.ndarray, label: str) -> Cut:
     kept, count = drafts.kept[chosen].astype(float), int(chosen.sum())
     rate = float(kept.mean())
-    _, members = np.unique(drafts.trajectory[chosen], return_inverse=True)
-    sums = np.bincount(members, weights=kept - rate)
-    groups = len(sums)
-    se = sqrt(groups / (groups - 1) * float(sums @ sums)) / count if groups > 1 else None
+    error = clustered_error(kept - rate, drafts.trajectory[chosen])
+    se = None if isnan(error) else error / count
     return Cut(label=label, rate=rate, se=se, judged=count, entropy=float(drafts.entropy[chosen].mean()))
 
 

@@ -13,14 +13,14 @@ The slope across contexts is per *token* (an uncertain place against a sure one)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import hypot
 
 import numpy as np
 
 from rlpipe.acceptance.attribution import Attribution, Evaluations, attribute, cross_section
 from rlpipe.acceptance.decomposition import LEVEL, Decomposition
 from rlpipe.acceptance.probe import ProbeTable, read_probes
-from rlpipe.acceptance.regression import Estimate
+from rlpipe.acceptance.regression import Estimate, clustered_error
 from rlpipe.metrics.runs import RunData
 
 RULES = ("rejection", "target_only")
@@ -55,7 +55,7 @@ def decompose_between(before: Pooled, after: Pooled, steps: tuple[int, int], lev
     of_slope = abs(float(moved.mean())) * slope.se
 
     def part(values: np.ndarray, extra: float) -> Estimate:
-        error = hypot(_clustered(values, before.clusters), extra)
+        error = hypot(clustered_error(values - values.mean(), before.clusters) / len(values), extra)
         return Estimate(value=float(values.mean()), se=error, df=slope.df, level=level)
 
     return Decomposition(
@@ -113,11 +113,3 @@ def attribute_run(run: RunData, *, window: int = 3, level: float = LEVEL) -> Att
     names = ("observed", "current", "entropy", "fixed", "fixed_entropy")
     series = dict(zip(names, np.array(rows, dtype=float).T, strict=True))
     return attribute(Evaluations(**series), slope, early=window, window=window, level=level)
-
-
-def _clustered(values: np.ndarray, clusters: np.ndarray) -> float:
-    """Standard error of a mean over correlated contexts (CR1)."""
-    labels, members = np.unique(clusters, return_inverse=True)
-    sums = np.bincount(members, weights=values - values.mean())
-    groups = len(labels)
-    return sqrt(groups / (groups - 1) * float(sums @ sums)) / len(values)

@@ -19,12 +19,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import sqrt
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlpipe.acceptance.regression import clustered_error
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.rollouts import Recorder, forget_after, rollout_record, step_file, step_files
@@ -238,16 +239,14 @@ def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
     if not len(lines):
         return {}
     kept, expected, count = lines[:, 2].sum(), lines[:, 3].sum(), len(lines)
-    gaps = np.bincount(lines[:, 0].astype(int), weights=lines[:, 2] - lines[:, 3])
-    clusters = len(np.unique(lines[:, 0]))
+    error = clustered_error(lines[:, 2] - lines[:, 3], lines[:, 0]) / count
     found: dict[str, Value] = {
         "probe/visited/observed_rate": Ratio(kept, count),
         "probe/visited/current_rate": Ratio(expected, count),
         "probe/staleness": Last((kept - expected) / count),
     }
-    if clusters > 1:
-        spread = sqrt(clusters / (clusters - 1) * float(gaps @ gaps)) / count
-        found["probe/staleness_se"] = Last(spread)
+    if not isnan(error):
+        found["probe/staleness_se"] = Last(error)
     return found
 
 

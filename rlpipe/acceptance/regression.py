@@ -137,6 +137,13 @@ def error_of_mean(values: np.ndarray, *, fitted: int = 1) -> float:
     return sqrt(float(values @ values) / (n - fitted) / n * (1 + r) / (1 - r))
 
 
+def clustered_error(residuals: np.ndarray, clusters: np.ndarray) -> float:
+    """Standard error of a sum of residuals that are correlated within clusters (CR1); nan for one cluster."""
+    labels, members = np.unique(clusters, return_inverse=True)
+    sums, groups = np.bincount(members, weights=residuals), len(labels)
+    return sqrt(groups / (groups - 1) * float(sums @ sums)) if groups > 1 else nan
+
+
 def detrended(values: np.ndarray) -> np.ndarray:
     """What a straight line over time leaves of a series (3 points or more; else the mean)."""
     degree = 1 if len(values) > 2 else 0

@@ -106,7 +106,8 @@ def _read(table: Mapping[str, Any]) -> tuple[tuple[Section, ...], dict[str, tupl
 
 # An event is often raised on a failure path, so a kind that is not in EVENTS is recorded (as info, unless a
 # level is given), never refused.
-SECTIONS, EVENTS = _read(tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text("utf-8")))
+_TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text("utf-8"))
+SECTIONS, EVENTS = _read(_TABLE)
 _extensions: list[Metric] = []
 
 
@@ -170,24 +171,7 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
 
 def reference_page() -> str:
     """docs/metrics.md, generated: every declaration in one table per section."""
-    parts = ", ".join(f"`name/{part}`" for part in SKETCH_PARTS)
-    lines = [
-        "# Metrics",
-        "",
-        "Generated from `rlpipe/metrics/catalogue.toml` by "
-        "`python -m rlpipe.metrics.names > docs/metrics.md`; edit there.",
-        "",
-        "`metrics.jsonl` has one object per line: `training/global_step`, `time` (seconds since 1970) and "
-        "the metrics below. A metric that was not observed in a step is absent; one that was NaN or "
-        "infinite is `null`. When a step has several lines (late validation, a resumed run) the later line "
-        "wins, name by name.",
-        "",
-        "Kinds say how the parts from actors and micro-batches are reduced: *average* is Σ / Σ, never a "
-        "mean of means; *last* keeps the latest reading. A *histogram* is recorded as "
-        '`{"edges": [n + 1], "counts": [n]}`; a *sketch* as one number for each of '
-        f"{parts}, quantiles within 1%; *spans* are in `trace.json.gz` alone. "
-        "Names marked `*` are verl's.",
-    ]
+    lines = [_TABLE["page"]["opening"].rstrip()]
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", f"Produced by: {section.metrics[0].produced_by}. "]
         lines[-1] += f"Source: {section.metrics[0].source}."
@@ -195,12 +179,7 @@ def reference_page() -> str:
         for m in section.metrics:
             star = "\\*" if m.source == "verl" else ""
             lines.append(f"| `{m.name}`{star} | {m.kind} | {m.unit} | {m.definition} |")
-    lines += [
-        "",
-        "## Events",
-        "",
-        "`events.jsonl` has one object per line: `time`, `kind`, `level` and fields.",
-    ]
+    lines += ["", "## Events", "", _TABLE["page"]["events"]]
     lines += ["", "| kind | level | meaning |", "|---|---|---|"]
     lines += [f"| `{kind}` | {level} | {meaning} |" for kind, (level, meaning) in EVENTS.items()]
     return "\n".join(lines) + "\n"

@@ -62,17 +62,11 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
     return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
 
 
-def _splits(runs: Sequence[RunData]) -> list[str]:
+def splits(*runs: RunData) -> list[str]:
     """Held-out sets other than the one reported as val/reward."""
-    names = {
-        n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.endswith("/reward")
-    }
-    primary = {s for s in names if all(_same(r, s) for r in runs)}
-    return sorted(names - primary)
-
-
-def _same(run: RunData, split: str) -> bool:
-    return run.series(f"val/{split}/reward") == run.series("val/reward")
+    names = {n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.count("/") == 2}
+    rewards = {name: [run.series(f"val/{name}/reward") for run in runs] for name in names}
+    return sorted(name for name in names if rewards[name] != [run.series("val/reward") for run in runs])
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:
@@ -88,8 +82,8 @@ def _reward(runs: Sequence[RunData]) -> Figure:
             traces.append(line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
-        splits = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in _splits(runs))]
-        for m, (prefix, words) in enumerate(splits if one else splits[:1], 1):
+        sets = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs))]
+        for m, (prefix, words) in enumerate(sets if one else sets[:1], 1):
             traces += line_with_errors(run, f"{prefix}/reward", f"{label}{words}", n + m if one else n)
     return Figure(
         title="Reward",

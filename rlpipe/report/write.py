@@ -25,7 +25,7 @@ from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level, declared
 from rlpipe.metrics.runs import RunData, dump, load_run
 from rlpipe.report.drawing import SECTIONS, WHY, Figure
-from rlpipe.report.figures import figures, window
+from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
@@ -194,12 +194,13 @@ def _notices(run: RunData) -> str:
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
     """(label, big text as HTML, small text) of everything worth a card."""
-    cards = [_validation_card(run, "val", "Validation reward")]
-    splits = sorted({n.split("/")[1] for n in run.names() if n.startswith("val/") and n.count("/") == 2})
-    for split in splits:
-        if run.series(f"val/{split}/reward") != run.series("val/reward"):
-            cards.append(_validation_card(run, f"val/{split}", f"Validation: {split.replace('_', ' ')}"))
-    cards += [_adaptation_card(run, domain, modes[0]) for domain, modes in held_out(run).items()]
+    measured = {"val/reward": "Validation reward"}
+    for split in splits(run):
+        measured[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
+    for domain, (mode, *_) in held_out(run).items():
+        words = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
+        measured[f"adapt/{domain}/{mode}/acceptance_length"] = f"Acceptance length: {words}"
+    cards = [_measured_card(run, name, label) for name, label in measured.items()]
     cards += [
         _gauge_card(run, "spec/acceptance_length", "Acceptance length", ".2f", "tokens a verify step"),
         _gauge_card(run, "perf/tokens_per_s/rollout", "Rollout tokens / s", ",.0f", "of a busy engine"),
@@ -215,15 +216,6 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
     small = f"warnings {run.count(Level.WARNING)} · masked {masked} · retries {retries}"
     cards.append(("Faults", str(run.count(Level.FAULT)), small))
     return [card for card in cards if card is not None]
-
-
-def _validation_card(run: RunData, prefix: str, label: str) -> tuple[str, str, str] | None:
-    return _measured_card(run, f"{prefix}/reward", label)
-
-
-def _adaptation_card(run: RunData, domain: str, mode: str) -> tuple[str, str, str] | None:
-    label = f"Acceptance length: {domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
-    return _measured_card(run, f"adapt/{domain}/{mode}/acceptance_length", label)
 
 
 def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
@@ -267,20 +259,16 @@ def _comparison(runs: Sequence[RunData]) -> str:
     labels = list(dict.fromkeys(label for summary in summaries for label in summary))
     smalls = {label: {s[label][1] for s in summaries if label in s} for label in labels}
     shared = {label: next(iter(texts)) for label, texts in smalls.items() if len(texts) == 1}
-    titles = [f'{label}<br><span class="small">{escape(shared.get(label, ""))}</span>' for label in labels]
+    titles = [
+        f'{escape(label)}<br><span class="small">{escape(shared.get(label, ""))}</span>' for label in labels
+    ]
     rows = []
     for n, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
-        name = f'<span class="swatch" data-n="{n}"></span><b>{escape(run.name)}</b><br>{_badge(run)}'
-        cells = [summary.get(label, ("–", "")) for label in labels]
-        own = [
-            "" if label in shared else escape(small) for label, (_, small) in zip(labels, cells, strict=True)
-        ]
-        rows.append(
-            [
-                name,
-                *(f'{big}<br><span class="small">{s}</span>' for (big, _), s in zip(cells, own, strict=True)),
-            ]
-        )
+        row = [f'<span class="swatch" data-n="{n}"></span><b>{escape(run.name)}</b><br>{_badge(run)}']
+        for label in labels:
+            big, small = summary.get(label, ("–", ""))
+            row.append(f'{big}<br><span class="small">{"" if label in shared else escape(small)}</span>')
+        rows.append(row)
     return f'<div class="runs">{_table(["run", *titles], rows)}</div>'
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpipe.metrics import names
+from rlpipe.metrics.distributions import SKETCH_PARTS
 from rlpipe.metrics.names import Kind, Metric, declare, declared, metrics, reference_page
 from rlpipe.metrics.values import Last, Mean, Ratio, Sum
 
@@ -87,3 +88,4 @@ def test_the_reference_page_is_up_to_date() -> None:
 def test_the_reference_page_lists_every_name() -> None:
     page = reference_page()
     assert [m.name for m in metrics() if f"| `{m.name}`" not in page] == []
+    assert ", ".join(f"`name/{part}`" for part in SKETCH_PARTS) in page

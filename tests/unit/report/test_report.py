@@ -382,6 +382,13 @@ def test_an_adaptation_shows_acceptance_on_each_held_out_set_with_intervals(tmp_
     assert "Acceptance length: swe.held families, rejection" in text and "2.000 → 3.500" in text
 
 
+def test_a_name_in_the_records_is_text_wherever_it_stands(run: Path, tmp_path: Path) -> None:
+    odd = make_run(tmp_path / "odd", **{"val/<i>odd/reward": 0.4})
+    for runs in ([odd], [run, odd]):
+        page = page_of(runs, tmp_path / "odd.html")
+        assert "<i>odd" in page.text and "<i>" not in page.source
+
+
 def test_adaptations_are_compared_with_a_colour_each(tmp_path: Path) -> None:
     runs = [adapting(tmp_path / "first"), adapting(tmp_path / "second")]
     traces = figure_of(runs, "Acceptance on held-out sets").traces
