@@ -18,7 +18,7 @@ MtpObjective = Choice(
     {name.upper(): name for folder in ("supervised", "windows") for name in _names(folder)},
     module=__name__,
 )
-MtpObjective.__doc__ = "What a draft is trained to minimise; each is defined in the file of its name."
+"""What a draft is trained to minimise; each is defined in the file of its name."""
 SUPERVISED = [MtpObjective(name) for name in _names("supervised")]  # learn from given text
 
 

@@ -27,7 +27,7 @@ class _Drafter(Choice):
 
 
 Drafter = _Drafter("Drafter", {name.upper(): name for name in DRAFTERS}, module=__name__)
-Drafter.__doc__ = "What proposes the drafts of a chain; verification does not know. See `config.drafters`."
+"""What proposes the drafts of a chain; verification does not know. See `config.drafters`."""
 
 
 @dataclass(slots=True, kw_only=True)
