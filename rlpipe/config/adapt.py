@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.env import EnvConfig, EnvName
+from rlpipe.config.limits import at_least, share
 from rlpipe.config.spec import Drafter, SpecMode
 
 CHAINS = [SpecMode.REJECTION.value, SpecMode.TARGET_ONLY.value, SpecMode.BLOCK.value]
@@ -60,15 +61,9 @@ class AdaptConfig:
         self.drafter = Drafter(self.drafter)
         if self.drafter.kind.guess:
             raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use mtp or eagle3.")
-        for name in ("prompts", "samples", "batch", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"adapt.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("eval_every", "eval_prompts", "eval_offset"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"adapt.{name} must be 0 or more, got {getattr(self, name)}.")
-        for name in ("warmup", "context_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"adapt.{name} is a share, 0..1, got {getattr(self, name)}.")
+        at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
+        at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_offset")
+        share(self, "adapt", "warmup", "context_weight")
         asked = set(self.eval_modes)
         if not asked or asked - set(CHAINS) or len(asked) < len(self.eval_modes):
             raise ValueError(

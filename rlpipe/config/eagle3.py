@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.limits import at_least
 from rlpipe.models.base import rope_theta
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -36,10 +37,7 @@ class Eagle3Config:
     start: str = ""
 
     def __post_init__(self) -> None:
-        if self.draft_vocab < 0:
-            raise ValueError(
-                f"eagle3.draft_vocab={self.draft_vocab} is negative: name a number of tokens, or 0 for all."
-            )
+        at_least(0, self, "eagle3", "draft_vocab", remedy="0 takes all tokens")
         if self.start and (self.layers or self.draft_vocab):
             raise ValueError(
                 f"eagle3.start={self.start!r} settles layers and vocabulary, and eagle3.layers="

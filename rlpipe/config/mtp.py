@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, learning_rates
 from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.models.checkpoint import has_mtp
@@ -47,13 +48,10 @@ class MtpConfig:
         self.objective = MtpObjective(self.objective)
         self.anchors = AnchorWeighting(self.anchors)
         self.lr_schedule = LrSchedule(self.lr_schedule)
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"mtp: 0 <= min_lr <= lr is required, got min_lr={self.min_lr}, lr={self.lr}.")
-        for name, least in (("depths", 1), ("interval", 1), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"mtp.{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.clip_grad < 0:
-            raise ValueError(f"mtp.clip_grad must be >= 0 (0 switches clipping off), got {self.clip_grad}.")
+        learning_rates(self, "mtp")
+        at_least(1, self, "mtp", "depths", "interval")
+        at_least(0, self, "mtp", "warmup_steps")
+        at_least(0, self, "mtp", "clip_grad", remedy="0 switches clipping off")
 
     @property
     def online(self) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.config.limits import at_least, positive, share
+
 
 @dataclass(slots=True, kw_only=True)
 class PpowConfig:
@@ -41,18 +43,8 @@ class PpowConfig:
     expected_reward: bool = False
 
     def __post_init__(self) -> None:
-        if self.group_size < 2:
-            raise ValueError(
-                f"ppow.group_size={self.group_size}: a window is compared with its siblings, use at least 2."
-            )
-        for name in ("clip", "tolerance"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"ppow.{name}={getattr(self, name)} must be greater than 0.")
-        for name in ("kl_coef", "draft_cost", "proximity"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"ppow.{name}={getattr(self, name)} must not be negative; 0 turns it off.")
-        if self.windows < 1:
-            raise ValueError(f"ppow.windows={self.windows}: at least one window is drawn per trajectory.")
-        for name in ("hard_start", "hard_end"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"ppow.{name}={getattr(self, name)} is a share: choose it from 0 to 1.")
+        at_least(2, self, "ppow", "group_size", remedy="a window is compared with its siblings")
+        at_least(1, self, "ppow", "windows")
+        positive(self, "ppow", "clip", "tolerance")
+        at_least(0, self, "ppow", "kl_coef", "draft_cost", "proximity", remedy="0 turns it off")
+        share(self, "ppow", "hard_start", "hard_end")

@@ -60,9 +60,9 @@ def test_pipeline_parallelism_is_refused_with_the_remedy():
         (lambda: AlgoConfig(kl_coef=-0.1), r"algo.kl_coef=-0.1 must be at least 0"),
         (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be at least 1"),
         (lambda: AlgoConfig(loss_agg=LossAgg.SEQ_MEAN_TOKEN_SUM_NORM), r"loss_scale_factor, which is None"),
-        (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"min_lr=1.0, lr=0.0"),
-        (lambda: MtpConfig(depths=0), r"mtp.depths must be at least 1, got 0"),
-        (lambda: MtpConfig(interval=0), r"mtp.interval must be at least 1, got 0"),
+        (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"mtp.min_lr=1.0 must lie in 0..mtp.lr=0.0"),
+        (lambda: MtpConfig(depths=0), r"mtp.depths=0 must be at least 1"),
+        (lambda: MtpConfig(interval=0), r"mtp.interval=0 must be at least 1"),
         (lambda: check_draft(MtpConfig(), MODEL, "here"), r"'here' has no MTP layer .* mtp.train=off"),
         (
             lambda: check_draft(MtpConfig(depths=3), MODEL | {"num_nextn_predict_layers": 2}, "here"),
