@@ -133,10 +133,7 @@ class WindowTraining:
         None where no turn is long enough for a window.
         """
         found = self.rollout(text, step)
-        if found is None:
-            return None
-        verdict = found.logprobs, found.tokens, found.judged, found.drawn.scores
-        return self._loss(*verdict, self.hard_share(step), self._config)
+        return None if found is None else self._loss(found, self.hard_share(step), self._config)
 
     def hard_share(self, step: int) -> float:
         """Share of windows drawn by their score in the update after `step` others."""
@@ -150,128 +147,81 @@ class WindowTraining:
             return None
         with torch.no_grad():
             scores = window_scores(text.criticality(), self._depths).cpu()
-        drawn = draw_windows(
-            scores,
-            whole,
-            text.owners,
-            text.rows,
-            self._config,
-            hard=self.hard_share(step),
-            depths=self._depths,
-            seed=self._seed,
-            step=step,
-        )
+        drawn = self._drawn(text, scores, whole, step)
         device = text.start(drawn, self._config.group_size)
-        tokens, log_q = self._drafted(text, drawn.draft_uniforms.to(device))
-        with torch.no_grad():
-            judged = self._judged(text, tokens, log_q.detach(), drawn.coins.to(device))
-        return Rollout(text=text, drawn=drawn, tokens=tokens, logprobs=log_q, judged=judged)
-
-    def _drafted(self, text: WindowDrafter, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [W, G, K] and logprobs [W, G, K, V] of the drafter at each."""
+        uniforms = drawn.draft_uniforms.to(device)
         tokens: list[torch.Tensor] = []
         logprobs: list[torch.Tensor] = []
         for depth in range(self._depths):
             logprobs.append(text.draft(tokens[-1] if depth else None))
-            tokens.append(sampled(logprobs[-1], uniforms[..., depth]))
-        return torch.stack(tokens, 2), torch.stack(logprobs, 2)
+            tokens.append(_sampled(logprobs[-1], uniforms[..., depth]))
+        drafts, log_q = torch.stack(tokens, 2), torch.stack(logprobs, 2)
+        with torch.no_grad():
+            judged = self._judged(text, drafts, log_q.detach(), drawn.coins.to(device))
+        return Rollout(text=text, drawn=drawn, tokens=drafts, logprobs=log_q, judged=judged)
+
+    def _drawn(self, text: WindowDrafter, scores: torch.Tensor, whole: torch.Tensor, step: int) -> Drawn:
+        """`ppow.windows` windows of each trajectory that has any.
+
+        scores: [R, S >= 1] of the window at each anchor. whole: [R, >= S] bool, all drafts of the window lie
+        within the turn; some do. On the CPU.
+        """
+        config, cells, owned, chosen, uniforms = self._config, [], [], [], []
+        for owner in np.unique(text.owners):
+            mine = whole[:, : scores.shape[1]] & torch.from_numpy(text.owners == owner)[:, None]
+            if not mine.any():
+                continue
+            generator = _generator(self._seed, step, int(text.rows[owner]))
+            drawn = sample_windows(scores[mine], config.windows, self.hard_share(step), generator)
+            cells.append(mine.nonzero()[drawn].numpy())
+            owned += [owner] * len(drawn)
+            chosen.append(scores[mine][drawn])
+            size = (2, len(drawn), config.group_size, self._depths)
+            uniforms.append(torch.rand(size, generator=generator, dtype=torch.float64))
+        turns, columns = np.concatenate(cells).T
+        draft_uniforms, coins = torch.cat(uniforms, 1)
+        return Drawn(
+            owners=np.array(owned),
+            turns=turns,
+            columns=columns,
+            scores=torch.cat(chosen),
+            draft_uniforms=draft_uniforms,
+            coins=coins,
+        )
 
     def _judged(
         self, text: WindowDrafter, tokens: torch.Tensor, log_q: torch.Tensor, coins: torch.Tensor
     ) -> Judged:
         """Verification of the windows, and what they earn."""
-        first = text.first()
+        config, first = self._config, text.first()
         log_p = torch.cat((first[:, None, None].expand(-1, tokens.shape[1], -1, -1), text.read(tokens)), 2)
-        greedy = None
-        if self._config.proximity:
+        verdict = verify_chain(
+            tokens.flatten(0, 1),
+            log_q.flatten(0, 1).exp(),
+            log_p.flatten(0, 1).exp(),
+            coins.flatten(0, 1),
+            torch.zeros_like(coins[..., 0]).flatten(),  # what follows the window is not asked for
+        )
+        accepted = verdict.num_accepted.view(tokens.shape[:2])
+        gap = torch.zeros_like(accepted, dtype=torch.float32)
+        if config.proximity:
             largest, token = first.max(-1)
             best = [largest]
             for _ in range(1, self._depths):
                 largest, token = text.greedy(token).max(-1)
                 best.append(largest)
-            greedy = torch.stack(best, 1)
-        cost = self._config.draft_cost or text.draft_cost
-        return judge_windows(tokens, log_q, log_p, coins, greedy, self._config, cost)
+            gap = proximity_gap(torch.stack(best, 1)[:, None], logprobs_of(log_p[:, :, :-1], tokens))
+        cost = config.draft_cost or text.draft_cost
+        rules = {"draft_cost": cost, "proximity": config.proximity, "tolerance": config.tolerance}
+        if config.expected_reward:
+            rewards = expected_reward(verdict.accept_prob.view_as(tokens), gap, **rules)
+        else:
+            rewards = window_reward(accepted, gap, **rules)
+        close = (accepted == 0) & (gap < config.tolerance) & (config.proximity > 0)
+        return Judged(logprobs=log_p[:, :, :-1], num_accepted=accepted, rewards=rewards, close=close)
 
 
-def draw_windows(
-    scores: torch.Tensor,
-    whole: torch.Tensor,
-    owners: np.ndarray,
-    rows: np.ndarray,
-    config: PpowConfig,
-    *,
-    hard: float,
-    depths: int,
-    seed: int,
-    step: int,
-) -> Drawn:
-    """`ppow.windows` windows of each trajectory that has any, a share `hard` of them by score.
-
-    scores: [R, S >= 1] of the window at each anchor of R turns. whole: [R, >= S] bool, all drafts of the
-    window lie within the turn; some do. owners: [R] row of the micro-batch each turn is of. rows: number of
-    each row's trajectory in the batch, which with seed and step settles its randomness. On the CPU.
-    """
-    cells, owned, chosen, uniforms = [], [], [], []
-    for owner in np.unique(owners):
-        mine = whole[:, : scores.shape[1]] & torch.from_numpy(owners == owner)[:, None]
-        if not mine.any():
-            continue
-        generator = _generator(seed, step, int(rows[owner]))
-        drawn = sample_windows(scores[mine], config.windows, hard, generator)
-        cells.append(mine.nonzero()[drawn].numpy())
-        owned += [owner] * len(drawn)
-        chosen.append(scores[mine][drawn])
-        size = (2, len(drawn), config.group_size, depths)
-        uniforms.append(torch.rand(size, generator=generator, dtype=torch.float64))
-    turns, columns = np.concatenate(cells).T
-    draft_uniforms, coins = torch.cat(uniforms, 1)
-    return Drawn(
-        owners=np.array(owned),
-        turns=turns,
-        columns=columns,
-        scores=torch.cat(chosen),
-        draft_uniforms=draft_uniforms,
-        coins=coins,
-    )
-
-
-def judge_windows(
-    tokens: torch.Tensor,
-    log_q: torch.Tensor,
-    log_p: torch.Tensor,
-    coins: torch.Tensor,
-    greedy: torch.Tensor | None,
-    config: PpowConfig,
-    draft_cost: float,
-) -> Judged:
-    """Verification of W windows of G siblings with K drafts each, and what they earn.
-
-    tokens: [W, G, K]. log_q: [W, G, K, V] of the drafter. log_p: [W, G, K + 1, V] of the target. coins:
-    [W, G, K]. greedy: [W, K] the target's, along the window it would write greedily; None without R_dist.
-    draft_cost: c of the reward.
-    """
-    verdict = verify_chain(
-        tokens.flatten(0, 1),
-        log_q.flatten(0, 1).exp(),
-        log_p.flatten(0, 1).exp(),
-        coins.flatten(0, 1),
-        torch.zeros_like(coins[..., 0]).flatten(),  # what follows the window is not asked for
-    )
-    accepted = verdict.num_accepted.view(tokens.shape[:2])
-    gap = torch.zeros_like(accepted, dtype=torch.float32)
-    if greedy is not None:
-        gap = proximity_gap(greedy[:, None], logprobs_of(log_p[:, :, :-1], tokens))
-    rules = {"draft_cost": draft_cost, "proximity": config.proximity, "tolerance": config.tolerance}
-    if config.expected_reward:
-        rewards = expected_reward(verdict.accept_prob.view_as(tokens), gap, **rules)
-    else:
-        rewards = window_reward(accepted, gap, **rules)
-    close = (accepted == 0) & (gap < config.tolerance) & (config.proximity > 0)
-    return Judged(logprobs=log_p[:, :, :-1], num_accepted=accepted, rewards=rewards, close=close)
-
-
-def sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def _sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """A token of each distribution, [W, G, V] and [W, G] -> [W, G]."""
     probs = logprobs.detach().flatten(0, 1).exp()
     return sample_cdf(probs, uniforms.flatten()).view_as(uniforms)

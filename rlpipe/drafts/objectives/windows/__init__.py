@@ -16,12 +16,11 @@ from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 
 if TYPE_CHECKING:
-    from rlpipe.drafts.ppow.step import Judged
+    from rlpipe.drafts.ppow.step import Rollout
     from rlpipe.drafts.ppow.totals import PpowTotals
 
-# log_q [W, G, K, V] with a graph, tokens [W, G, K], the verdict, scores [W], share drawn by them, settings
-# -> sum over drafts of the loss, a scalar, and totals.
-WindowsLoss = Callable[[Tensor, Tensor, "Judged", Tensor, float, PpowConfig], tuple[Tensor, "PpowTotals"]]
+# Windows, the share of them drawn by score, settings -> sum over drafts of the loss, a scalar, and totals.
+WindowsLoss = Callable[["Rollout", float, PpowConfig], tuple[Tensor, "PpowTotals"]]
 
 
 def windows_loss(kind: MtpObjective) -> WindowsLoss:

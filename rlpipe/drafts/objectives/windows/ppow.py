@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.ppow.step import Judged, logprobs_of
+from rlpipe.drafts.ppow.step import Rollout, logprobs_of
 from rlpipe.drafts.ppow.totals import PpowTotals, Total
 
 DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
@@ -74,19 +74,9 @@ def ppow_loss(
     return -terms.sum() / max(1, tokens.numel()), stats
 
 
-def loss(
-    log_q: Tensor,
-    tokens: Tensor,
-    judged: Judged,
-    scores: Tensor,
-    hard: float,
-    config: PpowConfig,
-) -> tuple[Tensor, PpowTotals]:
-    """Sum over drafts of the loss, a scalar, and totals.
-
-    log_q: [W, G, K, V] of the drafter, with a graph. tokens: [W, G, K]. scores: [W]; hard: the share drawn
-    by them.
-    """
+def loss(found: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
+    """Sum over drafts of the loss, a scalar, and totals; hard: the share of windows drawn by score."""
+    log_q, tokens, judged = found.logprobs, found.tokens, found.judged
     mean, stats = ppow_loss(
         log_q.flatten(0, 1),
         judged.logprobs.flatten(0, 1),
@@ -109,7 +99,7 @@ def loss(
         Total.EVEN: even.sum(),
         Total.KL: stats.kl,
         Total.CLIPPED: stats.clipped,
-        Total.SCORE: scores.sum() * group,
+        Total.SCORE: found.drawn.scores.sum() * group,
         Total.HARD: hard * judged.rewards.numel(),
     }
     return total, PpowTotals.of(sums, log_q.device)
