@@ -81,10 +81,3 @@ def draft_step(
         )
 
     return checkpoint(run, False, state, embedded) if recompute else run(state, embedded)
-
-
-def shifted(tokens: torch.Tensor, depths: int) -> torch.Tensor:
-    """[depths, B, S]: what anchors of plain rows [B, S] read at each depth; 0 past the end."""
-    import torch
-
-    return torch.stack([torch.nn.functional.pad(tokens[:, k:], (0, k)) for k in range(1, depths + 1)])

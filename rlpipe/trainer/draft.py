@@ -1,8 +1,9 @@
-"""The draft's part of a micro-batch: from hidden states of the backbone to the loss of the MTP layer.
+"""The draft's passes over micro-batches: under its objective, or for statistics and tables.
 
-Owns the way from a micro-batch to `linear_mtp_loss` and the sums over micro-batches and ranks. The layout
-is `draft_batch`, the layer's unrolling `drafts.head`, the objective `drafts.loss`. Nothing flows back
-into the backbone, the embedding or the head.
+Owns the way from hidden states of the backbone to the loss of the MTP layer, and the sums over micro-batches
+and ranks. The layout is `draft_batch`, the layer's unrolling `drafts.head`, the loss on given text
+`drafts.loss`, windows `drafts.ppow` on the passes of `ppow`. The trainer of the policy decides when, and
+steps the optimizer. Nothing flows back into the backbone, the embedding or the head.
 
 The loss of a micro-batch is the numerator alone. Its denominator (with visit weights) is known only after
 the last micro-batch of all ranks, and divides the accumulated gradient (`PolicyOptimizer.step`): so the step
@@ -11,10 +12,10 @@ does not depend on how the batch was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +23,20 @@ import torch.distributed as dist
 
 from rlpipe.batch import MicroBatch, as_rows
 from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.chunked import linear_draft_rows, linear_mtp_loss
 from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.drafts.head import draft_hidden_states
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
+from rlpipe.drafts.ppow.step import WindowTraining
 from rlpipe.drafts.ppow.totals import PpowTotals
 from rlpipe.drafts.visit import accept_probabilities
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.passes import Passes, schedule
+from rlpipe.trainer.ppow import MtpWindows
 from rlpipe.trainer.runtime import Runtime
 
 Table = tuple[np.ndarray, dict[str, np.ndarray]]  # places [n], statistics [n, K] by name, nan where masked
@@ -44,17 +49,120 @@ TABLE_ROWS = {  # name in a table -> field of Rows
     "target_above": "target_above",
     "draft_above": "draft_above",
 }
-Stats = TypeVar("Stats", MtpStats, PpowTotals)
 MULTIPLE = 32  # as the batcher's: kernels prepared for one number of rows are used again
 
 
-class Draft:
-    """Scores the draft on micro-batches, all settings from the config."""
+class DraftPasses:
+    """Runs the draft from hidden states of the backbone.
 
-    def __init__(self, config: MtpConfig, runtime: Runtime) -> None:
+    group: of the data parallel ranks. windows: settings of an objective on windows, None for another one.
+    updates: optimizer steps of the run. Raises ValueError where the layers cannot give what windows need.
+    """
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        runtime: Runtime,
+        passes: Passes,
+        group: dist.ProcessGroup,
+        windows: PpowConfig | None,
+        *,
+        updates: int,
+        seed: int,
+    ) -> None:
+        if windows is not None and runtime.te:
+            raise ValueError(
+                f"mtp.objective={config.objective} reads keys of finished passes, which TransformerEngine's "
+                "attention keeps to itself: set trainer.layers=local."
+            )
+        self._passes, self._group, self._device = passes, group, runtime.device
         self._config, self._runtime = config, runtime
+        self._windows: WindowTraining | None = None
+        if windows is not None:
+            steps = max(1, updates // config.interval)
+            self._windows = WindowTraining(
+                windows, config.objective, depths=config.depths, steps=steps, seed=seed
+            )
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the objective reads the keys of the backbone's pass."""
+        return self._windows is not None
 
     def loss(
+        self,
+        policy: Any,
+        micro: MicroBatch,
+        hidden: torch.Tensor,
+        layout: BranchLayout | None,
+        temperature: float,
+        updates: int,
+    ) -> tuple[torch.Tensor, MtpStats | PpowTotals]:
+        """The objective on a micro-batch: numerator and statistics.
+
+        layout: of the backbone's pass, with keys if the objective reads them. updates: the draft has had.
+        """
+        if self._windows is None:
+            return self._supervised(policy, micro, hidden, temperature)
+        nothing = torch.zeros((), device=self._device), PpowTotals.nothing(self._device)
+        batch = draft_batch(micro, 1, MULTIPLE)
+        if batch is None:
+            return nothing
+        seen = hidden.detach(), layout.release(), temperature
+        text = MtpWindows(policy, micro, batch, *seen, self._runtime)
+        return self._windows.loss(text, updates) or nothing
+
+    def forward(
+        self, policy: Any, count: int, temperature: float, updates: int
+    ) -> Callable[[int, MicroBatch], tuple[torch.Tensor, Any]]:
+        """For `schedule` over `count` micro-batches: the objective, from a backbone without gradients."""
+
+        def forward(index: int, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
+            with torch.no_grad():
+                hidden, _, layout = self._passes.hidden(policy, micro, self.reads_keys)
+
+            def finish_micro(hidden: torch.Tensor) -> Any:
+                loss, stats = self.loss(policy, micro, hidden, layout, temperature, updates)
+                return loss * count, stats  # Megatron divides by the number of micro-batches
+
+            return hidden, finish_micro
+
+        return forward
+
+    def summed(self, parts: Iterable[Any], windows: bool | None = None) -> MtpStats | PpowTotals:
+        """Statistics over micro-batches and ranks; windows: of which kind, None for the objective's."""
+        windows = self.reads_keys if windows is None else windows
+        nothing = PpowTotals.nothing(self._device) if windows else no_stats(self._config.depths, self._device)
+        mine = reduce(add, parts, nothing)
+        return mine.all_reduce(self._group) if self._group.size() > 1 else mine
+
+    def statistics(self, policy: Any, shard: Sequence[MicroBatch], temperature: float) -> MtpStats:
+        """Teacher-forced statistics over micro-batches and ranks, whatever the objective."""
+        parts = self._scored(policy, shard, lambda *of: self._supervised(policy, *of, temperature))
+        return self.summed(parts, windows=False)
+
+    def tables(self, policy: Any, shard: Sequence[MicroBatch], temperature: float) -> dict[int, Table]:
+        """Draft and target at every context of this rank's trajectories, by row of the packed ones."""
+
+        def table(micro: MicroBatch, hidden: torch.Tensor) -> Any:
+            return hidden.sum(), self._tables(policy, micro, hidden, temperature)
+
+        parts = self._scored(policy, shard, table)
+        return {row: found for part in parts for row, found in part.items()}
+
+    def _scored(
+        self, policy: Any, shard: Sequence[MicroBatch], use: Callable[[MicroBatch, torch.Tensor], Any]
+    ) -> list[Any]:
+        """What `use` makes of the hidden states of each micro-batch, without gradients."""
+
+        def forward(index: int, micro: MicroBatch) -> Any:
+            hidden, *_ = self._passes.hidden(policy, micro)
+            return hidden, lambda hidden: use(micro, hidden)
+
+        with torch.no_grad():
+            return schedule(policy, shard, forward, forward_only=True)
+
+    def _supervised(
         self, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, MtpStats]:
         """Numerator of the loss, a scalar that trains the MTP layer alone, and statistics.
@@ -81,7 +189,7 @@ class Draft:
             vocab=policy.local_vocab,
         )
 
-    def tables(
+    def _tables(
         self, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor, temperature: float
     ) -> dict[int, Table]:
         """What draft and target say at every context of a micro-batch, by row of `micro.rows`.
@@ -157,9 +265,3 @@ class Draft:
         padded = padded.view(count, length, -1).transpose(0, 1).contiguous()
         states = draft_hidden_states(policy, padded, move(following), policy.rotary(np.arange(length)))
         return [state.transpose(0, 1).flatten(0, 1).index_select(0, cells) for state in states]
-
-
-def total(parts: Iterable[Stats], nothing: Stats, group: dist.ProcessGroup) -> Stats:
-    """Sums over the micro-batches of all data parallel ranks, the same on each."""
-    mine = reduce(add, parts, nothing)
-    return mine.all_reduce(group) if group.size() > 1 else mine

@@ -1,7 +1,7 @@
 """The trainer: packed batches in, optimizer steps and weights out, on Megatron-core.
 
 Owns one rank of the policy, its optimizer and its version. The algorithm (loss, correction) is
-`rlpipe.algo`, forward and backward passes are `passes`, the draft's `draft_passes`, CPU or GPU is `runtime`,
+`rlpipe.algo`, forward and backward passes are `passes`, the draft's `draft`, CPU or GPU is `runtime`,
 weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
@@ -106,7 +106,7 @@ class MegatronTrainer:
             finalize_model_grads,
         )
 
-        from rlpipe.trainer.draft_passes import DraftPasses
+        from rlpipe.trainer.draft import DraftPasses
         from rlpipe.trainer.hf_bridge import load_hf_weights
         from rlpipe.trainer.model import build_model
         from rlpipe.trainer.optimizer import PolicyOptimizer

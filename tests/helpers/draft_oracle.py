@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.tiny_model.layer import MtpLayer, unroll
 from rlpipe.config.mtp import MtpConfig
-from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss, stack_depths
+from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory
 
@@ -69,3 +69,9 @@ def _one(model, layers, trajectory, config, temperature):
         temperature=temperature,
         normalizer=1.0,
     )
+
+
+def stack_depths(states: list[torch.Tensor], length: int) -> torch.Tensor:
+    """Hidden states [N, K, H] of a draft, N = B * length, from K tensors [B, T_k, H], T_k <= length."""
+    padded = [torch.nn.functional.pad(state, (0, 0, 0, length - state.shape[1])) for state in states]
+    return torch.stack(padded, 2).flatten(0, 1)

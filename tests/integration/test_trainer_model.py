@@ -37,6 +37,11 @@ FAMILIES = {
 }
 
 
+def shifted(tokens, depths):
+    """What anchors of plain rows [B, S] read at each depth, [depths, B, S]; 0 past the end."""
+    return torch.stack([torch.nn.functional.pad(tokens[:, k:], (0, k)) for k in range(1, depths + 1)])
+
+
 @pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
 def checkpoint(request, tmp_path):
     return write_random_checkpoint(tmp_path / "model", **FAMILIES[request.param])
@@ -178,7 +183,7 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
     from transformers import AutoConfig
 
     from recipes.tiny_model.layer import MtpLayer, unroll
-    from rlpipe.drafts.head import draft_hidden_states, shifted
+    from rlpipe.drafts.head import draft_hidden_states
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path)
@@ -201,7 +206,7 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
 @pytest.mark.parametrize("recompute", Recompute)
 def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of, recompute):
     """A detached input plus recomputation silently gives zero gradients, unless the input requires one."""
-    from rlpipe.drafts.head import draft_hidden_states, shifted
+    from rlpipe.drafts.head import draft_hidden_states
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path, TrainerConfig(recompute=recompute))

@@ -55,16 +55,3 @@ def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
     return DepthTargets(
         tokens=(padded[:, columns] * mask).flatten(0, 1), mask=mask.flatten(0, 1), turn_starts=starts
     )
-
-
-def stack_depths(states: list[Tensor], length: int) -> Tensor:
-    """[N, K, H] hidden states of a draft from one tensor per depth, N = B * length.
-
-    states: K tensors [B, T_k, H] of anchors 0..T_k - 1, T_k <= length; from [S, B, H] transpose first.
-    Missing anchors are 0: `depth_targets` masks them.
-
-    >>> stack_depths([torch.ones(2, 3, 4), torch.ones(2, 2, 4)], length=4).shape
-    torch.Size([8, 2, 4])
-    """
-    padded = [torch.nn.functional.pad(state, (0, 0, 0, length - state.shape[1])) for state in states]
-    return torch.stack(padded, 2).flatten(0, 1)
