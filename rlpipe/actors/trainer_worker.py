@@ -19,7 +19,7 @@ from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.correction import make_rule, token_data
 from rlpipe.config.run import Config
 from rlpipe.metrics.spans import SpanLog
-from rlpipe.metrics.values import Mean, Stats, Value
+from rlpipe.metrics.values import Mean, Value, stats
 from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
@@ -96,7 +96,7 @@ class TrainerWorker:
             for value, counts in zip(own.tolist(), trajectory.loss_mask, strict=True)
             if counts
         )
-        metrics |= Stats.of(sampled).expand("critic/advantages")
+        metrics |= stats("critic/advantages", sampled)
         draft = self._train_draft(trajectories)
         step = self._trainer.train_step(batch)
         for name in step.keys() & draft.keys():  # what both take: seconds

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import fsum, sqrt
 
 from rlpipe.metrics.distributions import Histogram, Sketch
-from rlpipe.metrics.values import Last, Mean, Ratio, Stats, Sum, Value
+from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
 SOLVED = 1.0  # a reward from here on counts as solved
@@ -33,19 +33,19 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
     """
     every = [t for g in groups for t in g.trajectories]
     trained = _complete(every)
-    rewards = Stats.of(t.reward for t in trained)
+    rewards = [t.reward for t in trained]
     sampled = [t for t in trained if t.oldest_version is not None]
-    ages = Stats.of(trainer_version - t.oldest_version for t in sampled)
-    spans = Stats.of(len({v for v in t.versions if v >= 0}) for t in sampled)
+    ages = [trainer_version - t.oldest_version for t in sampled]
+    spans = [len({v for v in t.versions if v >= 0}) for t in sampled]
     truncated = Mean.of(t.truncated for t in trained)
     return {
-        **rewards.expand("critic/score"),
-        **rewards.expand("critic/rewards"),
-        **Stats.of(t.prompt_length for t in trained).expand("prompt_length"),
-        **Stats.of(t.response_length for t in trained).expand("response_length"),
-        **Stats.of(t.num_turns for t in trained).expand("num_turns"),
-        **ages.expand("training/off_policy/trajectory_staleness"),
-        **spans.expand("training/off_policy/trajectory_spans"),
+        **stats("critic/score", rewards),
+        **stats("critic/rewards", rewards),
+        **stats("prompt_length", (t.prompt_length for t in trained)),
+        **stats("response_length", (t.response_length for t in trained)),
+        **stats("num_turns", (t.num_turns for t in trained)),
+        **stats("training/off_policy/trajectory_staleness", ages),
+        **stats("training/off_policy/trajectory_spans", spans),
         **spec_metrics(_spec_sum(trained)),
         "response_length/clip_ratio": truncated,
         "response_length/spread": Sketch.of(t.response_length for t in trained),
@@ -186,4 +186,4 @@ def _sandbox_seconds(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
     seconds = [t.info["sandbox_seconds"] for t in trajectories if "sandbox_seconds" in t.info]
     if not seconds:
         return {}
-    return Stats.of(seconds).expand("env/sandbox/seconds")
+    return stats("env/sandbox/seconds", seconds)

@@ -7,12 +7,12 @@ A sink does its slow work (imports, logins, the network) in `open`, on its own t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlpipe.config.metrics import WandbMode
 from rlpipe.config.run import Config, Task
@@ -45,7 +45,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
                 mode=config.metrics.wandb,
                 project=config.metrics.wandb_project,
                 group=config.recipe,
-                config=dataclasses.asdict(config),
+                config=asdict(config),
             )
         )
     return sinks
@@ -70,6 +70,7 @@ def _work(config: Config) -> tuple[str, str]:
     return "loop", f"{loop}; {attempts}; {config.cluster.mode}"
 
 
+@dataclass(slots=True, kw_only=True)
 class WandbSink:
     """Weights & Biases, its files in the run directory.
 
@@ -77,17 +78,13 @@ class WandbSink:
     API key is at hand, offline otherwise. config: shown beside the run.
     """
 
-    name = "wandb"
-
-    def __init__(
-        self, *, run_dir: Path, mode: WandbMode, project: str, group: str, config: dict[str, Any]
-    ) -> None:
-        self._dir = run_dir
-        self._mode = mode
-        self._project = project
-        self._group = group
-        self._config = config
-        self._run: Any = None
+    run_dir: Path
+    mode: WandbMode
+    project: str
+    group: str
+    config: dict[str, Any]
+    _run: Any = field(default=None, init=False)
+    name: ClassVar[str] = "wandb"
 
     def open(self) -> None:
         """Start the run.
@@ -95,23 +92,23 @@ class WandbSink:
         Raises ValueError when mode is ONLINE and no API key is at hand.
         """
         known = logged_in()
-        if self._mode is WandbMode.ONLINE and not known:
+        if self.mode is WandbMode.ONLINE and not known:
             raise ValueError(
                 "metrics.wandb=online needs a login: run `wandb login`, or set metrics.wandb=offline and "
                 "upload later with `wandb sync`."
             )
-        online = known and self._mode is not WandbMode.OFFLINE
+        online = known and self.mode is not WandbMode.OFFLINE
         import wandb
 
-        (self._dir / "wandb").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=self._project,
-            group=self._group or None,
-            name=self._dir.name,
+            project=self.project,
+            group=self.group or None,
+            name=self.run_dir.name,
             id=self._stable_id(),
             resume="allow" if online else None,
-            dir=self._dir,
-            config=self._config,
+            dir=self.run_dir,
+            config=self.config,
             mode="online" if online else "offline",
             settings=wandb.Settings(silent=True, console="off", disable_git=True),
         )
@@ -140,7 +137,7 @@ class WandbSink:
             wandb.teardown()
 
     def _stable_id(self) -> str:
-        file = self._dir / "wandb" / "run_id"
+        file = self.run_dir / "wandb" / "run_id"
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12])
         return file.read_text().strip()

@@ -152,32 +152,14 @@ class Spans:
 Value = Mean | Ratio | Sum | Max | Min | Last | Histogram | Sketch | Spans
 
 
-@dataclass(slots=True)
-class Stats:
-    """Mean, maximum and minimum of one quantity, gathered together."""
+def stats(name: str, observations: Iterable[float | None]) -> dict[str, Value]:
+    """The three metrics `name/mean`, `name/max`, `name/min` of plain observations; None entries do not count.
 
-    count: float
-    total: float
-    min: float | None
-    max: float | None
-
-    @classmethod
-    def of(cls, observations: Iterable[float | None]) -> Stats:
-        """Statistics of plain observations; None entries do not count."""
-        seen = [float(x) for x in observations if x is not None]
-        return cls(len(seen), sum(seen), extreme(seen, min), extreme(seen, max))
-
-    def expand(self, name: str) -> dict[str, Value]:
-        """The three metrics `name/mean`, `name/max`, `name/min`.
-
-        >>> {k: v.value() for k, v in Stats.of([1, 2, 6]).expand("num_turns").items()}
-        {'num_turns/mean': 3.0, 'num_turns/max': 6.0, 'num_turns/min': 1.0}
-        """
-        return {
-            f"{name}/mean": Mean(self.total, self.count),
-            f"{name}/max": Max(self.max),
-            f"{name}/min": Min(self.min),
-        }
+    >>> {k: v.value() for k, v in stats("num_turns", [1, 2, 6]).items()}
+    {'num_turns/mean': 3.0, 'num_turns/max': 6.0, 'num_turns/min': 1.0}
+    """
+    seen = list(observations)
+    return {f"{name}/mean": Mean.of(seen), f"{name}/max": Max.of(seen), f"{name}/min": Min.of(seen)}
 
 
 def merge(a: Value, b: Value) -> Value:

@@ -58,16 +58,8 @@ def _draw(figure: Figure, path: Path) -> None:
     _style(bottom, figure.layout, "yaxis")
     bottom.set_xlabel(figure.layout.get("xaxis", {}).get("title", {}).get("text", "training step"))
     bars = [trace for trace in figure.traces if trace["type"] == "bar"]
-    if bars and bars[0].get("orientation") == "h":
+    if bars:
         _bars(bottom, bars, figure.layout)
-    elif bars:
-        thick = 0.8 / len(bars)
-        for n, trace in enumerate(bars):
-            ticks = list(dict.fromkeys(x for bar in bars for x in bar["x"]))
-            places = [ticks.index(x) + (n - (len(bars) - 1) / 2) * thick for x in trace["x"]]
-            colour, error = _colour(trace["marker"]["color"]), trace.get("error_y", {}).get("array")
-            bottom.bar(places, trace["y"], thick, label=trace["name"], color=colour, yerr=error)
-            bottom.set_xticks(range(len(ticks)), [str(x) for x in ticks])
     stacked = [trace for trace in figure.traces if trace.get("stackgroup")]
     if stacked:
         colours = [_colour(trace["fillcolor"]) for trace in stacked]
@@ -104,27 +96,31 @@ def _line(panel: Axes, trace: dict[str, Any]) -> None:
 
 
 def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -> None:
-    labels = bars[0]["y"]
-    rows = range(len(labels))
-    stack = layout.get("barmode") == "stack"
-    left = [0.0] * len(labels)
+    """Series of bars, upright or across, beside or on top of one another."""
+    across, stack = bars[0].get("orientation") == "h", layout.get("barmode") == "stack"
+    labels, values, error = ("y", "x", "error_x") if across else ("x", "y", "error_y")
+    draw, base = (panel.barh, "left") if across else (panel.bar, "bottom")
+    ticks = list(dict.fromkeys(label for trace in bars for label in trace[labels]))
+    ends = [0.0] * len(ticks)
     thick = 0.7 if stack else 0.8 / len(bars)
     for n, trace in enumerate(bars):
-        places = [row if stack else row + (n - (len(bars) - 1) / 2) * thick for row in rows]
-        panel.barh(
-            places,
-            trace["x"],
-            height=thick,
-            left=left if stack else 0,
+        shift = 0 if stack else (n - (len(bars) - 1) / 2) * thick
+        draw(
+            [ticks.index(label) + shift for label in trace[labels]],
+            trace[values],
+            thick,
+            **{base: ends if stack else 0, error[-1] + "err": trace.get(error, {}).get("array")},
             color=_colour(trace["marker"]["color"]),
-            xerr=trace.get("error_x", {}).get("array"),
-            error_kw={"lw": 0.9, "capsize": 2},
+            error_kw={"lw": 0.9, "capsize": 2} if across else {},
             label=trace["name"],
         )
-        left = [a + b for a, b in zip(left, trace["x"], strict=True)]
-    panel.set_yticks(list(rows), labels)
-    panel.axvline(0, color=TEXT, lw=0.6)
-    panel.invert_yaxis()
+        if stack:
+            ends = [a + b for a, b in zip(ends, trace[values], strict=True)]
+    set_ticks = panel.set_yticks if across else panel.set_xticks
+    set_ticks(range(len(ticks)), [str(tick) for tick in ticks])
+    if across:
+        panel.axvline(0, color=TEXT, lw=0.6)
+        panel.invert_yaxis()
 
 
 def _style(panel: Axes, layout: dict[str, Any], axis: str) -> None:

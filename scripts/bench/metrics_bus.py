@@ -31,7 +31,7 @@ from rlpipe.metrics.bus import MetricsBus  # noqa: E402
 from rlpipe.metrics.distributions import Histogram, Sketch  # noqa: E402
 from rlpipe.metrics.jsonl import MetricsFile  # noqa: E402
 from rlpipe.metrics.trace import TraceFile  # noqa: E402
-from rlpipe.metrics.values import Mean, Ratio, Stats, Sum, Value, reduce  # noqa: E402
+from rlpipe.metrics.values import Mean, Ratio, Sum, Value, reduce, stats  # noqa: E402
 from rlpipe.report.write import write_report  # noqa: E402
 from tests.helpers.long_run import make_long_run  # noqa: E402
 
@@ -43,8 +43,8 @@ DISTRIBUTION: dict[str, Value] = {
 }
 MANY: dict[str, Value] = {
     **{f"rollout_corr/value_{n}": Mean(n, 2.0) for n in range(30)},
-    **Stats.of([1, 2, 6]).expand("num_turns"),
-    **Stats.of([1, 2, 6]).expand("response_length"),
+    **stats("num_turns", [1, 2, 6]),
+    **stats("response_length", [1, 2, 6]),
     "spec/acceptance_rate": Ratio(3, 4),
     "env/masked": Sum(1),
     "env/groups": Sum(8),

@@ -1,7 +1,7 @@
 """Every declared name is emitted somewhere, every emitted name is declared; events likewise.
 
 A name is emitted where the source spells it: as a key or value of a dict, as the target of an assignment or
-as an argument of `expand`; a hole of an f-string stands for a placeholder of the declaration. Names that are
+as an argument of `stats`; a hole of an f-string stands for a placeholder of the declaration. Names that are
 put together of parts, and verl's, come from a call of what puts them together. Modules that only read metrics
 do not count. The bus refuses undeclared metrics, so the other direction also holds in every run of the tests.
 """
@@ -71,7 +71,7 @@ def spelled(nodes: Iterable[ast.AST]) -> set[str]:
                 found.add(text(node.key))
             case ast.Subscript(ctx=ast.Store()):
                 found.add(text(node.slice))
-            case ast.Call() if called(node) == "expand" and text(node.args[0]):
+            case ast.Call() if called(node) == "stats" and node.args and text(node.args[0]):
                 found |= {f"{text(node.args[0])}/{part}" for part in ("mean", "max", "min")}
     return found - {None}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Stats, Sum, merge, reduce
+from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Sum, merge, reduce, stats
 
 pytestmark = pytest.mark.unit
 NUMBERS = st.floats(-1e6, 1e6)
@@ -28,7 +28,7 @@ def test_ratio_divides_sums_once() -> None:
 @given(SHARDS)
 def test_any_sharding_reduces_to_the_whole(shards: list[list[float]]) -> None:
     whole = [x for shard in shards for x in shard]
-    parts = [{**Stats.of(shard).expand("x"), "n": Sum(len(shard))} for shard in shards]
+    parts = [{**stats("x", shard), "n": Sum(len(shard))} for shard in shards]
     got = {name: value.value() for name, value in reduce(parts).items()}
     assert got["n"] == len(whole)
     if not whole:
