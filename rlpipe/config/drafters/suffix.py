@@ -5,9 +5,12 @@ Costs no pass and no training; pays where text repeats itself, as edits of a fil
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from rlpipe.config.drafters import DrafterKind
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
@@ -17,11 +20,14 @@ def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
     the text goes on in its own tokens, so that a period is kept up. Without an occurrence the last token is
     repeated.
 
+    >>> import numpy as np
     >>> continue_suffix(np.array([5, 6, 7, 8, 5, 6]), longest=3, count=3).tolist()
     [7, 8, 5]
     >>> continue_suffix(np.array([1, 2, 1, 2, 1]), longest=3, count=4).tolist()
     [2, 1, 2, 1]
     """
+    import numpy as np  # here: settings load without it
+
     length = len(tokens)
     source = length - 1
     for size in range(min(longest, length - 1), 0, -1):
