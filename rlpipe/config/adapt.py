@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlpipe.config.drafters import DRAFTERS
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.limits import at_least, share
 from rlpipe.config.spec import Drafter, SpecMode
@@ -60,7 +61,8 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.drafter)
         if self.drafter.kind.guess:
-            raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use mtp or eagle3.")
+            learning = " or ".join(name for name, kind in DRAFTERS.items() if not kind.guess)
+            raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use {learning}.")
         at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
         at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_offset")
         share(self, "adapt", "warmup", "context_weight")

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
+from rlpipe.config.drafters import DRAFTERS
 from rlpipe.config.half import Half
 from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
@@ -18,7 +19,7 @@ from rlpipe.config.pipeline import Stale
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
-from rlpipe.config.spec import Drafter, SpecMode
+from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import check_parallel
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
@@ -209,10 +210,11 @@ def check_sglang(config: Config) -> None:
             f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "
             "a fixed number of drafts. Use spec.mode=rejection and spec.adaptive=false, or rollout=embedded."
         )
-    if config.spec.drafter is Drafter.SUFFIX:
+    if not config.spec.drafter.kind.sglang:
+        served = " or ".join(name for name, kind in DRAFTERS.items() if kind.sglang)
         raise ValueError(
-            f"spec.drafter={config.spec.drafter}: SGLang drafts with a model here. Use spec.drafter=mtp or "
-            "eagle3, or rollout=embedded."
+            f"spec.drafter={config.spec.drafter}: SGLang drafts with a model here. Use spec.drafter="
+            f"{served}, or rollout=embedded."
         )
 
 

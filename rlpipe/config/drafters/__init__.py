@@ -35,6 +35,7 @@ class DrafterKind:
     draft: a `DraftModel` of the embedded engine with a directory of its own, `spec.draft_path`.
     trainer: (config, directory to start from or "", trajectories) -> its trainer, beside the policy's; "" for
         one that is trained inside the policy's trainer, or not at all.
+    sglang: its `--speculative-algorithm`; "" where SGLang cannot draft so.
     check_served: refuses settings with which it cannot draft, given the `config.json` of what is served.
     check_trained: refuses to train it in `mtp_adapt`, given the target's. check_cotrained: beside the policy.
     """
@@ -43,6 +44,7 @@ class DrafterKind:
     guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray] | None = None
     draft: str = ""
     trainer: str = ""
+    sglang: str = ""
     check_served: Callable[[Config, HfConfig], None] = _unchecked
     check_trained: Callable[[Config, HfConfig], None] = _unchecked
     check_cotrained: Callable[[Config], None] = _unchecked

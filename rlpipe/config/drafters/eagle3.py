@@ -52,6 +52,7 @@ DRAFTER = DrafterKind(
     title="EAGLE-3 draft",
     draft="rlpipe.rollout.embedded.eagle3:Eagle3Draft",
     trainer="rlpipe.actors.drafts:make_eagle3",
+    sglang="EAGLE3",
     check_served=check_served,
     check_trained=check_trained,
     check_cotrained=check_cotrained,

@@ -21,4 +21,6 @@ def check_trained(config: Config, target: HfConfig) -> None:
     require_mtp(target, config.model.path, "mtp_adapt")
 
 
-DRAFTER = DrafterKind(title="MTP draft", check_served=check_served, check_trained=check_trained)
+DRAFTER = DrafterKind(
+    title="MTP draft", sglang="NEXTN", check_served=check_served, check_trained=check_trained
+)

@@ -102,7 +102,7 @@ def command(
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]
     if spec.mode is not SpecMode.NONE:
-        words += ["--speculative-algorithm", "EAGLE3" if spec.needs_eagle3 else "NEXTN"]
+        words += ["--speculative-algorithm", spec.drafter.kind.sglang]
         words += ["--speculative-draft-model-path", draft_path(rollout, spec, model_path)]
         words += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
         words += ["--speculative-num-draft-tokens", spec.gamma + 1]
@@ -148,7 +148,9 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
     }
     if spec.mode is not SpecMode.NONE:
         expected |= {
-            "speculative_algorithm": "EAGLE3" if spec.needs_eagle3 else "EAGLE",  # what NEXTN resolves to
+            "speculative_algorithm": spec.drafter.kind.sglang.replace(
+                "NEXTN", "EAGLE"
+            ),  # what it resolves to
             "speculative_num_steps": spec.gamma,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": spec.gamma + 1,
