@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from rlpipe.config.eagle3 import PREFIX
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import Drafter
 from rlpipe.models import family_of
 from rlpipe.models.base import DENSE_LAYER, EMBEDDING, FINAL_NORM, HEAD, Layout, Part
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
-from rlpipe.weights.fingerprint import Parts
+from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
 EAGLE3_DRAFT = (  # what an EAGLE-3 draft has besides its head and its decoder layer
@@ -119,6 +120,22 @@ def server_parts(
     shared = {Drafter.MTP: (EMBEDDING, HEAD), Drafter.EAGLE3: (EMBEDDING,)}  # tensors of the target
     names = [part.served_name for part in shared.get(drafter, ())]
     return found | {DRAFT + name: found[name] for name in names if name in found}
+
+
+def rank_fingerprints(
+    weights: Mapping[str, torch.Tensor],
+    rollout: RolloutConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    drafter: Drafter | None,
+    on_gpu: bool,
+) -> list[dict[str, str]]:
+    """What each rank of a server must hold of these weights, as its device hashes it; see `server_parts`."""
+    size, dtype = rollout.sglang.tp, getattr(torch, rollout.dtype)
+    kv_heads = int(hf_config["num_key_value_heads"])
+    shards = (Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size))
+    parts = [server_parts(weights, dtype, shard, hf_config, drafter=drafter) for shard in shards]
+    return [fingerprints(tensors, on_gpu) for tensors in parts]
 
 
 def is_served(name: str, drafter: Drafter | None) -> bool:

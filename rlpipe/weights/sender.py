@@ -17,9 +17,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
-from rlpipe.weights.canary import Shard, is_served, server_parts
+from rlpipe.weights.canary import is_served, rank_fingerprints
 from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
-from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
 
@@ -70,8 +69,11 @@ class WeightSender:
             failure = failure or self._sent(bucket)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
             kept |= copies
-            for rank, found in enumerate(checksums.ranks):
-                found |= self._checksums(copies, rank)
+            made = rank_fingerprints(
+                copies, self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
+            )  # what SGLang fuses lies in one bucket
+            for found, more in zip(checksums.ranks, made, strict=True):
+                found |= more
         self._newest = version, kept
         num_bytes = sum(tensor.nbytes for tensor in kept.values())
         return Sent(checksums=checksums, num_bytes=num_bytes, failure=failure)
@@ -121,11 +123,3 @@ class WeightSender:
         except GroupBroken as error:
             return str(error)
         return ""
-
-    def _checksums(self, weights: dict[str, torch.Tensor], rank: int) -> dict[str, str]:
-        """Fingerprints of one bucket on one rank of a server: what SGLang fuses lies in one bucket."""
-        shard = Shard(
-            rank=rank, size=self._config.sglang.tp, kv_heads=int(self._model["num_key_value_heads"])
-        )
-        tensors = server_parts(weights, self._form["dtype"], shard, self._model, drafter=self._drafter)
-        return fingerprints(tensors, self._on_gpu)

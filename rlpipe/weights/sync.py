@@ -31,7 +31,7 @@ from rlpipe.drafts.eagle3 import read_draft, write_draft
 from rlpipe.models.checkpoint import is_mtp_weight, read_config, weight_shapes, write_checkpoint
 from rlpipe.weights import canary
 from rlpipe.weights.buckets import Bucket, buckets, serialize
-from rlpipe.weights.canary import CanaryReport, Shard
+from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.collective import (
     Checksums,
     GroupBroken,
@@ -41,7 +41,6 @@ from rlpipe.weights.collective import (
     Sent,
     described,
 )
-from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
 
 
@@ -216,13 +215,10 @@ class WeightSync:
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        dtype, size = getattr(torch, self._config.dtype), self._config.sglang.tp
-        kv_heads = int(self._hf_config["num_key_value_heads"])
-        shards = [Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
-        parts = [
-            canary.server_parts(weights, dtype, one, self._hf_config, drafter=self._drafter) for one in shards
-        ]
-        return Checksums(ranks=[fingerprints(tensors, self._on_gpu) for tensors in parts])
+        ranks = canary.rank_fingerprints(
+            weights, self._config, self._hf_config, drafter=self._drafter, on_gpu=self._on_gpu
+        )
+        return Checksums(ranks=ranks)
 
     async def check(self, client: Server, expected: Checksums, *, draft: bool) -> CanaryReport:
         """Fingerprints of every rank against those expected of it. draft: whether the server drafts."""

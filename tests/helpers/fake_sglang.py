@@ -74,5 +74,6 @@ if __name__ == "__main__":
     Handler.version, Handler.folder = sys.argv[2], Path(sys.argv[3])
     Handler.key = Path(sys.argv[sys.argv.index("--config") + 1]).read_text().split()[1]
     if (Handler.folder / "broken").exists():
+        print("a line before the cause\n" * 40, flush=True)
         sys.exit("broken on purpose")
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

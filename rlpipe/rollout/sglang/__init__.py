@@ -10,6 +10,7 @@ Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.En
     answers.py    a request as SGLang reads it, an answer as our `GenerateResult`
     turns.py      requests in flight, their stop tokens and counters
     replica.py    the server kept alive: watched, replaced by one on the newest weights
+    updates.py    a new version of the weights into that server, and what a failed check leads to
     engine.py     all of it together
 
 What travels, how, and the check that it arrived are `rlpipe.weights`.

@@ -33,22 +33,13 @@ _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, on_gpu: bool) -> None:
     """Refuse at launch what the server could only refuse later, or would do silently otherwise.
 
+    What SGLang never does is refused by `config.checks.check_sglang`.
     Raises ValueError with what, the value and the remedy.
     """
-    if spec.mode is SpecMode.TREE:
-        raise ValueError(
-            "spec.mode=tree: SGLang verifies sampled drafts as a chain only. Use spec.mode=rejection (or "
-            "block on a GPU), or rollout.engine=embedded."
-        )
     if spec.mode is SpecMode.BLOCK and not on_gpu:
         raise ValueError(
             "spec.mode=block: SGLang's block verification is a CUDA kernel and this machine has no GPU. Use "
             "spec.mode=rejection, or rollout.engine=embedded."
-        )
-    if spec.adaptive:
-        raise ValueError(
-            "spec.adaptive=true: SGLang is started with a fixed number of drafts. Set spec.adaptive=false "
-            f"and spec.gamma (now {spec.gamma}), or use rollout.engine=embedded."
         )
     target = read_config(model_path)
     if spec.mode is SpecMode.NONE:

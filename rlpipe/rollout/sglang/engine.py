@@ -7,11 +7,8 @@
 |                  | a server, while one is replaced     | the new one's first check, or `abort`    |
 | `update_weights` | pause, pieces, canary, continue     | the server                               |
 
-Owns order and reactions. An update is: hash, pause, send, check, continue; requests live through it, each
-token with its version. A check that fails is sent again, then answered as
-`rollout.sglang.on_canary_failure` says.
-A server that dies or hangs is replaced (`replica.py`): turns it had are asked of the next one, and an update
-it died of is complete when the next one, started on those weights, serves.
+Owns the thread, and turns across servers: one that dies or hangs is replaced (`replica.py`), and turns it had
+are asked of the next one. New weights are `updates.py`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,17 +26,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
-from rlpipe.config.sglang import CanaryReaction
-from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment, is_on_gpu
-from rlpipe.rollout.sglang.replica import Goal, Replica
+from rlpipe.rollout.sglang.replica import PAUSE, Goal, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.turns import Turns, nothing
+from rlpipe.rollout.sglang.updates import CONTINUE, Updates
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.collective import Member, Offer
@@ -49,7 +45,7 @@ from rlpipe.weights.sync import WeightSync
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_ATTEMPTS = 3  # of one thing with servers that live and yet do not answer it
+_ATTEMPTS = 3  # of one turn with servers that live and yet do not answer it
 
 
 def _log_event(kind: str, **fields: Any) -> None:
@@ -94,7 +90,6 @@ class SglangEngine:
         self._config, self._sglang, self._on_event = config, config.sglang, on_event
         self._sync = WeightSync(config, spec, Path(model_path), on_gpu=on_gpu, folder=Path(log_dir))
         self._turns = Turns(config, spec, int(read_config(model_path)["vocab_size"]))
-        self._last_update: dict[str, float] = {}
         self._closed = False
         self._replica = Replica(
             config,
@@ -106,6 +101,7 @@ class SglangEngine:
             version=version,
             on_event=on_event,
         )
+        self._updates = Updates(config, self._replica, self._sync, self._turns, on_event)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlpipe-sglang", daemon=True)
         self._thread.start()
@@ -183,11 +179,11 @@ class SglangEngine:
 
     def pause(self) -> None:
         """Stop decoding; requests keep their place."""
-        self._call(self._hold())
+        self._call(self._pause(True))
 
     def resume(self) -> None:
         """Continue decoding."""
-        self._call(self._release())
+        self._call(self._pause(False))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and draft weights and prove it; returns when they serve as `version`.
@@ -203,7 +199,7 @@ class SglangEngine:
         async def held() -> Mapping[str, torch.Tensor]:
             return weights
 
-        self._call(self._update(Goal(weights=held, version=version)))
+        self._call(self._updates.bring(Goal(weights=held, version=version)))
 
     def receive_weights(self, offer: Offer) -> None:
         """`update_weights` from what the trainer broadcasts to all servers at once.
@@ -214,7 +210,7 @@ class SglangEngine:
         self._require_open()
         weights = {name: tensor for piece in offer.pieces for name, tensor in piece}
         self._sync.require_fitting(weights, draft=self._replica.drafts)
-        self._call(self._update(Goal(weights=offer.weights, version=offer.version, offer=offer)))
+        self._call(self._updates.bring(Goal(weights=offer.weights, version=offer.version, offer=offer)))
 
     def membership(self) -> Member:
         """The server, and the group it is in; waits until one serves. Raises RuntimeError if none will."""
@@ -252,7 +248,7 @@ class SglangEngine:
             "rollout/server/{k}/restarts": restarts,
         }
         version = self._replica.loaded.version
-        return replace(stats, policy_version=version, sync=dict(self._last_update), server=server)
+        return replace(stats, policy_version=version, sync=dict(self._updates.last), server=server)
 
     def close(self) -> None:
         """End pending requests with ABORT and stop the server with all it started."""
@@ -299,21 +295,12 @@ class SglangEngine:
             raise error
         return await self._replica.serving()
 
-    async def _hold(self) -> None:
-        self._replica.paused = True
+    async def _pause(self, paused: bool) -> None:
+        self._replica.paused = paused
         client = await self._replica.serving()
         try:
-            await client.post("/pause_generation", {"mode": "in_place"})
-        except ServerUnreachable as error:  # the next server starts paused
-            if not await self._replica.recover(client, error):
-                raise
-
-    async def _release(self) -> None:
-        self._replica.paused = False
-        client = await self._replica.serving()
-        try:
-            await self._continue(client)
-        except ServerUnreachable as error:  # the next server starts
+            await client.post(*(PAUSE if paused else CONTINUE))
+        except ServerUnreachable as error:  # the next server starts paused, or not
             if not await self._replica.recover(client, error):
                 raise
 
@@ -342,118 +329,6 @@ class SglangEngine:
     @property
     def _http(self) -> SglangClient:
         return self._replica.client
-
-    @staticmethod
-    async def _continue(client: SglangClient) -> None:
-        await client.post("/continue_generation", {"torch_empty_cache": False})
-
-    # ---- on our loop: weights ----
-
-    async def _update(self, goal: Goal) -> None:
-        """Bring the server to `goal`, or have it replaced by one that was started on it."""
-        replica, unanswered, before = self._replica, 0, self._replica.goal
-        started = time.monotonic()
-        replica.goal = goal
-        try:
-            while True:
-                client = await replica.serving()
-                try:
-                    if replica.loaded is not goal:
-                        await self._transfer(client, goal)
-                    else:  # a server was replaced while it was told
-                        self._last_update = {"weights/sync_seconds": time.monotonic() - started}
-                        self._last_update |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
-                    if not replica.paused:
-                        await self._continue(replica.client)
-                    return
-                except ServerUnreachable as error:
-                    unanswered += not await replica.recover(client, error)
-                    if unanswered == _ATTEMPTS:
-                        raise
-        except BaseException:
-            replica.goal = before
-            raise
-
-    async def _transfer(self, client: SglangClient, goal: Goal) -> None:
-        """Hash, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
-        version, replica = goal.version, self._replica
-        with contextlib.ExitStack() as stack:
-            staged = None
-            if not self._takes_part(goal):
-                weights = await self._hashed(goal)
-                staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
-            started, mode = time.monotonic(), self._pause_mode
-            await client.post("/pause_generation", {"mode": mode})
-            for attempt in range(self._sglang.canary_retries + 1):
-                with replica.loading():
-                    await self._bring(client, goal, staged, flush=mode != "in_place")
-                    sent = time.monotonic()
-                    report = await self._sync.check(client, goal.checksums, draft=replica.drafts)
-                if report.passed:
-                    break
-                self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
-                if self._sglang.on_canary_failure is CanaryReaction.STOP:
-                    break
-        self._last_update = {
-            "weights/sync_seconds": sent - started,
-            "weights/canary_seconds": time.monotonic() - sent,
-            "weights/canary_failures": attempt + (not report.passed),
-        }
-        if not report.passed:
-            await self._react(client, report, version)
-            return
-        replica.arrived(goal)
-
-    def _takes_part(self, goal: Goal) -> bool:
-        """Whether our server is in the group of a broadcast that has not passed."""
-        return goal.offer is not None and self._replica.server_id in goal.offer.members
-
-    async def _hashed(self, goal: Goal) -> Mapping[str, torch.Tensor]:
-        """The weights of `goal`, whose checksums are there then."""
-        weights = await goal.weights()
-        if goal.checksums is None:
-            goal.checksums = await self._sync.checksums(weights)
-        return weights
-
-    async def _bring(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
-        """Get `goal` into the server, by the broadcast it is part of or alone; its checksums are there then.
-
-        staged: the weights as `WeightSync.staged` laid them ready.
-        """
-        takes_part, offer, goal.offer = self._takes_part(goal), goal.offer, None
-        if takes_part:
-            member = self._replica.server_id
-            try:
-                goal.checksums = (await self._sync.receive(client, offer, member, flush=flush)).checksums
-                return
-            except ServerUnreachable:
-                raise
-            except ServerError as error:
-                self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
-        weights = await self._hashed(goal)
-        await self._sync.send(client, weights, goal.version, flush=flush, staged=staged)
-
-    @property
-    def _pause_mode(self) -> str:
-        """SGLang's: what becomes of running requests and their keys and values."""
-        if self._sglang.abort_on_update:
-            return "abort"
-        return {KvOnUpdate.KEEP: "in_place", KvOnUpdate.RECOMPUTE: "retract"}[self._config.kv_on_update]
-
-    async def _react(self, client: SglangClient, report: CanaryReport, version: int) -> None:
-        """Weights that do not arrive: without speculation a stale draft does no harm, else stop."""
-        switch_off = self._sglang.on_canary_failure is CanaryReaction.NO_SPECULATION
-        if not switch_off or report.target or not self._replica.drafts:
-            raise RuntimeError(
-                f"the SGLang server does not hold version {version}: {report.summary()}. See "
-                f"{self.server.log} and rollout.sglang.on_canary_failure."
-            )
-        self._replica.drain()
-        await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
-        await self._turns.wait_until_idle()
-        self._replica.spec = SpecConfig(mode=SpecMode.NONE)
-        await self._replica.restart()
-        self._on_event("speculation_disabled", version=version, what=report.summary())
 
     # ---- helpers ----
 

@@ -40,6 +40,7 @@ from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process
 _END_SECONDS = 1.0  # a process is seen to end a moment after its connections broke
+PAUSE = "/pause_generation", {"mode": "in_place"}
 _PROBE = "/server_info"  # answered by the scheduler, paused or not
 
 
@@ -152,7 +153,7 @@ class Replica:
             if kind is None:
                 return False
             self._gate.clear()
-            self._on_event(kind, version=self.loaded.version, error=str(error)[:300])
+            self._on_event(kind, version=self.loaded.version, error=_brief(error))
             self._strikes += 1
             seconds = await self._replace()
             version = self.loaded.version
@@ -257,7 +258,7 @@ class Replica:
             except RuntimeError as error:
                 if not self._stopped:
                     self._strikes, last = self._strikes + 1, f"The last: {error} "
-                    self._on_event("server_died", version=self.goal.version, error=str(error)[:300])
+                    self._on_event("server_died", version=self.goal.version, error=_brief(error))
             finally:
                 if broken is not self._client:
                     await broken.close()
@@ -271,7 +272,7 @@ class Replica:
         try:
             weights = None if goal.weights is None else await goal.weights()
         except RuntimeError as error:  # a trainer that was lost; its successor publishes before it trains
-            self._on_event("weights_lost", version=goal.version, error=str(error)[:300])
+            self._on_event("weights_lost", version=goal.version, error=_brief(error))
             goal, weights = self._first, None
         config, spec = self._config, self.spec
         with contextlib.ExitStack() as stack:
@@ -324,7 +325,7 @@ class Replica:
                 "rlpipe knows the layout of MiMo, Qwen2 and Llama models with full-precision weights."
             )
         if self.paused:
-            await client.post("/pause_generation", {"mode": "in_place"})
+            await client.post(*PAUSE)
         self.loaded = goal
         self._gate.set()
 
@@ -336,3 +337,13 @@ class Replica:
                 weights = await asyncio.to_thread(read_weights, path)
             goal.checksums = await self._sync.checksums(weights)
         return goal.checksums
+
+
+def _brief(error: BaseException | str) -> str:
+    """What an event says of an error: of a log, the end, where the cause is.
+
+    >>> len(_brief("x" * 9000))
+    805
+    """
+    text = str(error)
+    return text if len(text) <= 800 else f"{text[:200]} ... {text[-600:]}"

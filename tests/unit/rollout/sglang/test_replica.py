@@ -195,6 +195,8 @@ def test_a_server_that_never_comes_back_ends_in_a_clear_error(fake):
     with pytest.raises(RuntimeError, match="max_restarts=2"):  # and stays so
         generate(fake, request("r", [5], max_new_tokens=2))
     assert kinds(fake) == ["server_died"] * 3
+    for _, fields in fake.events[1:]:
+        assert "ended while starting" in fields["error"] and "broken on purpose" in fields["error"]
 
 
 def test_faults_are_counted_anew_after_an_update(fake, weights):

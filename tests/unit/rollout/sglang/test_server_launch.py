@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
+from rlpipe.config.checks import check_sglang
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.run import Config
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config
@@ -117,13 +119,16 @@ def test_modes_sglang_does_not_have_are_refused(tmp_path):
     model = write_random_checkpoint(tmp_path / "model")
     for mode in ("none", "rejection", "target_only", "greedy"):
         supported(model, mode=mode)
+        check_sglang(Config(spec=SpecConfig(mode=mode)))
     with pytest.raises(ValueError, match=r"spec.mode=tree.*rejection"):
-        supported(model, mode="tree")
+        check_sglang(Config(spec=SpecConfig(mode="tree")))
+    with pytest.raises(ValueError, match=r"spec.adaptive=True.*spec.adaptive=false"):
+        check_sglang(Config(spec=SpecConfig(adaptive=True)))
+    with pytest.raises(ValueError, match=r"spec.drafter=suffix.*mtp or eagle3"):
+        check_sglang(Config(spec=SpecConfig(drafter="suffix")))
     with pytest.raises(ValueError, match=r"spec.mode=block.*no GPU.*rejection"):
         supported(model, mode="block")
     supported(model, mode="block", on_gpu=True)
-    with pytest.raises(ValueError, match=r"spec.adaptive=true.*spec.gamma \(now 3\)"):
-        supported(model, adaptive=True)
 
 
 def test_a_model_without_an_mtp_layer_is_refused(tmp_path):

@@ -1,0 +1,158 @@
+"""New weights into the server of a replica: hash, pause, send, check, continue.
+
+Requests live through an update, each token with its version. A check that fails is sent again, then answered
+as `rollout.sglang.on_canary_failure` says. An update that a server dies of is complete when the next one,
+started on those weights, serves. How weights travel and are checked is `weights.sync`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
+from rlpipe.config.sglang import CanaryReaction
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.rollout.sglang.replica import Goal, Replica
+from rlpipe.rollout.sglang.turns import Turns
+from rlpipe.weights.canary import CanaryReport
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.sync import WeightSync
+
+CONTINUE = "/continue_generation", {"torch_empty_cache": False}
+_ATTEMPTS = 3  # with servers that live and yet do not answer
+
+
+class Updates:
+    """Used from the engine's event loop. last: seconds and canary failures of the last update.
+
+    on_event: told of `canary_failed`, `broadcast_failed`, `speculation_disabled`.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        replica: Replica,
+        sync: WeightSync,
+        turns: Turns,
+        on_event: Callable[..., None],
+    ) -> None:
+        self._config, self._sglang, self._on_event = config, config.sglang, on_event
+        self._replica, self._sync, self._turns = replica, sync, turns
+        self.last: dict[str, float] = {}
+
+    async def bring(self, goal: Goal) -> None:
+        """Have the server hold `goal`, or replaced by one that was started on it.
+
+        Raises ServerError when the server refuses, RuntimeError when the canary fails and the reaction is to
+        stop.
+        """
+        replica, unanswered, before = self._replica, 0, self._replica.goal
+        started = time.monotonic()
+        replica.goal = goal
+        try:
+            while True:
+                client = await replica.serving()
+                try:
+                    if replica.loaded is not goal:
+                        await self._transfer(client, goal)
+                    else:  # a server was replaced while it was told
+                        self.last = {"weights/sync_seconds": time.monotonic() - started}
+                        self.last |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
+                    if not replica.paused:
+                        await replica.client.post(*CONTINUE)
+                    return
+                except ServerUnreachable as error:
+                    unanswered += not await replica.recover(client, error)
+                    if unanswered == _ATTEMPTS:
+                        raise
+        except BaseException:
+            replica.goal = before
+            raise
+
+    async def _transfer(self, client: SglangClient, goal: Goal) -> None:
+        """Hash, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
+        version, replica = goal.version, self._replica
+        with contextlib.ExitStack() as stack:
+            staged = None
+            if not self._takes_part(goal):
+                weights = await self._hashed(goal)
+                staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
+            started, mode = time.monotonic(), self._pause_mode
+            await client.post("/pause_generation", {"mode": mode})
+            for attempt in range(self._sglang.canary_retries + 1):
+                with replica.loading():
+                    await self._send(client, goal, staged, flush=mode != "in_place")
+                    sent = time.monotonic()
+                    report = await self._sync.check(client, goal.checksums, draft=replica.drafts)
+                if report.passed:
+                    break
+                self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
+                if self._sglang.on_canary_failure is CanaryReaction.STOP:
+                    break
+        self.last = {
+            "weights/sync_seconds": sent - started,
+            "weights/canary_seconds": time.monotonic() - sent,
+            "weights/canary_failures": attempt + (not report.passed),
+        }
+        if not report.passed:
+            await self._react(client, report, version)
+            return
+        replica.arrived(goal)
+
+    def _takes_part(self, goal: Goal) -> bool:
+        """Whether our server is in the group of a broadcast that has not passed."""
+        return goal.offer is not None and self._replica.server_id in goal.offer.members
+
+    async def _hashed(self, goal: Goal) -> Mapping[str, torch.Tensor]:
+        """The weights of `goal`, whose checksums are there then."""
+        weights = await goal.weights()
+        if goal.checksums is None:
+            goal.checksums = await self._sync.checksums(weights)
+        return weights
+
+    async def _send(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
+        """Get `goal` into the server, by the broadcast it is part of or alone; its checksums are there then.
+
+        staged: the weights as `WeightSync.staged` laid them ready.
+        """
+        takes_part, offer, goal.offer = self._takes_part(goal), goal.offer, None
+        if takes_part:
+            member = self._replica.server_id
+            try:
+                goal.checksums = (await self._sync.receive(client, offer, member, flush=flush)).checksums
+                return
+            except ServerUnreachable:
+                raise
+            except ServerError as error:
+                self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
+        weights = await self._hashed(goal)
+        await self._sync.send(client, weights, goal.version, flush=flush, staged=staged)
+
+    @property
+    def _pause_mode(self) -> str:
+        """SGLang's: what becomes of running requests and their keys and values."""
+        if self._sglang.abort_on_update:
+            return "abort"
+        return {KvOnUpdate.KEEP: "in_place", KvOnUpdate.RECOMPUTE: "retract"}[self._config.kv_on_update]
+
+    async def _react(self, client: SglangClient, report: CanaryReport, version: int) -> None:
+        """Weights that do not arrive: without speculation a stale draft does no harm, else stop."""
+        switch_off = self._sglang.on_canary_failure is CanaryReaction.NO_SPECULATION
+        if not switch_off or report.target or not self._replica.drafts:
+            raise RuntimeError(
+                f"the SGLang server does not hold version {version}: {report.summary()}. See "
+                f"{self._replica.server.log} and rollout.sglang.on_canary_failure."
+            )
+        self._replica.drain()
+        await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
+        await self._turns.wait_until_idle()
+        self._replica.spec = SpecConfig(mode=SpecMode.NONE)
+        await self._replica.restart()
+        self._on_event("speculation_disabled", version=version, what=report.summary())
