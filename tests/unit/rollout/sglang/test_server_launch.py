@@ -124,7 +124,7 @@ def test_modes_sglang_does_not_have_are_refused(tmp_path):
         check_sglang(Config(spec=SpecConfig(mode="tree")))
     with pytest.raises(ValueError, match=r"spec.adaptive=True.*spec.adaptive=false"):
         check_sglang(Config(spec=SpecConfig(adaptive=True)))
-    with pytest.raises(ValueError, match=r"spec.drafter=suffix.*mtp or eagle3"):
+    with pytest.raises(ValueError, match=r"spec.drafter=suffix.*eagle3 or mtp"):
         check_sglang(Config(spec=SpecConfig(drafter="suffix")))
     with pytest.raises(ValueError, match=r"spec.mode=block.*no GPU.*rejection"):
         supported(model, mode="block")
