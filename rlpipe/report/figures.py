@@ -31,11 +31,11 @@ from rlpipe.report.figures_cuts import cut_figures
 
 MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
-STEP_PHASES = (  # they follow one another in the trainer; the rest of the step is "other"
-    ("timing_s/wait_rollout", "wait for rollouts"),
-    ("timing_s/adv", "advantages"),
-    ("timing_s/update_actor", "update"),
-    ("timing_s/update_weights", "weight sync"),
+STEP_PHASES = (  # (metric, label, colour); they follow one another, and the rest of the step is "other"
+    ("timing_s/wait_rollout", "wait for rollouts", 0),
+    ("timing_s/adv", "advantages", 3),
+    ("timing_s/update_actor", "update", 4),
+    ("timing_s/update_weights", "weight sync", 5),
 )
 
 
@@ -155,12 +155,12 @@ def _timing(runs: Sequence[RunData]) -> Figure:
     steps = sorted(whole)
     rest = dict(whole)
     traces = []
-    for n, (name, label) in enumerate(STEP_PHASES):
+    for name, label, colour in STEP_PHASES:
         phase = dict(zip(*run.series(name), strict=True))
         if not steps or sum(phase.values()) < SMALL * sum(whole.values()):
             continue
         rest = {s: rest[s] - phase.get(s, 0.0) for s in steps}
-        traces.append(_area((steps, [phase.get(s, 0.0) for s in steps]), label, n))
+        traces.append(_area((steps, [phase.get(s, 0.0) for s in steps]), label, colour))
     if traces:
         traces.append(_area((steps, [max(0.0, rest[s]) for s in steps]), "other", COLOURS - 1))
     if (gen := run.series("timing_s/gen"))[0]:
@@ -180,14 +180,13 @@ def _area(points: tuple[list[int], list[float]], name: str, colour: int) -> dict
 
 
 def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
-    means = [{n: _mean(run.series(n)[1]) for n, _ in (("timing_s/step", ""), *STEP_PHASES)} for run in runs]
+    names = ("timing_s/step", *(name for name, _, _ in STEP_PHASES))
+    means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
-    drawn = [
-        (n, p) for n, p in enumerate(STEP_PHASES) if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)
-    ]
-    traces = [bars(label, n, labels, [m[name] for m in means], across=True) for n, (name, label) in drawn]
+    drawn = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
+    traces = [bars(label, n, labels, [m[name] for m in means], across=True) for name, label, n in drawn]
     if traces:
-        rest = [max(0.0, m["timing_s/step"] - sum(m[name] for _, (name, _) in drawn)) for m in means]
+        rest = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in drawn)) for m in means]
         traces.append(bars("other", COLOURS - 1, labels, rest, across=True))
     return Figure(
         title="Where a step's time goes",

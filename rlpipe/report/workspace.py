@@ -27,7 +27,7 @@ from rlpipe.report.figures import STEP_PHASES
 from rlpipe.report.write import load_runs
 
 NAME = "wandb_workspace.json"
-PHASES = tuple(name for name, _ in STEP_PHASES)
+PHASES = tuple(name for name, _, _ in STEP_PHASES)
 
 
 def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -> dict[str, Any]:
