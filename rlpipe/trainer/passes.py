@@ -28,7 +28,7 @@ class Predictions:
     """What a forward pass over a micro-batch says of its sampled tokens.
 
     hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
-    states, logits: [P, H] and [P, V_local], of the places that predict the P sampled tokens.
+    states: [P, H], of the places that predict the P sampled tokens.
     logprobs, entropies: [B, R] float32, 0 where there is no token.
     of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
     """
@@ -36,7 +36,6 @@ class Predictions:
     hidden: torch.Tensor
     layout: BranchLayout | None
     states: torch.Tensor
-    logits: torch.Tensor
     logprobs: torch.Tensor
     entropies: torch.Tensor
     of: Callable[[torch.Tensor], torch.Tensor]
@@ -117,7 +116,7 @@ class Passes:
         keep: bool = False,
     ) -> Callable[[int, MicroBatch], Any]:
         """The policy over a micro-batch, for `schedule`; `use` gives (loss, anything). keep: its keys."""
-        from rlpipe.trainer.logprobs import candidate_logprobs, token_logprobs
+        from rlpipe.trainer.logprobs import Head
 
         policy = getattr(model, "module", model)
         move = self._runtime.to_device
@@ -127,27 +126,28 @@ class Passes:
             hidden, sources, layout = self.hidden(policy, micro, keep)
             states = hidden.index_select(0, sources)
 
-            def finish_micro(output: torch.Tensor) -> Any:
-                softmax = {
-                    "temperature": temperature,
-                    "vocab_start": policy.vocab_start,
-                    "group": policy.pg_collection.tp,
-                }
+            def finish_micro(states: torch.Tensor) -> Any:
+                head = Head(
+                    weight=policy.head_weight,
+                    columns=policy.local_vocab,
+                    temperature=temperature,
+                    vocab_start=policy.vocab_start,
+                    group=policy.pg_collection.tp,
+                )
                 targets = move(micro.targets)
-                logprobs, entropies = token_logprobs(output, targets, **softmax)
+                logprobs, entropies = head.logprobs(states, targets)
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
                 found = Predictions(
                     hidden=hidden,
                     layout=layout,
                     states=states,
-                    logits=output,
                     logprobs=grid.masked_scatter(select, logprobs),
                     entropies=grid.masked_scatter(select, entropies),
-                    of=lambda ids: candidate_logprobs(output, ids, targets, logprobs, **softmax),
+                    of=lambda ids: head.candidates(states, ids, targets, logprobs),
                 )
                 return use(index, micro, found)
 
-            return policy.head(states), finish_micro
+            return states, finish_micro
 
         return forward
 

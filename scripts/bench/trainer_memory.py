@@ -1,12 +1,15 @@
-"""What does attention over shared prefixes cost: flash attention in parts, or one masked call a branch?
+"""What do a trainer's attention over shared prefixes and its head cost, against writing all of it out?
 
-Both arms run forward and backward of one layer's attention on the same packed batch, in a process of their
-own: `siblings` answers of equal length that follow a prefix as long as all of them, and the same in two turns
-(`--turns`), so that a branch's context has several pieces. Memory is the peak of the process beyond what it
-held before, by its own count of resident anonymous pages. `saved_mb` is what autograd keeps for the backward
-pass; it bounds how many layers fit.
+    attention   flash attention in parts, against one masked call for each branch
+    head        logprobs and entropy from hidden states in chunks, against logits [tokens, vocabulary] at once
 
-    python scripts/bench/branch_attention.py --json OUT [--tokens 2048 4096 8192 16384] [--repeats 3]
+All arms run forward and backward on the same input, in a process of their own. Attention is one layer's,
+over a prefix as long as all its `siblings` together, each of these in two branches (`--turns`), so that a
+context has several pieces; the head's is of every token. Memory is the peak of the process beyond what it
+held before, by its own count of resident anonymous pages; `saved_mb` is what autograd keeps for the backward
+pass, which for attention bounds how many layers fit.
+
+    python scripts/bench/trainer_memory.py --json OUT [--tokens 2048 4096 8192 16384] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,10 @@ import torch
 
 from rlpipe.batch import Branch
 from rlpipe.trainer.layers import BranchLayout
+from rlpipe.trainer.logprobs import Head, token_logprobs
 
-ARMS = ("parts", "masked")
+Case = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]
+ARMS = {"attention": ("parts", "masked"), "head": ("chunks", "logits")}
 
 
 class Attention:
@@ -56,16 +62,36 @@ def branches(tokens: int, siblings: int, turns: int) -> list[Branch]:
     return found
 
 
+def attention(arm: str, given: argparse.Namespace, tokens: int) -> Case:
+    """One layer's attention, with the leaves of its graph."""
+    found = branches(tokens, given.siblings, given.turns)
+    count = sum(branch.length for branch in found)
+    heads = (given.heads, given.groups, given.groups)
+    qkv = [torch.randn(1, n, count, given.dim, requires_grad=True) for n in heads]
+    layout = BranchLayout(found, torch.zeros(count, dtype=torch.int64))
+    attend = layout.attend if arm == "parts" else layout.attend_masked
+    return lambda: attend(Attention(given.dim**-0.5), *qkv), qkv
+
+
+def head(arm: str, given: argparse.Namespace, tokens: int) -> Case:
+    """Logprobs and entropy of every token, with the leaves of its graph."""
+    states = torch.randn(tokens, given.hidden, requires_grad=True)
+    weight = (0.02 * torch.randn(given.vocab, given.hidden)).requires_grad_()
+    targets = torch.randint(0, given.vocab, (tokens,))
+
+    def forward() -> torch.Tensor:
+        if arm == "logits":
+            return torch.stack(token_logprobs(states @ weight.t(), targets))
+        return torch.stack(Head(weight=weight, columns=given.vocab).logprobs(states, targets))
+
+    return forward, [states, weight]
+
+
 def measure(arm: str, given: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Time and memory of one arm, in this process."""
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    layout_of = branches(tokens, given.siblings, given.turns)
-    count = sum(branch.length for branch in layout_of)
-    shape = {"q": given.heads, "k": given.groups, "v": given.groups}
-    qkv = [torch.randn(1, heads, count, given.dim, requires_grad=True) for heads in shape.values()]
-    layout = BranchLayout(layout_of, torch.zeros(count, dtype=torch.int64))
-    attend = layout.attend if arm == "parts" else layout.attend_masked
+    forward, leaves = (attention if arm in ARMS["attention"] else head)(arm, given, tokens)
     seconds, peaks, saved = [], [], 0
     for _ in range(given.repeats):
         kept: dict[int, int] = {}
@@ -78,10 +104,10 @@ def measure(arm: str, given: argparse.Namespace, tokens: int) -> dict[str, float
         with Peak() as peak:
             started = time.perf_counter()
             with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-                out = attend(Attention(given.dim**-0.5), *qkv)
+                out = forward()
             out.backward(out.detach())
             seconds.append(time.perf_counter() - started)
-        for x in qkv:
+        for x in leaves:
             x.grad = None
         del out
         peaks.append(peak.bytes)
@@ -120,28 +146,32 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--head-tokens", type=int, nargs="*", default=[512, 1024, 2048])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.arm:
         print(json.dumps(measure(given.arm, given, given.tokens[0])))
         return 0
     rows: list[dict[str, Any]] = []
-    for tokens in given.tokens:
-        row: dict[str, Any] = {"tokens": tokens}
-        for arm in ARMS:
+    sizes = {"attention": given.tokens, "head": given.head_tokens}
+    for part, tokens in ((part, tokens) for part, counts in sizes.items() for tokens in counts):
+        row: dict[str, Any] = {"part": part, "tokens": tokens}
+        for arm in ARMS[part]:
             words = [*sys.argv, "--tokens", str(tokens), "--arm", arm]
             done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
             row[arm] = json.loads(done.stdout)
-        mine, masked = row["parts"], row["masked"]
-        row["ratio"] = {name: round(mine[name] / masked[name], 3) for name in mine}
+        mine, other = (row[arm] for arm in ARMS[part])
+        row["ratio"] = {name: round(mine[name] / other[name], 3) for name in mine}
         rows.append(row)
         print(json.dumps(row), flush=True)
     if given.json:
