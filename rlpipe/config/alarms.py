@@ -77,6 +77,7 @@ def default_rules() -> dict[str, AlarmRule]:
         "length_collapse": _rule("response_length/mean", drop, 0.3, patience=5),
         "truncation": _rule("response_length/clip_ratio", above, 0.5, patience=5),
         "no_signal": _rule("env/no_signal", above, 0.9, patience=5),
+        "tamper": _rule("env/tamper_solved", above, 0.0),
         "staleness": _rule(stale, above, 4.0, patience=3),
         "acceptance_drop": _rule("spec/acceptance_rate", drop, 0.8, patience=5),
         DRAFT_HARMED: _rule("probe/held_out/acceptance_length/rejection", fall, 0.95, patience=2),

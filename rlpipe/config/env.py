@@ -164,7 +164,8 @@ class EnvConfig:
         .jsonl), the first is the primary one.
     max_turns: actions an episode may take. max_observation_chars: of one observation, before the marker.
     system_prompt: replaces the action mode's own (plain mode has none).
-    test_command: how an image's tests run; `{tests}` becomes their ids. test_timeout_s: for the whole run.
+    test_command: how an image's Python is started on its tests; `{runner}` becomes the grader's program, what
+        follows it goes to pytest. test_timeout_s: for the whole run.
     retries: attempts after a failure of the sandbox, then the trajectory is masked.
     threads: commands that run at once in one rollout worker.
     suite: "module:function" that makes a custom suite (name=custom): function(config, seed) -> Suite, see
@@ -179,7 +180,7 @@ class EnvConfig:
     max_turns: int = 8
     max_observation_chars: int = 400
     system_prompt: str = ""
-    test_command: str = "python -m pytest -rA {tests}"
+    test_command: str = "python {runner}"
     test_timeout_s: float = 10.0
     retries: int = 2
     threads: int = 2
@@ -209,9 +210,10 @@ class EnvConfig:
                 f"env.held_out_files={self.held_out_files} gives the set names {names}: rename the files, "
                 "each set needs a name of its own, and 'train' is env.train_file."
             )
-        if "{tests}" not in self.test_command:
+        if "{runner}" not in self.test_command:
             raise ValueError(
-                f"env.test_command={self.test_command!r} must contain {{tests}}, where the test ids go."
+                f"env.test_command={self.test_command!r} must contain {{runner}}, where the grader's "
+                "program goes, e.g. '. /opt/miniconda3/bin/activate testbed && python {runner}'."
             )
 
     @property

@@ -4,7 +4,8 @@ Owns the counting; the controller decides when. Entropy, acceptance, staleness a
 the same trajectories, the ones of the step, so that they can be compared with one another. Masked
 trajectories (infrastructure failures) enter `env/masked`, `env/retries` and `env/exit/*` and nothing else.
 
-Reads from `Trajectory.info`: submitted (bool), exit_reason (str), retries (int), sandbox_seconds (float).
+Reads from `Trajectory.info`: submitted, changed (bool), exit_reason, tamper (str), retries (int),
+sandbox_seconds (float).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         "env/groups": Sum(len(groups)),
         "env/trajectories": Sum(len(trained)),
         **_group_outcomes(groups),
+        **_tampering(trained),
         **_exits(every),
         **_sandbox_seconds(every),
     }
@@ -173,6 +175,13 @@ def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
         "env/solve_none": Mean.of(max(r) <= 0 for r in rewards),
         "env/no_signal": Mean.of(min(r) == max(r) for r in rewards),
     }
+
+
+def _tampering(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+    graded = [t for t in trajectories if "changed" in t.info]
+    solved = ["tamper" in t.info for t in graded if t.reward >= SOLVED]
+    share = {"env/tamper": Mean.of("tamper" in t.info for t in graded)} if graded else {}
+    return share | ({"env/tamper_solved": Mean.of(solved)} if solved else {})
 
 
 def _exits(trajectories: Sequence[Trajectory]) -> dict[str, Value]:

@@ -124,7 +124,8 @@ function makeViewer() {
     turns.replaceChildren(); legend.replaceChildren(); about.textContent = '';
     if (!t) { where.textContent = 'no such trajectory'; return; }
     where.textContent = [`${at + 1} of ${shown.length}`, t.run, `step ${t.step}`, t.instance_id,
-      `reward ${reward(t)}`, t.status, t.exit && `ended: ${t.exit}`].filter(Boolean).join(' · ');
+      `reward ${reward(t)}`, t.status, t.exit && `ended: ${t.exit}`,
+      t.tamper && `touches: ${t.tamper}`].filter(Boolean).join(' · ');
     for (const [fill, words] of mode && keys[mode.value]?.() || []) {
       const item = element('span', '', '');
       const box = element('i', '', '');

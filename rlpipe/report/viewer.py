@@ -62,6 +62,8 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         row["status"] = str(trajectory["status"])
     if reason := (trajectory.get("info") or {}).get("exit_reason"):
         row["exit"] = str(reason)
+    if tamper := (trajectory.get("info") or {}).get("tamper"):
+        row["tamper"] = str(tamper)
     return row
 
 

@@ -20,6 +20,7 @@ from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
 from rlpipe.envs.sandbox.tree import scratch
 
 if TYPE_CHECKING:
+    from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
     from rlpipe.envs.sandbox.local import TreeRunner
 
 __all__ = [
@@ -107,6 +108,11 @@ def _check_container_tool(config: SandboxConfig) -> None:
             f"`{' '.join(probe)}` fails: {answer.stderr.strip()[-300:]!r}. Start the {tool} service and "
             "give this user access to it."
         )
+    if config.backend is SandboxBackend.DOCKER:
+        os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+        from rlpipe.envs.sandbox.container import sweep
+
+        sweep()
 
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:
@@ -117,7 +123,7 @@ def make_tree_runner(config: SandboxConfig) -> TreeRunner:
     return TreeRunner(config)
 
 
-def make_container_sandbox(config: SandboxConfig, image: str) -> Sandbox:
+def make_container_sandbox(config: SandboxConfig, image: str) -> DockerSandbox | SingularitySandbox:
     """A fresh container of an image. Raises InfrastructureError when it does not start."""
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox

@@ -1,15 +1,19 @@
 """Docker and Singularity sandboxes for instances that live in an image, as SWE-bench's do.
 
 Owns safe defaults for mini-swe-agent's container environments, which start and remove the container;
-commands run through `run_bounded`, since theirs keep all output. One container serves one episode. The
-arguments are unit-tested; no daemon runs in this project's own tests.
+commands run through `run_bounded`, since theirs keep all output. One container serves one episode; those
+that killed runs left are removed before the next. Tested with podman; Singularity only by its arguments.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 import subprocess
+from pathlib import Path
 
+import psutil
 from minisweagent.environments.docker import DockerEnvironment
 from minisweagent.environments.singularity import SingularityEnvironment
 
@@ -20,6 +24,7 @@ from rlpipe.envs.sandbox.process import Ended, run_bounded
 
 TESTBED = "/testbed"  # where SWE-bench images keep the repository
 _KILLED_BY_TIMEOUT = (124, 137, -9)
+_OWNER = "rlpipe.owner"  # label: machine, process namespace and process that a container belongs to
 
 
 def docker_run_args(limits: SandboxConfig) -> list[str]:
@@ -36,7 +41,34 @@ def docker_run_args(limits: SandboxConfig) -> list[str]:
         f"--ulimit=cpu={limits.cpu_s}",
         "--ulimit=core=0",
         "--stop-timeout=1",
+        f"--label={_OWNER}={_here()}{os.getpid()}",
     ]
+
+
+def _here() -> str:
+    """What process ids of this machine and namespace are prefixed with."""
+    return f"{platform.node()}/{Path('/proc/self/ns/pid').stat().st_ino}/"
+
+
+def sweep(executable: str = "docker") -> int:
+    """Remove the containers of processes of ours that were killed; returns how many."""
+    listed = _answer(executable, "ps", "-aq", "--no-trunc", f"--filter=label={_OWNER}").split()
+    swept = 0
+    for container in listed:
+        owner = _answer(executable, "inspect", "-f", f'{{{{index .Config.Labels "{_OWNER}"}}}}', container)
+        pid = owner.strip().removeprefix(_here())
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            _answer(executable, "rm", "-f", container)
+            swept += 1
+    return swept
+
+
+def _answer(*argv: str) -> str:
+    """What a client prints; "" when it fails or does not answer."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
 
 
 def singularity_exec_args(limits: SandboxConfig) -> list[str]:
@@ -73,22 +105,22 @@ class DockerSandbox:
             command,
         ]
 
-    def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
-        """Run a command in the container. Raises InfrastructureError when the container is gone."""
+    def run(
+        self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"", output_kb: int = 0
+    ) -> CommandResult:
+        """Run a command in the container; output_kb, if not 0, replaces the setting.
+
+        Raises InfrastructureError when the container is gone.
+        """
         timeout_s = timeout_s or self._limits.timeout_s
-        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin)
+        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin, output_kb)
         if ended.returncode and not self._alive():
             raise InfrastructureError(f"the container is gone: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
 
     def _alive(self) -> bool:
         executable, container = self._environment.config.executable, str(self._environment.container_id)
-        inspect = [executable, "inspect", "-f", "{{.State.Running}}", container]
-        try:
-            answer = subprocess.run(inspect, capture_output=True, text=True, timeout=30, check=False)
-        except (subprocess.TimeoutExpired, OSError):
-            return False
-        return answer.stdout.strip() == "true"
+        return _answer(executable, "inspect", "-f", "{{.State.Running}}", container).strip() == "true"
 
     def close(self) -> None:
         """Stop and remove the container."""
@@ -118,10 +150,15 @@ class SingularitySandbox:
             *("bash", "-c", command),
         ]
 
-    def run(self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"") -> CommandResult:
-        """Run a command in the image. Raises InfrastructureError when singularity itself failed."""
+    def run(
+        self, command: str, *, timeout_s: float | None = None, stdin: bytes = b"", output_kb: int = 0
+    ) -> CommandResult:
+        """Run a command in the image; output_kb, if not 0, replaces the setting.
+
+        Raises InfrastructureError when singularity itself failed.
+        """
         timeout_s = timeout_s or self._limits.timeout_s
-        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin)
+        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin, output_kb)
         if ended.returncode == 255 and b"FATAL:" in ended.output:
             raise InfrastructureError(f"singularity failed: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
@@ -136,9 +173,10 @@ def _bounded_in_container(timeout_s: float) -> list[str]:
     return ["timeout", "-s", "KILL", str(math.ceil(timeout_s))]
 
 
-def _run(limits: SandboxConfig, argv: list[str], timeout_s: float, stdin: bytes) -> Ended:
+def _run(limits: SandboxConfig, argv: list[str], timeout_s: float, stdin: bytes, output_kb: int) -> Ended:
     grace = 10.0  # for the client to report a command that was killed inside
-    return run_bounded(argv, timeout_s=timeout_s + grace, max_output=limits.output_kb << 10, stdin=stdin)
+    bound = (output_kb or limits.output_kb) << 10
+    return run_bounded(argv, timeout_s=timeout_s + grace, max_output=bound, stdin=stdin)
 
 
 def _result(ended: Ended, timeout_s: float) -> CommandResult:

@@ -111,6 +111,7 @@ class SweEpisode:
             grade = self._workspace.grade()
             info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}
             info |= {"graded_in_process": True} if grade.in_process else {}
+            info |= {"tamper": grade.tamper} if grade.tamper else {}
             return self._end(float(grade.solved), submitted=True, **info)
         if len(command.encode()) > _LONGEST_COMMAND:
             result = CommandResult(output="command too long", exit_code=126)

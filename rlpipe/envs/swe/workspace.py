@@ -4,37 +4,44 @@ Owns grading. Tests always run in a fresh sandbox, over what the model changed b
 own test files, and every required test id must be reported as passed:
 
     tree:   final tree - tests - what could shadow modules -> grader.trees, beside the instance's tests
-    image:  diff of the model's container -> fresh container + test_patch -> env.test_command
+    image:  diff of the model's container -> grader.images, in a fresh container with test_patch
 """
 
 from __future__ import annotations
 
-import re
-import shlex
+import base64
 from dataclasses import dataclass
 from typing import Protocol
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.base import InfrastructureError
-from rlpipe.envs.sandbox import CommandResult, make_container_sandbox
+from rlpipe.envs.sandbox import CommandResult, Limit, make_container_sandbox
 from rlpipe.envs.sandbox.local import TreeRunner, TreeSandbox
 from rlpipe.envs.sandbox.tree import fingerprint, tree_of
+from rlpipe.envs.swe.grader.images import passed_tests
 from rlpipe.envs.swe.grader.trees import code_to_grade, run_tests
 from rlpipe.envs.swe.instances import Instance
+from rlpipe.envs.swe.tamper import changes_of_diff, changes_of_trees, tampering
 
-_PYTEST_PASSED = re.compile(r"^PASSED (\S+)", re.MULTILINE)
+# base64, since an output is text: a diff may hold any bytes. Renames would escape `git apply --exclude`.
+_DIFF = (
+    "set -o pipefail; {{ git add -A && git diff --cached --binary --no-renames --no-ext-diff --no-textconv "
+    "--no-color --src-prefix=a/ --dst-prefix=b/ {head}; }} 2>/dev/null | base64 -w0"
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Grade:
     """changed: the repository differs from the start. passed: number of required tests that passed, of
     `required`. in_process: the tests ran in the process that imported the code, which could have cheated.
-    The task is solved when it changed and all passed."""
+    tamper: what the changes touch that a repair seldom does, see `tamper`. The task is solved when it changed
+    and all passed."""
 
     changed: bool
     passed: int
     required: int
     in_process: bool = False
+    tamper: str = ""
 
     @property
     def solved(self) -> bool:
@@ -82,7 +89,13 @@ class TreeWorkspace:
             passed = run_tests(self._runner, instance, tree, self._config.test_timeout_s)
             if memo:
                 memo.put(key, passed, size=256)
-        return Grade(changed=True, passed=passed, required=required, in_process=instance.graded_in_process)
+        return Grade(
+            changed=True,
+            passed=passed,
+            required=required,
+            in_process=instance.graded_in_process,
+            tamper=tampering(changes_of_trees(tree_of(instance.files), self._sandbox.tree)),
+        )
 
     def close(self) -> None:
         """Nothing is held between commands."""
@@ -107,42 +120,24 @@ class ImageWorkspace:
 
     def grade(self) -> Grade:
         """Carry the model's changes into a fresh container and run the tests there."""
-        instance = self._instance
-        diff = self._sandbox.run(f"git add -A && git diff --cached --binary {self._head}")
-        changed = diff.exit_code == 0 and diff.exceeded is None and bool(diff.output.strip())
-        passed = self._passed_in_fresh_container(diff.output) if changed else 0
-        return Grade(changed=changed, passed=passed, required=len(instance.tests))
-
-    def _passed_in_fresh_container(self, patch: str) -> int:
-        instance, config = self._instance, self._config
-        fresh = make_container_sandbox(config.sandbox, self._image)
+        required = len(self._instance.tests)
+        diff = self._sandbox.run(_DIFF.format(head=self._head), output_kb=self._config.sandbox.tree_mb << 10)
+        if diff.exceeded is Limit.OUTPUT:
+            return Grade(changed=True, passed=0, required=required, in_process=True, tamper="too_large")
         try:
-            if fresh.run(apply_command(instance.patched_tests), stdin=patch.encode()).exit_code:
-                return 0
-            if instance.test_patch:
-                tests = fresh.run("git apply -", stdin=instance.test_patch.encode())
-                if tests.exit_code:
-                    raise InfrastructureError(f"test_patch does not apply: {tests.output[-300:]!r}")
-            command = config.test_command.replace("{tests}", shlex.join(instance.tests))
-            result = fresh.run(command, timeout_s=config.test_timeout_s)
-            if result.exceeded:
-                return 0
-            passed = len(set(instance.tests) & set(_PYTEST_PASSED.findall(result.output)))
-            # the code under test can print such lines; the command's exit code must agree with them
-            return passed if result.exit_code == 0 else min(passed, len(instance.tests) - 1)
+            patch = base64.b64decode(diff.output, validate=True)
+        except ValueError:
+            patch = b""
+        if diff.exit_code or not patch:
+            return Grade(changed=False, passed=0, required=required, in_process=True)
+        fresh = make_container_sandbox(self._config.sandbox, self._image)
+        try:
+            passed = passed_tests(fresh, self._instance, patch, self._config)
         finally:
             fresh.close()
+        tamper = tampering(changes_of_diff(patch.decode(errors="replace")))
+        return Grade(changed=True, passed=passed, required=required, in_process=True, tamper=tamper)
 
     def close(self) -> None:
         """Remove the container."""
         self._sandbox.close()
-
-
-def apply_command(tests: list[str]) -> str:
-    """Apply a patch from stdin, without its changes to the tests and to pytest's hooks.
-
-    >>> apply_command(["t/test_a.py"])
-    "git apply --exclude=conftest.py '--exclude=*/conftest.py' --exclude=t/test_a.py -"
-    """
-    excluded = [f"--exclude={path}" for path in ["conftest.py", "*/conftest.py", *tests]]
-    return shlex.join(["git", "apply", *excluded, "-"])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
         (lambda: EnvConfig(held_out_files=[]), ["env.held_out_files", "no file"]),
         (lambda: EnvConfig(held_out_files=["a/h.jsonl", "b/h.jsonl"]), ["env.held_out_files", "rename"]),
         (lambda: EnvConfig(held_out_files=["x/train.jsonl"]), ["env.held_out_files", "env.train_file"]),
-        (lambda: EnvConfig(test_command="pytest"), ["env.test_command", "{tests}"]),
+        (lambda: EnvConfig(test_command="pytest"), ["env.test_command", "{runner}", "python {runner}'"]),
         (lambda: ReasoningConfig(tasks=[]), ["env.reasoning.tasks", "empty"]),
         (lambda: ReasoningConfig(held_out_size=0), ["held_out_size=0"]),
         (lambda: ReasoningConfig(train_size=2_000_000), ["train_size=2000000", "at most 1000000"]),

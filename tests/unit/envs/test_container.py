@@ -1,5 +1,10 @@
-"""Container sandboxes: the arguments that make them safe. No daemon runs here."""
+"""Container sandboxes: the arguments that make them safe, and what a report from one must be. No daemon."""
 
+import base64
+import hashlib
+import hmac
+import json
+import shlex
 import subprocess
 from types import SimpleNamespace
 
@@ -8,8 +13,9 @@ import pytest
 from rlpipe.config.env import EnvConfig, SandboxBackend, SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import container
-from rlpipe.envs.sandbox.base import CommandResult
+from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.swe import workspace
+from rlpipe.envs.swe.grader.images import reported
 from rlpipe.envs.swe.instances import Instance
 
 pytestmark = pytest.mark.unit
@@ -66,20 +72,27 @@ def test_an_image_that_cannot_be_started_is_an_infrastructure_failure(monkeypatc
 
 
 class ScriptedContainer:
-    """Answers commands by their beginning and remembers them with their input."""
+    """Answers commands by their beginning; the grader's program answers with a report signed by `key`."""
 
-    def __init__(self, answers):
-        self.answers, self.seen, self.closed = answers, [], False
+    def __init__(self, answers, reports=(), key=None):
+        self.answers, self.reports, self.key = answers, list(reports), key
+        self.seen, self.closed = [], False
 
-    def run(self, command, *, timeout_s=None, stdin=b""):
-        self.seen.append((command, stdin.decode()))
+    def run(self, command, *, timeout_s=None, stdin=b"", output_kb=0):
+        self.seen.append((command, stdin.decode("latin-1"), output_kb))
         for start, (output, code) in self.answers.items():
             if command.startswith(start):
                 return CommandResult(output=output, exit_code=code)
-        raise AssertionError(command)
+        order = json.loads(stdin)
+        text = self.reports.pop(0)
+        return CommandResult(output=f"noise\n{signed(text, self.key or order['key'])}\nnoise", exit_code=0)
 
     def close(self):
         self.closed = True
+
+
+def signed(text, key):
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest() + text
 
 
 INSTANCE = Instance(
@@ -91,47 +104,88 @@ INSTANCE = Instance(
 )
 
 
-BOTH = "PASSED t/test_a.py::test_x\nPASSED t/test_a.py::test_y"
+IDS = list(INSTANCE.tests)
+LATIN = b"+caf\xe9\n"
 
 
-def graded(monkeypatch, diff="the diff", passed=BOTH, code=0):
-    played = ScriptedContainer({"git rev-parse": ("abc\n", 0), "git add": (diff, 0)})
-    fresh = ScriptedContainer({"git apply": ("", 0), "pytest": (passed, code)})
-    boxes, images = [played, fresh], []
+def report(passed, exit_code=0):
+    return json.dumps({"passed": passed, "exit_code": exit_code})
+
+
+STARTS, ALL = report([]), report(IDS)
+
+
+def graded(monkeypatch, diff=LATIN, result=ALL, probe=STARTS, key=None, code=0):
+    encoded = base64.b64encode(diff).decode()
+    played = ScriptedContainer({"git rev-parse": ("abc\n", 0), "set -o pipefail": (encoded, code)})
+    fresh = ScriptedContainer({"git apply": ("", 0)}, [probe, result], key)
+    boxes, images_made = [played, fresh], []
 
     def make(config, image):
-        images.append(image)
-        return boxes[len(images) - 1]
+        images_made.append(image)
+        return boxes[len(images_made) - 1]
 
     monkeypatch.setattr(workspace, "make_container_sandbox", make)
-    config = EnvConfig(test_command="pytest {tests}", sandbox=SandboxConfig(backend=SandboxBackend.DOCKER))
-    grade = workspace.ImageWorkspace(INSTANCE, config).grade()
-    return grade, played, fresh, images
+    config = EnvConfig(sandbox=SandboxConfig(backend=SandboxBackend.DOCKER))
+    return workspace.ImageWorkspace(INSTANCE, config).grade(), played, fresh, images_made
 
 
 def test_an_image_is_graded_in_a_fresh_container_with_the_instances_tests(monkeypatch):
-    grade, played, fresh, images = graded(monkeypatch)
-    assert grade.solved and grade.required == 2
-    assert images == ["swebench/sweb.eval.x86_64.a_1776_b-1:latest"] * 2
-    assert "--cached --binary abc" in played.seen[-1][0], "against the commit it started from"
-    (apply, patch), (apply_tests, tests), (run, _) = fresh.seen
-    assert patch == "the diff" and "--exclude=t/test_a.py" in apply and "--exclude=conftest.py" in apply
+    grade, played, fresh, made_of = graded(monkeypatch)
+    assert grade.solved and grade.required == 2 and grade.in_process
+    assert made_of == ["swebench/sweb.eval.x86_64.a_1776_b-1:latest"] * 2
+    command, _, output_kb = played.seen[-1]
+    assert "--binary --no-renames" in command and " abc;" in command, "against the commit it started from"
+    assert output_kb == SandboxConfig().tree_mb << 10, "a large diff is no unchanged repository"
+    (probe, _, _), (apply, patch, _), (apply_tests, tests, _), (run, order, _) = fresh.seen
+    assert patch == LATIN.decode("latin-1"), "whatever its encoding"
+    excluded = {"t/test_a.py", "conftest.py", "*/conftest.py", "pytest.ini", "*/pyproject.toml"}
+    assert excluded <= {word.removeprefix("--exclude=") for word in shlex.split(apply)}
     assert apply_tests == "git apply -" and tests == INSTANCE.test_patch
-    assert run == "pytest t/test_a.py::test_x t/test_a.py::test_y"
+    assert run == probe and run.startswith("python -I -S -c ")
+    order = json.loads(order)
+    assert order["tests"] == IDS and order["key"] not in run
     assert fresh.closed
 
 
 @pytest.mark.parametrize(
-    ("changes", "solved", "passed"),
+    ("changes", "changed", "passed"),
     [
-        ({"passed": "PASSED t/test_a.py::test_x\nFAILED t/test_a.py::test_y"}, False, 1),
-        ({"passed": "2 passed\nOK"}, False, 0),
-        ({"diff": ""}, False, 0),
-        ({"passed": BOTH + "\n1 failed", "code": 1}, False, 1),  # finding 12: printed by the code
+        ({"result": report(IDS[:1])}, True, 1),
+        ({"result": report([])}, True, 0),
+        ({"result": report(["t/test_a.py"])}, True, 0),
+        ({"result": report(IDS, exit_code=1)}, True, 1),  # outcomes and exit code must agree
+        ({"result": report(IDS, exit_code=-9)}, True, 1),
+        ({"result": report(None)}, True, 0),
+        ({"result": report([1, 2])}, True, 0),
+        ({"result": "{}"}, True, 0),
+        ({"diff": b"rename from conftest.py\n"}, True, 0),
+        ({"diff": b""}, False, 0),
+        ({"code": 1}, False, 0),
     ],
 )
 def test_every_required_id_must_be_reported_and_something_must_have_changed(
-    monkeypatch, changes, solved, passed
+    monkeypatch, changes, changed, passed
 ):
     grade, *_ = graded(monkeypatch, **changes)
-    assert (grade.solved, grade.passed) == (solved, passed)
+    assert (grade.solved, grade.changed, grade.passed) == (False, changed, passed)
+
+
+def test_a_report_counts_only_with_the_signature_and_of_a_run_within_its_limits():
+    good = signed(report(IDS), "key")
+    assert reported(CommandResult(output=good, exit_code=0), "key") == (IDS, 0)
+    for output in (
+        report(IDS),
+        signed(report(IDS), "other"),
+        "0" * 64 + report(IDS),
+        good[:-1],
+        "é" * 64,
+        "",
+    ):
+        assert reported(CommandResult(output=output, exit_code=0), "key") == ([], 1)
+    assert reported(CommandResult(output=good, exit_code=137, exceeded=Limit.TIME), "key") == ([], 1)
+
+
+def test_an_image_whose_command_starts_no_pytest_is_an_infrastructure_failure(monkeypatch):
+    with pytest.raises(InfrastructureError, match=r"test_command.*cannot import pytest.*a__b-1"):
+        graded(monkeypatch, probe=report(None, 1))

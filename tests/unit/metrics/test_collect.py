@@ -224,3 +224,20 @@ def test_validation_reports_the_primary_set_twice_and_leaves_masked_ones_out() -
 def test_a_split_that_cannot_be_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'new families'.*metric name"):
         validation_metrics("new families", [], primary=False)
+
+
+def test_changes_that_touch_the_grader_are_counted_among_graded_and_among_solved_attempts() -> None:
+    graded = [
+        played(1.0, [[(0.0, 1)]], changed=True),
+        played(1.0, [[(0.0, 1)]], changed=True, tamper="frames"),
+        played(0.0, [[(0.0, 1)]], changed=True, tamper="exit tests"),
+        played(0.0, [[(0.0, 1)]], changed=False),
+        played(0.0, [[(0.0, 1)]]),
+    ]
+    got = read(trajectory_metrics([group(*graded)], trainer_version=1))
+    assert (got["env/tamper"], got["env/tamper_solved"]) == (0.5, 0.5)
+    unsolved = read(trajectory_metrics([group(*graded[2:])], trainer_version=1))
+    assert unsolved["env/tamper"] == 0.5 and "env/tamper_solved" not in unsolved
+    assert not {"env/tamper", "env/tamper_solved"} & set(
+        trajectory_metrics([group(graded[4])], trainer_version=1)
+    )

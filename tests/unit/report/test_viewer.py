@@ -34,7 +34,16 @@ def test_a_turn_of_the_model_carries_every_token_and_what_is_known_of_it(run: Pa
         assert turn["e"] == [round(100 * h) for h in recorded["entropies"][begin:end]]
         assert turn["p"] == [round(-100 * p) for p in recorded["rollout_logprobs"][begin:end]]
     assert (first["v"], second["v"]) == ([[2, 10]], [[3, 10]])
-    assert shown["reward"] == recorded["reward"] and shown["exit"] == "done"
+    assert shown["reward"] == recorded["reward"] and shown["exit"] == "done" and "tamper" not in shown
+
+
+def test_what_an_attempts_changes_touch_is_shown(run: Path) -> None:
+    file = run / "rollouts" / "step_000003.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records[0]["info"]["tamper"] = "exit frames"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shown = [t["tamper"] for t in shown_trajectories([load_run(run)]) if "tamper" in t]
+    assert shown == ["exit frames"]
 
 
 def test_without_recorded_drafts_there_is_no_acceptance_to_colour(run: Path) -> None:

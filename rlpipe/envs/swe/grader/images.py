@@ -1,0 +1,110 @@
+"""Grades the diff of a repository that lives in a container image, in a fresh container of that image.
+
+Owns what of a diff is applied (nothing that configures or replaces the tests), and what a report must be to
+count: signed by `image_tests.supervise`, of a pytest that ended with status 0 and named every required test.
+Tests and code share a process there, so this is the weaker mode: a `Grade` says `in_process`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import shlex
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox.base import CommandResult, Sandbox
+from rlpipe.envs.swe.instances import Instance
+
+_CONFIGURATION = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
+    *("tox.ini", "setup.cfg", "pyproject.toml"),
+)
+_START_HOOKS = ("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.egg-info/*", "*.dist-info/*")
+_RUNNER = ("pytest.py", "pytest/*", "_pytest/*", "pluggy.py", "pluggy/*")  # a PYTHONPATH may name the root
+_TEST_FOLDERS = {"test", "tests", "testing"}
+_MOVES = re.compile(rb"^(rename|copy) ", re.MULTILINE)
+_SIGNATURE = 64
+
+
+def paths_of_tests(instance: Instance) -> list[str]:
+    """Patterns of the paths that hold the instance's tests: their files, and the `tests` folders around them.
+
+    >>> names = ("a/tests/b/test_c.py::d", "test_e.py::f")
+    >>> paths_of_tests(Instance(instance_id="i", problem_statement="", fail_to_pass=names))
+    ['a/tests', 'a/tests/*', 'a/tests/b/test_c.py', 'test_e.py']
+    """
+    patterns = set()
+    for file in {*instance.patched_tests, *(test.partition("::")[0] for test in instance.tests)}:
+        patterns.add(file)
+        folders = [f for f in reversed(PurePosixPath(file).parents) if f.name in _TEST_FOLDERS]
+        patterns |= {str(folders[0]), f"{folders[0]}/*"} if folders else set()
+    return sorted(patterns)
+
+
+def apply_command(instance: Instance) -> str:
+    """Apply a patch from stdin without its changes to tests, to their configuration and to start hooks."""
+    names = (*_CONFIGURATION, *_START_HOOKS)
+    patterns = [*names, *(f"*/{name}" for name in names), *_RUNNER, *paths_of_tests(instance)]
+    return shlex.join(["git", "apply", *(f"--exclude={pattern}" for pattern in patterns), "-"])
+
+
+def passed_tests(fresh: Sandbox, instance: Instance, patch: bytes, config: EnvConfig) -> int:
+    """How many required tests pass in an untouched container once a patch is applied to it.
+
+    Raises InfrastructureError when the container fails, pytest is not in it, or `test_patch` does not apply.
+    """
+    probe, key = _run(fresh, config, (), probe=True)
+    if reported(probe, key) != ([], 0):
+        raise InfrastructureError(
+            f"env.test_command={config.test_command!r} cannot import pytest in the image of "
+            f"{instance.instance_id}: {probe.output.strip()[-300:]!r}"
+        )
+    if _MOVES.search(patch) or fresh.run(apply_command(instance), stdin=patch).exit_code:
+        return 0  # ours are made without renames, whose source no --exclude protects
+    if instance.test_patch:
+        tests = fresh.run("git apply -", stdin=instance.test_patch.encode())
+        if tests.exit_code:
+            raise InfrastructureError(f"test_patch does not apply: {tests.output[-300:]!r}")
+    result, key = _run(fresh, config, instance.tests)
+    names, exit_code = reported(result, key)
+    passed = len(set(instance.tests) & set(names))
+    return passed if exit_code == 0 else min(passed, len(instance.tests) - 1)
+
+
+def _run(
+    fresh: Sandbox, config: EnvConfig, tests: tuple[str, ...], probe: bool = False
+) -> tuple[CommandResult, str]:
+    source, key = _source(), secrets.token_hex(32)
+    # the child must not import what lies in the repository's root before pytest
+    child = f"import sys; sys.path[:] = [p for p in sys.path if p]\n{source}\nplay()"
+    order = {"key": key, "tests": tests, "program": child, "probe": probe}
+    runner = shlex.join(["-I", "-S", "-c", f"{source}\nsupervise()"])
+    command = config.test_command.replace("{runner}", runner)
+    return fresh.run(command, timeout_s=config.test_timeout_s, stdin=json.dumps(order).encode()), key
+
+
+@cache
+def _source() -> str:
+    return Path(__file__).with_name("image_tests.py").read_text()
+
+
+def reported(result: CommandResult, key: str) -> tuple[list[str], int]:
+    """Tests that the signed report names, and pytest's status; ([], 1) without a well-formed one."""
+    for line in () if result.exceeded else result.output.splitlines():
+        signature, text = line[:_SIGNATURE], line[_SIGNATURE:].encode()
+        if not hmac.compare_digest(signature.encode(), _signature(key, text)):
+            continue
+        match json.loads(text):
+            case {"passed": list(passed), "exit_code": int(code)} if all(type(t) is str for t in passed):
+                return passed, code
+    return [], 1
+
+
+def _signature(key: str, text: bytes) -> bytes:
+    return hmac.new(key.encode(), text, hashlib.sha256).hexdigest().encode()
