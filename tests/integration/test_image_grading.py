@@ -55,8 +55,23 @@ RECORD = {
     "PASS_TO_PASS": KEPT,
     "image": IMAGE,
 }
+MORE = {
+    "instance_id": "a__b-2",
+    "FAIL_TO_PASS": ["checks/test_more.py::test_zero"],
+    "test_patch": """\
+diff --git a/checks/test_more.py b/checks/test_more.py
+new file mode 100644
+--- /dev/null
++++ b/checks/test_more.py
+@@ -0,0 +1,3 @@
++import core
++def test_zero():
++    assert core.double(0) == 0
+""",
+}
 DOCKER = """\
 #!/bin/sh
+cd {at}  # conmon leaves a file `oom` where it was started
 P="{podman} --runtime runc --cgroup-manager cgroupfs --storage-driver=vfs"
 P="$P --root {at}/store --runroot {at}/state"
 if [ "$1" = run ]; then
@@ -116,7 +131,7 @@ def docker(tmp_path_factory):
 def suite(docker, tmp_path_factory):
     at = tmp_path_factory.mktemp("instances")
     (at / "train.jsonl").write_text(json.dumps(RECORD))
-    (at / "held.jsonl").write_text(json.dumps(RECORD | {"instance_id": "a__b-2"}))
+    (at / "held.jsonl").write_text(json.dumps(RECORD | MORE))
     return make_suite(config(at), seed=0)
 
 
@@ -130,9 +145,9 @@ def config(at, **sandbox):
     )
 
 
-def played(suite, *commands):
+def played(suite, *commands, instance_id="a__b-1"):
     """The end of an attempt that runs these commands."""
-    episode = suite.episode("a__b-1")
+    episode = suite.episode(instance_id)
     try:
         for command in commands:
             episode.step(command)
@@ -172,6 +187,12 @@ def test_what_is_not_repaired_is_not_rewarded(suite):
     partly = played(suite, *writes(**{"core.py": BROKEN + "# looked at it\n"}))
     assert (partly.reward, partly.info["tests_passed"]) == (0.0, 1)
     assert "tamper" not in partly.info
+
+
+def test_tests_of_a_test_patch_replace_what_the_model_has_in_their_place(suite):
+    fix, mine = {"core.py": FIXED}, {"checks/test_more.py": "def test_zero(): pass"}
+    assert played(suite, *writes(**fix, **mine), instance_id="a__b-2").reward == 1.0
+    assert played(suite, *writes(**mine), instance_id="a__b-2").reward == 0.0
 
 
 FORGE = f"""\

@@ -78,7 +78,7 @@ def changes_of_diff(diff: str) -> Iterator[Change]:
     Change(path='core.py', created=False, added=['x = 1'])
     """
     for part in re.split(r"^diff --git ", diff, flags=re.MULTILINE)[1:]:
-        header, *lines = part.splitlines()
+        header, *lines = part.split("\n")  # a form feed begins no line of a diff
         name = (
             header.strip('"').rpartition(" b/")[2]
             if " b/" in header

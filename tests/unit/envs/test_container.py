@@ -137,7 +137,7 @@ def test_an_image_is_graded_in_a_fresh_container_with_the_instances_tests(monkey
     command, _, output_kb = played.seen[-1]
     assert "--binary --no-renames" in command and " abc;" in command, "against the commit it started from"
     assert output_kb == SandboxConfig().tree_mb << 10, "a large diff is no unchanged repository"
-    (probe, _, _), (apply, patch, _), (apply_tests, tests, _), (run, order, _) = fresh.seen
+    (probe, _, _), (apply, patch, _), (apply_tests, tests, _), (run, order, report_kb) = fresh.seen
     assert patch == LATIN.decode("latin-1"), "whatever its encoding"
     excluded = {"t/test_a.py", "conftest.py", "*/conftest.py", "pytest.ini", "*/pyproject.toml"}
     assert excluded <= {word.removeprefix("--exclude=") for word in shlex.split(apply)}
@@ -145,6 +145,7 @@ def test_an_image_is_graded_in_a_fresh_container_with_the_instances_tests(monkey
     assert run == probe and run.startswith("python -I -S -c ")
     order = json.loads(order)
     assert order["tests"] == IDS and order["key"] not in run
+    assert report_kb == SandboxConfig().tree_mb << 10, "thousands of names are a long report"
     assert fresh.closed
 
 

@@ -43,6 +43,7 @@ def test_each_kind_is_named_in_a_diff_and_in_a_tree(name, line):
         (diff("a/setup.cfg", "x = 1"), "config_files"),
         (diff("evil.egg-info/entry_points.txt", "x", created=True), "config_files"),
         (diff("core.py", "++ b/setup.cfg"), ""),
+        (diff("core.py", "\x0cos._exit(0)"), "exit"),
         (diff("core.py", "x = 1") + diff("b.py", "os._exit(0)") + diff("test_core.py"), "exit test_files"),
         ("", ""),
         ("no diff", ""),

@@ -15,11 +15,15 @@ import secrets
 import shlex
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.base import InfrastructureError
-from rlpipe.envs.sandbox.base import CommandResult, Sandbox
+from rlpipe.envs.sandbox.base import CommandResult
 from rlpipe.envs.swe.instances import Instance
+
+if TYPE_CHECKING:
+    from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
 _CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
@@ -54,7 +58,9 @@ def apply_command(instance: Instance) -> str:
     return shlex.join(["git", "apply", *(f"--exclude={pattern}" for pattern in patterns), "-"])
 
 
-def passed_tests(fresh: Sandbox, instance: Instance, patch: bytes, config: EnvConfig) -> int:
+def passed_tests(
+    fresh: DockerSandbox | SingularitySandbox, instance: Instance, patch: bytes, config: EnvConfig
+) -> int:
     """How many required tests pass in an untouched container once a patch is applied to it.
 
     Raises InfrastructureError when the container fails, pytest is not in it, or `test_patch` does not apply.
@@ -78,7 +84,7 @@ def passed_tests(fresh: Sandbox, instance: Instance, patch: bytes, config: EnvCo
 
 
 def _run(
-    fresh: Sandbox, config: EnvConfig, tests: tuple[str, ...], probe: bool = False
+    fresh: DockerSandbox | SingularitySandbox, config: EnvConfig, tests: tuple[str, ...], probe: bool = False
 ) -> tuple[CommandResult, str]:
     source, key = _source(), secrets.token_hex(32)
     # the child must not import what lies in the repository's root before pytest
@@ -86,7 +92,13 @@ def _run(
     order = {"key": key, "tests": tests, "program": child, "probe": probe}
     runner = shlex.join(["-I", "-S", "-c", f"{source}\nsupervise()"])
     command = config.test_command.replace("{runner}", runner)
-    return fresh.run(command, timeout_s=config.test_timeout_s, stdin=json.dumps(order).encode()), key
+    result = fresh.run(
+        command,
+        timeout_s=config.test_timeout_s,
+        stdin=json.dumps(order).encode(),
+        output_kb=config.sandbox.tree_mb << 10,  # thousands of names are more than a command may say
+    )
+    return result, key
 
 
 @cache
