@@ -173,3 +173,17 @@ def test_no_command_hides_outside_a_bash_block(document: Path) -> None:
         r"^ *(?:\$ )?(?:python -m (?:rlpipe|recipes)|scripts/\w|sbatch |docker run).*$", prose(document), re.M
     )
     assert hidden == []
+
+
+@pytest.mark.parametrize(
+    "preset", sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
+)
+def test_every_cluster_composes_and_those_of_gpus_train_in_half_precision(preset):
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
+        given = ["+recipe=swe_rl", f"cluster={preset}", "rollout=sglang"]
+        config: Config = OmegaConf.to_object(compose(config_name="config", overrides=given))
+    trainer = config.trainer
+    if config.rollout.device == "cuda":
+        assert (trainer.precision, trainer.recompute) == ("bf16", "full")
+        assert trainer.distributed_optimizer == (trainer.dp > 1)
+        assert trainer.micro_batch_tokens >= config.rollout.prefill_tokens
