@@ -139,9 +139,8 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
     }
     if spec.mode is not SpecMode.NONE:
         expected |= {
-            "speculative_algorithm": spec.drafter.kind.sglang.replace(
-                "NEXTN", "EAGLE"
-            ),  # what it resolves to
+            # what NEXTN resolves to
+            "speculative_algorithm": spec.drafter.kind.sglang.replace("NEXTN", "EAGLE"),
             "speculative_num_steps": spec.gamma,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": spec.gamma + 1,
