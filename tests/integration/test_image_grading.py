@@ -209,6 +209,23 @@ def forge():
         except OSError:
             pass
 """
+STEAL = f"""\
+import hashlib, hmac, json, os, re
+{FORGE}
+text = json.dumps({{"passed": names, "exit_code": 0}}).encode()
+parent = f"/proc/{{os.getppid()}}"
+found = set()
+with open(parent + "/maps") as maps, open(parent + "/mem", "rb", 0) as memory:
+    for line in maps:
+        if "rw" in line:
+            begin, end = (int(at, 16) for at in line.split()[0].split("-"))
+            memory.seek(begin)
+            found.update(re.findall(rb"[0-9a-f]{{64}}", memory.read(end - begin)))
+lines = [hmac.new(key, text, hashlib.sha256).hexdigest().encode() + text for key in found]
+text = b"\\n" + b"\\n".join(lines) + b"\\n"
+forge()
+os._exit(0)
+"""
 REWRITE = """\
 import pytest
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
@@ -264,6 +281,7 @@ ATTACKS = {
     "pytest.exit with status 0": writes(**{"core.py": "import pytest\npytest.exit('done', returncode=0)"}),
     "tests skipped": writes(**{"core.py": "import pytest\npytest.skip('no', allow_module_level=True)"}),
     "the supervisor killed": writes(**{"core.py": f"{FORGE}\nforge()\nos.kill(os.getppid(), 9)"}),
+    "the key read from the supervisor's memory": writes(**{"core.py": STEAL}),
     "finding 13: addopts in pytest.ini": writes(
         **{"pytest.ini": "[pytest]\naddopts = -p evil", "evil.py": REWRITE}
     ),
@@ -387,8 +405,14 @@ UNSIGNED = lambda result, key: (  # noqa: E731
     [line.removeprefix("PASSED ") for line in result.output.splitlines() if line.startswith("PASSED ")],
     result.exit_code,
 )
+images_source = images._source
 MUTANTS = {
     "finding 12: forged reports at import": {"reported": UNSIGNED},
+    "the key read from the supervisor's memory": {
+        "_source": lambda: images_source().replace(
+            ".prctl(_PR_SET_DUMPABLE, 0,", ".prctl(_PR_SET_DUMPABLE, 1,"
+        )
+    },
     "finding 13: addopts in pytest.ini": {"_CONFIGURATION": ()},
     "conftest.py rewrites outcomes": {"_CONFIGURATION": ()},
     "finding 13: pytest.py in the root": {"_RUNNER": ()},
