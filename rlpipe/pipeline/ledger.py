@@ -21,32 +21,14 @@ import contextlib
 import json
 import sqlite3
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpipe.pipeline.ledger_file import DAMAGED, check_format, opened, result_code, set_aside
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
-_FORMAT = 2
-_LOCK_S = 30.0  # how long another process may hold the file (a backup, a shell)
-_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
-_SCHEMA = """
-CREATE TABLE prompts (
-    idx INTEGER PRIMARY KEY, group_id TEXT UNIQUE NOT NULL, instance_id TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('admitted', 'generating', 'complete', 'trained', 'dropped')),
-    admitted_version INTEGER NOT NULL, attempts INTEGER NOT NULL, step INTEGER, reason TEXT,
-    CHECK (state != 'trained' OR step IS NOT NULL), CHECK ((state = 'dropped') = (reason IS NOT NULL)));
-CREATE TABLE trajectories (
-    trajectory_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES prompts (group_id),
-    state TEXT NOT NULL CHECK (state IN ('generating', 'complete', 'masked', 'trained', 'dropped')),
-    reward REAL, oldest_version INTEGER, tokens INTEGER, info TEXT,
-    step INTEGER, version INTEGER, reason TEXT,
-    CHECK ((state = 'trained') = (step IS NOT NULL)), CHECK ((state = 'dropped') = (reason IS NOT NULL)));
-CREATE INDEX of_group ON trajectories (group_id);
-CREATE INDEX unfinished ON prompts (state) WHERE state IN ('admitted', 'generating', 'complete');
-"""
 _UNFINISHED = "('admitted', 'generating', 'complete')"
 # What must select nothing, by what it would mean.
 _NEVER = {
@@ -85,17 +67,17 @@ class Ledger:
     def __init__(self, path: Path, event: Callable[..., None] = _nowhere) -> None:
         self._path, self._event = path, event
         try:
-            self._db = _opened(path)
+            self._db = opened(path)
         except sqlite3.DatabaseError as error:
-            if _kind(error) not in _DAMAGED:
+            if result_code(error) not in DAMAGED:
                 raise ValueError(
                     f"the ledger {path} cannot be opened ({error}): make room on its disk, end the process "
                     "that holds it, or choose another run.dir."
                 ) from error
-            aside = _set_aside(path)
+            aside = set_aside(path)
             event("ledger_damaged", error=str(error), aside=aside.name)
-            self._db = _opened(path)
-        _check_format(self._db, path)
+            self._db = opened(path)
+        check_format(self._db, path)
 
     def admitted(self, index: int, prompt: Prompt, version: int) -> None:
         """A prompt may be played from now on."""
@@ -247,7 +229,7 @@ class Ledger:
     def restore(self, path: Path) -> None:
         """Become a copy that `save` wrote: what happened after it is forgotten."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
-            _check_format(copy, path)
+            check_format(copy, path)
             copy.backup(self._db)
 
     def forget(self) -> None:
@@ -274,7 +256,7 @@ class Ledger:
             with self._db:
                 return change(self._db)
         except sqlite3.OperationalError as error:
-            if _kind(error) not in _UNWRITABLE or self._in_memory:
+            if result_code(error) not in _UNWRITABLE or self._in_memory:
                 raise
             full, self._db = self._db, sqlite3.connect(":memory:")
             full.backup(self._db)
@@ -282,39 +264,6 @@ class Ledger:
             self._event("ledger_in_memory", error=str(error))
         with self._db:
             return change(self._db)
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    """A ledger, with its tables if it is new. Raises sqlite3.DatabaseError for damage anywhere in it."""
-    db = sqlite3.connect(path, timeout=_LOCK_S)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk
-        if not _table_names(db):
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
-        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            damage = sqlite3.DatabaseError(verdict)
-            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise damage
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged ledger, and what SQLite keeps beside it; returns its new name."""
-    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-    for end in ("", "-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
-    return aside
-
-
-def _kind(error: sqlite3.DatabaseError) -> int:
-    """The primary result code; what SQLite adds to it says which read or write it was."""
-    return error.sqlite_errorcode & 0xFF
 
 
 def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:
@@ -372,19 +321,6 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
     return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
 
 
-def _table_names(db: sqlite3.Connection) -> list[str]:
-    return [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-
-
-def _check_format(db: sqlite3.Connection, path: Path) -> None:
-    (found,) = db.execute("PRAGMA user_version").fetchone()
-    if found != _FORMAT:
-        raise ValueError(
-            f"{path} is a ledger of format {found}, this version writes {_FORMAT}: continue that run with "
-            "the version that began it, or choose another run.dir."
-        )
-
-
 def _lines(db: sqlite3.Connection) -> Iterator[str]:
     """The page of the command line."""
     for table in ("prompts", "trajectories"):
@@ -409,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not path.is_file():
         parser.error(f"{path} does not exist: name the directory of a run.")
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-        _check_format(db, path)
+        check_format(db, path)
         print("\n".join(_lines(db)))
         wrong = violations(db, ended=not options.running)
     print("\n".join(f"VIOLATED: {what}" for what in wrong) or "every invariant holds")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import time
@@ -33,6 +32,7 @@ from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, su
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.turn import joined, stream_seed
 from rlpipe.types import (
     FinishReason,
     GenerateRequest,
@@ -42,7 +42,6 @@ from rlpipe.types import (
     SamplingParams,
     Trajectory,
     TrajectoryStatus,
-    shifted,
 )
 
 if TYPE_CHECKING:
@@ -65,16 +64,6 @@ class ExitReason(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # masked
     ERROR = "error"  # masked: the environment raised something else, or answered what it must not
     CLOSED = "closed"  # masked: the collector was closed meanwhile
-
-
-def stream_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on the parts alone, equal in every process.
-
-    >>> stream_seed(1, 2) == stream_seed(1, 2) != stream_seed(2, 1)
-    True
-    """
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,7 +314,7 @@ class Collector:
             fruitless = 0 if part.output_ids else fruitless + 1
             if fruitless == _FRUITLESS_ABORTS:
                 raise InfrastructureError(f"the engine aborted a turn {fruitless} times without a token")
-            whole = part if whole is None else _joined(whole, part)
+            whole = part if whole is None else joined(whole, part)
             if whole.finish_reason is FinishReason.ABORT and len(whole.output_ids) >= budget:
                 whole.finish_reason = FinishReason.LENGTH
         attempt.gen_seconds += time.monotonic() - started
@@ -375,24 +364,6 @@ class Collector:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
         finally:
             attempt.env_seconds += time.monotonic() - started
-
-
-def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
-    """Two parts of one turn as one."""
-    first.spec.add(second.spec)
-    top = first.top_logprobs
-    drafts = None if second.drafts is None else shifted(second.drafts, len(first.output_ids))
-    return GenerateResult(
-        request_id=first.request_id,
-        output_ids=first.output_ids + second.output_ids,
-        logprobs=first.logprobs + second.logprobs,
-        entropies=first.entropies + second.entropies,
-        versions=first.versions + second.versions,
-        finish_reason=second.finish_reason,
-        spec=first.spec,
-        top_logprobs=None if top is None else top + second.top_logprobs,
-        drafts=drafts if first.drafts is None else [*first.drafts, *drafts],
-    )
 
 
 def _described(reason: ExitReason, failed: BaseException) -> dict[str, str]:

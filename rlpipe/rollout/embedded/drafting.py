@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from rlpipe.config.spec import SpecConfig, SpecMode
-from rlpipe.rollout.embedded.model import Model, Span
+from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.rollout.embedded.span import Span
 from rlpipe.spec.sampling import Stream, sample_cdf
 from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify import (

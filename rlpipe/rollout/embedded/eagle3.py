@@ -17,7 +17,8 @@ import torch
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
 from rlpipe.drafts.eagle3 import draft_ids, read_draft
 from rlpipe.rollout.embedded.linear import Linear
-from rlpipe.rollout.embedded.model import Model, Span
+from rlpipe.rollout.embedded.model import Model
+from rlpipe.rollout.embedded.span import Span
 
 
 class Eagle3Draft:

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from rlpipe.models import Architecture
 from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.rollout.embedded.attention import (
-    Piece,
     attend,
     attend_products,
     expand_mask,
@@ -32,51 +31,7 @@ from rlpipe.rollout.embedded.attention import (
     use_products,
 )
 from rlpipe.rollout.embedded.linear import Linear
-
-
-@dataclass(slots=True, kw_only=True)
-class Span:
-    """`batch` consecutive rows with `width` new tokens each; what all layers of a pass share.
-
-    slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
-    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
-    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
-    pieces: rows that attend together in two batched products; none: all, by another kernel.
-    """
-
-    batch: int
-    width: int
-    pieces: tuple[Piece, ...]
-    slots: torch.Tensor
-    rotation: torch.Tensor
-    mask: torch.Tensor
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens, B * q."""
-        return self.batch * self.width
-
-    def columns(self, start: int, stop: int) -> Span:
-        """The span of tokens start..stop - 1 of each row alone."""
-        part = slice(start, stop)
-        return Span(
-            batch=self.batch,
-            width=stop - start,
-            pieces=self.pieces,
-            slots=self.slots[:, part],
-            rotation=self.rotation[:, part],
-            mask=self.mask[:, part],
-            keys=self.keys,
-            values=self.values,
-        )
-
-    def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
-        """The mask of one token per row; select: [B] int64."""
-        if self.pieces:
-            select = select.repeat_interleave(len(self.mask) // self.batch)
-        return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
+from rlpipe.rollout.embedded.span import Span, flat_index, join
 
 
 @dataclass(slots=True)
@@ -268,7 +223,7 @@ class Model:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Final-norm hidden states, and outputs of the kept layers in their order."""
         x, found = self.embedding.index_select(0, tokens), {}
-        shared = _join(spans)
+        shared = join(spans)
         for index, layer in enumerate(self.layers):
             x = self._run(layer, index, x, spans, shared)
             if index in kept:
@@ -306,7 +261,7 @@ class Model:
 
         read: what attention reads in place of the normed x, of any width.
         """
-        return self._run(layer, self.arch.layers, x, spans, _join(spans), selects, read)
+        return self._run(layer, self.arch.layers, x, spans, join(spans), selects, read)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V], of the target."""
@@ -338,7 +293,7 @@ class Model:
         self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, head_dim))
         masks = [span.mask for span in spans]
         if selects is not None:
-            chosen = _flat_index(spans, selects)
+            chosen = flat_index(spans, selects)
             x, qkv = x.index_select(0, chosen), qkv.index_select(0, chosen)
             masks = [span.selected_mask(select) for span, select in zip(spans, selects, strict=True)]
         attended, start = [], 0
@@ -412,19 +367,3 @@ class Model:
             fused(("mlp.gate_proj", "mlp.up_proj")),
             fused(("mlp.down_proj",)),
         )
-
-
-def _join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots [N * 2 * kv_heads] and rotations [N, 1, D/2] of all tokens of a pass."""
-    slots = [span.slots.flatten() for span in spans]
-    rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
-    return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
-
-
-def _flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Index among the tokens of a pass of one token per row."""
-    flat, start = [], 0
-    for span, select in zip(spans, selects, strict=True):
-        flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
-        start += span.tokens
-    return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -85,9 +85,9 @@ def test_a_bounded_number_is_written_one_of_each_group(tmp_path):
 
 
 def test_a_turn_in_two_parts_keeps_its_drafts_in_place():
-    from rlpipe.rollout.collector import _joined
+    from rlpipe.rollout.turn import joined
 
-    whole = _joined(turn(10, 11, drafts=[step(1, [11], 1)]), turn(12, 13, drafts=[step(1, [13], 1)]))
+    whole = joined(turn(10, 11, drafts=[step(1, [11], 1)]), turn(12, 13, drafts=[step(1, [13], 1)]))
     assert [d.position for d in whole.drafts] == [1, 3]
 
 

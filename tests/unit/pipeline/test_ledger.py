@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpipe.pipeline import ledger as ledgers
+from rlpipe.pipeline import ledger_file
 from rlpipe.pipeline.ledger import Ledger, main
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
@@ -213,7 +213,7 @@ def test_a_lock_of_another_process_is_waited_for(tmp_path, holder):
 
 
 def test_a_lock_that_is_never_given_back_moves_the_ledger_into_memory(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(ledgers, "_LOCK_S", 0.1)
+    monkeypatch.setattr(ledger_file, "_LOCK_S", 0.1)
     start, _ = holder
     events = []
     ledger = Ledger(tmp_path / "ledger.sqlite", lambda kind, **fields: events.append(kind))

@@ -10,7 +10,8 @@ import pytest
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.envs.base import InfrastructureError, StepResult
-from rlpipe.rollout.collector import Collector, stream_seed
+from rlpipe.rollout.collector import Collector
+from rlpipe.rollout.turn import stream_seed
 from rlpipe.types import FinishReason, GenerateResult, Prompt, SpecCounts, TrajectoryStatus
 
 pytestmark = pytest.mark.unit

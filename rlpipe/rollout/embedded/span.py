@@ -1,0 +1,74 @@
+"""What one part of a forward pass reads and writes: rows of the cache with as many new tokens each.
+
+Owns the views and the places in the cache; `model` makes spans and runs layers over several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlpipe.rollout.embedded.attention import Piece
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """`batch` consecutive rows with `width` new tokens each; what all layers of a pass share.
+
+    slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
+    rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
+    mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
+    pieces: rows that attend together in two batched products; none: all, by another kernel.
+    """
+
+    batch: int
+    width: int
+    pieces: tuple[Piece, ...]
+    slots: torch.Tensor
+    rotation: torch.Tensor
+    mask: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, B * q."""
+        return self.batch * self.width
+
+    def columns(self, start: int, stop: int) -> Span:
+        """The span of tokens start..stop - 1 of each row alone."""
+        part = slice(start, stop)
+        return Span(
+            batch=self.batch,
+            width=stop - start,
+            pieces=self.pieces,
+            slots=self.slots[:, part],
+            rotation=self.rotation[:, part],
+            mask=self.mask[:, part],
+            keys=self.keys,
+            values=self.values,
+        )
+
+    def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
+        """The mask of one token per row; select: [B] int64."""
+        if self.pieces:
+            select = select.repeat_interleave(len(self.mask) // self.batch)
+        return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
+
+
+def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [N * 2 * kv_heads] and rotations [N, 1, D/2] of all tokens of a pass."""
+    slots = [span.slots.flatten() for span in spans]
+    rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
+    return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
+
+
+def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Index among the tokens of a pass of one token per row."""
+    flat, start = [], 0
+    for span, select in zip(spans, selects, strict=True):
+        flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
+        start += span.tokens
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
