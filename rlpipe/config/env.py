@@ -18,7 +18,7 @@ class EnvName(Choice):
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
     TOOLS = "tools"  # questions answered with tools over several turns
-    CUSTOM = "custom"  # a suite of your own, named by env.suite
+    USER = "user"  # a suite of your own, which naming it in env.suite selects
 
 
 class ActionMode(Choice):
@@ -168,9 +168,10 @@ class EnvConfig:
         follows it goes to pytest. test_timeout_s: for the whole run.
     retries: attempts after a failure of the sandbox, then the trajectory is masked.
     threads: commands that run at once in one rollout worker.
-    suite: "module:function" that makes a custom suite (name=custom): function(config, seed) -> Suite, see
-        `rlpipe.envs.base`. The module is imported from where the run was started, or as installed.
-    options: whatever a custom suite wants to be told.
+    suite: "module:function" that makes a suite of your own, in place of what `name` says:
+        function(config, seed) -> Suite, see `rlpipe.envs.base`. The module is imported from where the run
+        was started, or as installed.
+    options: whatever a suite of your own wants to be told.
     """
 
     name: EnvName = EnvName.SWE
@@ -192,11 +193,10 @@ class EnvConfig:
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)
-        if (self.name is EnvName.CUSTOM) != bool(self.suite):
-            raise ValueError(
-                f"env.name={self.name} with env.suite={self.suite!r}: a suite of your own needs both "
-                "env.name=custom and env.suite=module:function."
-            )
+        if self.suite:
+            self.name = EnvName.USER
+        elif self.name is EnvName.USER:
+            raise ValueError("env.name=user plays a suite of your own: name it by env.suite=module:function.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
         at_least(0, self, "env", "retries")
         if not self.held_out_files:

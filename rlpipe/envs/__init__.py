@@ -21,8 +21,8 @@ def check_environment(config: EnvConfig) -> None:
 
         check_reasoning(config)
         return
-    if config.name is EnvName.CUSTOM:
-        from rlpipe.envs.custom import load_suite_maker
+    if config.name is EnvName.USER:
+        from rlpipe.envs.user_suite import load_suite_maker
 
         load_suite_maker(config.suite)
         return
@@ -45,10 +45,10 @@ def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
         from rlpipe.envs.math import MathSuite
 
         return MathSuite(config, seed)
-    if config.name is EnvName.CUSTOM:
-        from rlpipe.envs.custom import make_custom_suite
+    if config.name is EnvName.USER:
+        from rlpipe.envs.user_suite import make_user_suite
 
-        return make_custom_suite(config, seed)
+        return make_user_suite(config, seed)
     if config.name is EnvName.TOOLS:
         from rlpipe.envs.tools.suite import ToolSuite
 

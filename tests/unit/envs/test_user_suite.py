@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def _config(name: str) -> EnvConfig:
-    return EnvConfig(name="custom", suite=f"env_of_mine:{name}", options={"size": 2})
+    return EnvConfig(suite=f"env_of_mine:{name}", options={"size": 2})
 
 
 def test_a_suite_beside_the_run_is_made_with_its_options_and_the_seed(folder):
@@ -78,12 +78,12 @@ def test_what_is_no_suite_is_refused_with_the_reason(folder, name, says):
 def test_a_name_that_is_no_function_of_a_module_is_refused(folder):
     for name in ("env_of_mine", "a:b:c"):
         with pytest.raises(ValueError, match="must be module:function"):
-            check_environment(EnvConfig(name="custom", suite=name))
+            check_environment(EnvConfig(suite=name))
     with pytest.raises(ValueError, match="No module named 'not_there'"):
-        check_environment(EnvConfig(name="custom", suite="not_there:make"))
+        check_environment(EnvConfig(suite="not_there:make"))
 
 
-@pytest.mark.parametrize("settings", [{"name": "custom"}, {"suite": "a:b"}])
-def test_a_suite_and_its_name_go_together(settings):
-    with pytest.raises(ValueError, match=r"needs both env.name=custom and env.suite"):
-        EnvConfig(**settings)
+def test_a_suite_is_played_in_place_of_what_the_name_says():
+    assert EnvConfig(name="reasoning", suite="a:b").name == "user"
+    with pytest.raises(ValueError, match=r"name it by env\.suite"):
+        EnvConfig(name="user")

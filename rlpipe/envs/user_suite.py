@@ -16,7 +16,7 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
     return load_function(name, setting="env.suite", takes="config, seed")
 
 
-def make_custom_suite(config: EnvConfig, seed: int) -> Suite:
+def make_user_suite(config: EnvConfig, seed: int) -> Suite:
     """What that function makes. Raises ValueError for something that is no suite, or has nothing to play."""
     suite = load_suite_maker(config.suite)(config, seed)
     missing = [name for name in METHODS if not callable(getattr(suite, name, None))]
