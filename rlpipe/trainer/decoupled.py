@@ -222,7 +222,7 @@ class _Student:
             target = model.head(self._teacher.states[index])
         group, shard = model.pg_collection.tp, model.vocab_size // model.pg_collection.tp.size()
         rows = divergences(
-            _padded(found.logits, shard),
+            _padded(found.logits(), shard),
             _padded(target, shard),
             self.temperature,
             group if group.size() > 1 else None,

@@ -28,7 +28,7 @@ class Predictions:
     """What a forward pass over a micro-batch says of its sampled tokens.
 
     hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
-    states: [P, H], of the places that predict the P sampled tokens.
+    states: [P, H], of the places that predict the P sampled tokens. logits: makes their [P, V_local] at once.
     logprobs, entropies: [B, R] float32, 0 where there is no token.
     of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
     """
@@ -36,6 +36,7 @@ class Predictions:
     hidden: torch.Tensor
     layout: BranchLayout | None
     states: torch.Tensor
+    logits: Callable[[], torch.Tensor]
     logprobs: torch.Tensor
     entropies: torch.Tensor
     of: Callable[[torch.Tensor], torch.Tensor]
@@ -141,6 +142,7 @@ class Passes:
                     hidden=hidden,
                     layout=layout,
                     states=states,
+                    logits=lambda: policy.head(states),
                     logprobs=grid.masked_scatter(select, logprobs),
                     entropies=grid.masked_scatter(select, entropies),
                     of=lambda ids: head.candidates(states, ids, targets, logprobs),

@@ -1,6 +1,6 @@
 """A machine of a Ray cluster disappears during a run: what ran on it is started on another one."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -41,9 +41,17 @@ def processes_of(node):
 
 def lose(nodes, actor):
     """Kill everything on the machine of an actor at once, as a power cut does."""
-    (lost,) = (n for n in nodes if any(actor in " ".join(p.cmdline()) for p in processes_of(n)))
+    (lost,) = (n for n in nodes if any(actor in command_of(p) for p in processes_of(n)))
     for process in processes_of(lost):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it ended with the one that speaks for the machine
+            process.kill()
+
+
+def command_of(process):
+    """Its command line; empty once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,12 +85,12 @@ exec $P "$@"
 
 
 @pytest.fixture(scope="module")
-def docker(tmp_path_factory):
+def docker():
     """A program `docker` on PATH that is podman, and a store of its own with the image."""
     podman, runc = shutil.which("podman"), shutil.which("runc")
     if not (podman and runc):
         pytest.skip("needs containers: apt-get install --no-install-recommends podman runc")
-    at = tmp_path_factory.mktemp("podman")
+    at = Path(tempfile.mkdtemp(prefix="podman"))  # podman refuses a runroot of more than 50 characters
     program = at / "bin" / "docker"
     program.parent.mkdir()
     program.write_text(DOCKER.format(podman=podman, at=at))
@@ -115,7 +116,8 @@ def docker(tmp_path_factory):
     packed = at / "root.tar"
     subprocess.run(["tar", "-C", root, "--owner=0", "--group=0", "-cf", packed, "."], check=True)
     imported = [program, "import", "--change", "ENV PYTHONPATH=/testbed:/site", packed, IMAGE]
-    subprocess.run(imported, check=True, capture_output=True)
+    made = subprocess.run(imported, capture_output=True, text=True, check=False)
+    assert not made.returncode, made.stderr
     tried = subprocess.run(
         [program, "run", "--rm", IMAGE, "true"], capture_output=True, text=True, check=False
     )
@@ -126,6 +128,7 @@ def docker(tmp_path_factory):
         yield program
         subprocess.run([program, "rm", "-fa", "-t", "0"], capture_output=True, check=False)
         subprocess.run([program, "rmi", "-fa"], capture_output=True, check=False)
+    shutil.rmtree(at, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
