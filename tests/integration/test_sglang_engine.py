@@ -179,7 +179,7 @@ def test_a_stream_grows_into_the_whole_turn(sglang):
 
 def test_a_paused_engine_decodes_nothing_and_continues(sglang):
     async def run():
-        task = asyncio.ensure_future(sglang.generate(request("p", [5, 6], max_new_tokens=100)))
+        task = asyncio.ensure_future(sglang.generate(request("p", [5, 6], max_new_tokens=240)))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(sglang.pause)
         done, _ = await asyncio.wait({task}, timeout=1.5)
@@ -187,7 +187,7 @@ def test_a_paused_engine_decodes_nothing_and_continues(sglang):
         return done, await task
 
     done, result = asyncio.run(run())
-    assert not done and len(result.output_ids) == 100
+    assert not done and len(result.output_ids) == 240
 
 
 def test_greedy_and_sampled_requests_share_a_batch(sglang):

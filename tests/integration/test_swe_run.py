@@ -101,6 +101,6 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(tmp_path, cluster):
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert none_left(marker)

@@ -56,5 +56,5 @@ def test_an_offline_run_holds_the_metrics_and_ends_its_processes(
     assert "sink_disabled" not in (tmp_path / "events.jsonl").read_text()
     assert capfd.readouterr().out == ""
     after = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-    _, alive = psutil.wait_procs(after, timeout=10)
+    _, alive = psutil.wait_procs(after, timeout=60)
     assert alive == []
