@@ -29,7 +29,9 @@ def play(overrides: list[str], clone: Path, home: Path) -> tuple[float, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(MINE)} | {"HOME": str(home)}
     script = ["scripts/quickstart", f"run.dir={clone / 'run'}", *overrides]
     began = time.monotonic()
-    done = subprocess.run(script, cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        script, cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     seconds = time.monotonic() - began
     if done.returncode:
         raise SystemExit(f"scripts/quickstart ended with {done.returncode}:\n{done.stdout[-4000:]}")

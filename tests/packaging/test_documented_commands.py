@@ -51,6 +51,8 @@ NOT_RUN = {
     "python recipes/jackpot/decoupled.py": HOURS,
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
+    "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
+    "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
 }
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md"}

@@ -1,0 +1,390 @@
+"""How the answers of docs/benchmarks.md read: from the contents of a result file to Markdown.
+
+One function per answer that is more than a sentence with figures; `figures.toml` names them. Nothing here is
+a figure: every number comes from the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import mean
+from typing import Any
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def goal(held: bool, text: str) -> str:
+    """What was wanted, and whether it was reached."""
+    return f"Goal: {text}, {'**held**' if held else '**not held**'}."
+
+
+def pm(pair: list[float], digits: int = 2) -> str:
+    """A value and its standard error."""
+    return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
+
+
+def quickstart(r: Any) -> str:
+    """Seconds of the newcomer's first command."""
+    before, after = r["val_reward"]
+    return (
+        f"{r['seconds']:.0f} s from a fresh clone with an empty HOME, of which {r['installation_s']} s "
+        f"are the installation ({r['cores']} cores, load average {r['load_average_before'][0]:.1f} before "
+        f"and {r['load_average_after'][0]:.1f} after). Held-out reward {before:.3f} to {after:.3f}. "
+        + goal(r["seconds"] < 720, "720 s")
+    )
+
+
+def swe(r: Any) -> str:
+    """Held-out reward of the main job, by seed and mode."""
+    rows = [
+        [
+            name.replace("-", ", seed "),
+            *(
+                f"{run[kind]['before']:.3f} to {run[kind]['after']:.3f} ± {run[kind]['se_after']:.3f}"
+                for kind in ("held_instances", "held_families")
+            ),
+        ]
+        for name, run in r["runs"].items()
+    ]
+    return table(["run", "new instances", "new families"], rows)
+
+
+def against_trl(r: Any) -> str:
+    """Equal work against TRL."""
+    arms, rows = r["arms"], []
+    for label, ours, trl in (
+        ("the recipe's prompts", "async_none", "trl"),
+        ("short prompts", "short_none", "short_trl"),
+    ):
+        ratio = arms[trl]["median_s"] / arms[ours]["median_s"]
+        tokens = round(arms[ours]["prompt_tokens"])
+        rows.append(
+            [
+                f"{label}, {tokens} tokens",
+                f"{arms[ours]['median_s']:.2f}",
+                f"{arms[trl]['median_s']:.2f}",
+                f"{ratio:.2f}",
+            ]
+        )
+    held = all(float(row[3]) >= 1.8 for row in rows)
+    head = ["seconds a step, median", "rlpipe, staleness 1", f"TRL {r['versions']['trl']}", "ratio"]
+    return table(head, rows) + "\n\nNo drafts on either side. " + goal(held, "1.8 times")
+
+
+def slow(r: Any) -> str:
+    """Slow environments."""
+    fast, sync = r["arms"]["slow_async"], r["arms"]["slow_sync"]
+    ratio = sync["mean_s"] / fast["mean_s"]
+    return (
+        f"{ratio:.2f} times by the mean step ({fast['mean_s']:.2f} s at staleness 2, {sync['mean_s']:.2f} s "
+        f"synchronous) where one episode in twenty waits 4 s before each answer. The engine is busy "
+        f"{fast['utilisation']['rollout']:.0%} of the time instead of {sync['utilisation']['rollout']:.0%}. "
+        + goal(ratio >= 1.5, "1.5 times")
+    )
+
+
+def tail(r: Any) -> str:
+    """Long answers."""
+    labels = {"tail200": "200 tokens", "tail300": "300 tokens"}
+    rows, alone = [], []
+    for key, label in labels.items():
+        arms, before = r[key]["arms"], r["tail200 and tail300, before"]["arms"]
+        here, apart = arms[f"{key}_async"]["mean_s"], arms[f"{key}_apart"]["mean_s"]
+        both = (arms if f"{key}_sync" in arms else before)[f"{key}_sync"]["mean_s"]
+        base = here if f"{key}_sync" in arms else before[f"{key}_async"]["mean_s"]
+        alone.append(apart / here)
+        rows.append([label, f"{here:.2f}", f"{apart / here:.2f}", f"{both / base:.2f}"])
+    head = [
+        "one turn in twenty longer by",
+        "s a step, staleness 2",
+        "gain over synchronous, same placement",
+        "gain over synchronous, both cores for each phase",
+    ]
+    return table(head, rows) + "\n\nBy the mean step. " + goal(min(alone) >= 1.5, "1.5 times, same placement")
+
+
+def overhead(r: Any) -> str:
+    """Ledger and metrics."""
+    return (
+        f"{r['cpu_share_percent']:.2f}% of the processor time of a step, {r['wall_share_percent']:.2f}% by "
+        "the clock. " + goal(r["wall_share_percent"] < 2, "under 2%")
+    )
+
+
+def rollout_speed(r: Any) -> str:
+    """The embedded engine against transformers."""
+    rows = []
+    for cell, values in r["results"]["shipped float32"].items():
+        length = values["arms"]["rejection"]["acceptance_length"]
+        ratios = values["ratios"]
+        rows.append(
+            [cell, ratios.get("none / transformers", ""), ratios["rejection / none"], f"{length:.2f}"]
+        )
+    head = ["workload", "without drafts, against transformers", "drafts against none", "acceptance length"]
+    text = "`fixed` decodes 128 tokens a prompt; `turns` plays real turns of about ten tokens. One thread. "
+    fixed = [row for row in rows if row[0].startswith("fixed")]
+    return f"{table(head, rows)}\n\n{text}" + goal(
+        all(row[1] >= 1.5 for row in fixed), "1.5 times transformers"
+    )
+
+
+def acceptance(r: Any) -> str:
+    """Acceptance length by rule and temperature."""
+    cells = r["results"]["acceptance"]
+    rules = list(dict.fromkeys(name.split(" T=")[0] for name in cells))
+    temperatures = list(dict.fromkeys(name.split(" T=")[1] for name in cells))
+    rows = [[rule, *(pm(cells[f"{rule} T={t}"]["length"], 3) for t in temperatures)] for rule in rules]
+    return table(["acceptance length", *(f"T = {t}" for t in temperatures)], rows) + (
+        "\n\nOf 4 possible (three drafts and one token of the model), the shipped model at home."
+    )
+
+
+def drafters(r: Any) -> str:
+    """Acceptance length and speed by drafter."""
+    names = {"mtp": "MTP layer", "suffix": "suffix lookup"}
+    rows = [
+        [
+            cell,
+            *(
+                f"{arms[name]['acceptance_length']:.2f}, {arms[name]['speed against none']:.2f}"
+                for name in names
+            ),
+        ]
+        for cell, arms in r["results"].items()
+    ]
+    head = ["acceptance length, speed against no drafts", *names.values()]
+    return table(head, rows) + (
+        "\n\nThe MTP layer was trained on SWE turns and knows nothing of the reasoning tasks. A value "
+        "below 1 is a loss."
+    )
+
+
+def adaptive(r: Any) -> str:
+    """Adaptive gamma against the best fixed gamma."""
+    cells = {cell: value for run in r["runs"] for cell, value in run["results"].items()}
+    batches = sorted({int(cell.split("batch ")[1]) for cell in cells})
+    rows = []
+    for batch in batches:
+        row: list[Any] = [batch]
+        for work in ("swe", "reasoning"):
+            value = cells[f"{work}, batch {batch}"]
+            low, high = value["adaptive / best, 95% interval"]
+            row += [value["best"], f"{value['adaptive / best']:.2f} [{low:.2f}, {high:.2f}]"]
+        rows.append(row)
+    lowest = min(value["adaptive / best"] for value in cells.values())
+    head = ["batch", "SWE: best", "adaptive against it", "reasoning: best", "adaptive against it"]
+    return table(head, rows) + "\n\n" + goal(lowest >= 0.95, "0.95 of the best fixed gamma in each cell")
+
+
+def verify(r: Any) -> str:
+    """Verification on a CPU at a real vocabulary."""
+    ratios = {cell: value["ratios"]["python loop / torch"] for cell, value in r["results"].items()}
+    batches = list(dict.fromkeys(cell.split(", gamma")[0].split("batch ")[1] for cell in ratios))
+    gammas = list(dict.fromkeys(cell.split("gamma ")[1] for cell in ratios))
+    rows = [
+        [b, *(next(v for c, v in ratios.items() if f"batch {b}, gamma {g}" in c) for g in gammas)]
+        for b in batches
+    ]
+    held = sum(ratio >= 3 for ratio in ratios.values())
+    return table(["batch", *(f"gamma {g}" for g in gammas)], rows) + (
+        f"\n\nTimes as fast as a Python loop over rows, V = 151,936, chain rule. Goal: 3 times, **held in "
+        f"{held} of {len(ratios)}** cells."
+    )
+
+
+def weight_sync(r: Any) -> str:
+    """One update of two servers."""
+    labels = {
+        "tensor": "`tensor`: each worker to its server",
+        "collective": "gloo: each worker to its server",
+        "disk": "`disk`: each worker for its server",
+        "trainer": "`collective`: the trainer to both at once",
+    }
+    rows = [
+        [
+            labels[way],
+            f"{v['median_s']:.2f} ({min(v['all_s']):.2f} to {max(v['all_s']):.2f})",
+            f"{v['bytes_handed_over'] / 1e6:.1f}",
+        ]
+        for way, v in r["results"].items()
+    ]
+    return table(["way", "seconds, median and range", "MB handed over"], rows) + (
+        f"\n\n{r['weights_bytes'] / 1e6:.1f} MB of weights to two SGLang servers. The machine was very busy "
+        f"(load average {r['load_average_before'][0]:.0f}), so only the order says something."
+    )
+
+
+def adapt_objectives(r: Any) -> str:
+    """Objectives of the MTP layer, as a rate of accepted drafts."""
+    sets = [name for name, value in next(iter(r["table"].values())).items() if value["in_domain"]]
+    best = sorted(r["table"].items(), key=lambda item: -item[1][sets[0]]["rejection"]["acceptance_rate"][0])
+
+    def percent(pair: list[float]) -> str:
+        return f"{100 * pair[0]:.1f} ± {100 * pair[1]:.1f}"
+
+    rows = [
+        [name, *(percent(v[sets[0]][rule]["acceptance_rate"]) for rule in ("rejection", "target_only"))]
+        for name, v in best
+    ]
+    return table(["objective, % of drafts accepted", "rejection", "target-only"], rows) + (
+        f"\n\nAfter {r['settings']['steps']} steps, {len(r['settings']['seeds'])} seeds, {sets[0]}; errors "
+        "are of prompts, not of seeds."
+    )
+
+
+def ppow(r: Any) -> str:
+    """Reinforcement learning of the draft against supervision."""
+    sets = "swe.held_instances"
+    rows = [[n, pm(v[sets]["rejection"]["acceptance_length"])] for n, v in r["table"].items()]
+    return table(["draft", "acceptance length"], rows)
+
+
+def compare(r: Any) -> str:
+    """Drafters and objectives at equal steps."""
+    cell = r["cells"]["swe turns, T = 1"]["arms"]
+    rows = [
+        [n, pm(v["acceptance_length"]), v["speed against none"]]
+        for n, v in cell.items()
+        if "acceptance_length" in v
+    ]
+    return table(["SWE turns, T = 1", "acceptance length", "speed against no drafts"], rows)
+
+
+def eagle3(r: Any) -> str:
+    """What makes an EAGLE-3 draft good."""
+    labels = {
+        "eagle3": "all of it",
+        "no_test": "without the training-time test",
+        "top": "features of the top layer alone",
+        "small_vocab": "a reduced vocabulary",
+    }
+    cell = r["table"]["swe.held_instances"]
+    return table(
+        ["draft", "acceptance length"], ([labels[n], pm(v["acceptance_length"])] for n, v in cell.items())
+    )
+
+
+def slope(r: Any) -> str:
+    """Acceptance against entropy, per token, over temperatures of one policy."""
+    rows = [
+        [name, f"{v['per_token']['value']:.2f} [{v['per_token']['low']:.2f}, {v['per_token']['high']:.2f}]"]
+        for name, v in r["sweep"].items()
+    ]
+    return table(["objective / rule", "change of acceptance per nat of entropy, 95% interval"], rows)
+
+
+def figure8(r: Any) -> str:
+    """The split of acceptance's change during RL."""
+    rows = [
+        [
+            name,
+            *(
+                f"{v[part]['value']:+.3f} [{v[part]['low']:+.3f}, {v[part]['high']:+.3f}]"
+                for part in ("total", "entropy", "mismatch")
+            ),
+        ]
+        for name, v in r.items()
+    ]
+    return table(["draft", "change of acceptance", "by entropy", "by mismatch"], rows) + (
+        "\n\n95% intervals, one seed."
+    )
+
+
+def staleness(r: Any) -> str:
+    """Corrections without PPO's clip."""
+    arms: dict[str, list[float]] = {}
+    for name, run in r["runs"].items():
+        arms.setdefault(name.rsplit("-", 1)[0], []).append(run["after"])
+    rows = [
+        [arm, ", ".join(f"{v:.2f}" for v in values), f"{mean(values):.2f}"] for arm, values in arms.items()
+    ]
+    start = next(iter(r["runs"].values()))["before"]
+    return table(["staleness-correction", "held-out reward of each seed", "mean"], rows) + (
+        f"\n\nFrom {start:.3f}. Staleness counts optimizer steps; PPO's clip is off."
+    )
+
+
+def decoupled(r: Any) -> str:
+    """A smaller model generates for the policy."""
+    rows = [[name, f"{v['before']:.2f} to {pm([v['after'], v['error']])}"] for name, v in r["runs"].items()]
+    return table(["correction-seed", "held-out reward"], rows)
+
+
+def obrs(r: Any) -> str:
+    """OBRS brings distributions together."""
+    rows = [
+        [
+            f"{c['noise']}, {c['level']}",
+            f"{c['kl_before']:.2g}",
+            f"{c['acceptance_1.0']:.3f}",
+            f"{c['kl_after_1.0']:.2g}",
+        ]
+        for c in r["contraction"]
+    ]
+    return table(["disturbance", "KL before", "accepted at lambda 1", "KL after"], rows)
+
+
+def gpu_decoding(r: Any) -> str:
+    """SGLang on a GPU."""
+    cells = r["results"]["sglang, 7.8B, bf16, gamma 3, 200 tokens"]
+    rows = [
+        [batch, cell["none"]]
+        + [
+            f"{cell[mode]} ({cell[mode] / cell['none']:.2f} times, length {cell['acceptance_length'][mode]})"
+            for mode in ("target_only", "rejection")
+        ]
+        for batch, cell in cells.items()
+    ]
+    return table(["batch", "none, tokens/s", "target_only", "rejection"], rows) + (
+        "\n\n7.8B parameters grown from the shipped model, bf16, gamma 3, 200 tokens."
+    )
+
+
+def gpu_loop(r: Any) -> str:
+    """Where the time of a step goes on a GPU."""
+    arms = r["results"]["whole loop, 1.5B, one shared GPU"]
+    rows = [
+        [arm]
+        + [" and ".join(map(str, v[key])) for key in ("generation_s", "update_weights_s", "step_s")]
+        + [f"{v['tokens_per_s']:,}"]
+        for arm, v in arms.items()
+    ]
+    ratio = mean(arms["none"]["generation_s"]) / mean(arms["rejection"]["generation_s"])
+    return table(["", "generation, s", "weight update, s", "step, s", "tokens/s"], rows) + (
+        f"\n\nTwo steps each, 1.5B parameters, server and trainer on one card, weights by disk. Without "
+        f"drafts generation takes {ratio:.2f} times as long. Not repeated since."
+    )
+
+
+def gpu_verify(r: Any) -> str:
+    """The verification kernel on a GPU."""
+    rows = r["results"]["verification, V = 151936, chain, us"]
+
+    def text(value: Any) -> str:
+        return f"{value[0]} to {value[1]}" if isinstance(value, list) else str(value)
+
+    ours, theirs = rows["ours, in a CUDA graph"], rows["sglang, in a CUDA graph"]
+    return table(
+        ["batch", "ours, microseconds", "SGLang's"], ([b, text(ours[b]), text(theirs[b])] for b in ours)
+    ) + (
+        "\n\nIn a CUDA graph. Called from Python ours takes "
+        f"{text(rows['ours, called from Python'])} and SGLang's {text(rows['sglang, called from Python'])}."
+    )
+
+
+def verify_vocabularies(r: Any) -> str:
+    """Verification on a CPU by vocabulary."""
+    rows = []
+    for vocab in sorted(r["config"]["vocabs"]):
+        cells = {c: v["ratios"] for c, v in r["results"].items() if c.startswith(f"chain, vocab {vocab},")}
+        for batch in r["config"]["batches"]:
+            ratios = [v for c, v in cells.items() if f"batch {batch}," in c]
+            kinds = ("python loop / torch", "plain torch / torch")
+            rows.append([f"{vocab:,}", batch, *(" and ".join(f"{v[k]:.2f}" for v in ratios) for k in kinds)])
+    head = ["vocabulary", "batch", "against a Python loop, gamma 1 and 3", "against plain torch"]
+    return table(head, rows) + "\n\nTimes as fast, chain rule. Below 1 the loop is faster."
