@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import rlpipe.envs
 import rlpipe.metrics
 from tests.helpers.cli import ROOT, environment
 
@@ -22,6 +23,10 @@ def lint(folder):
     return subprocess.run(LINT, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+def contracts():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
 def test_the_layers_and_doors_of_the_package_hold():
     result = lint(ROOT)
     assert result.returncode == 0, result.stdout
@@ -29,9 +34,29 @@ def test_the_layers_and_doors_of_the_package_hold():
 
 def test_contributors_read_the_layers_that_hold():
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layers and doors")[2].split("```")[1]
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    layers = next(contract["layers"] for contract in contracts() if contract["type"] == "layers")
     assert " ".join(page.split()) == " > ".join(layers).replace("rlpipe.", "")
+
+
+def test_the_contract_about_environments_names_all_but_their_protocol():
+    (named,) = [c["forbidden_modules"] for c in contracts() if "envs.base" in c["name"]]
+    there = {f"rlpipe.envs.{m.name}" for m in pkgutil.iter_modules(rlpipe.envs.__path__)}
+    assert set(named) == there - {"rlpipe.envs.base"}
+
+
+def test_layers_are_drawn_and_a_circle_is_named(tmp_path):
+    for planted in (False, True):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / "draw_layers", tmp_path / "scripts")
+        shutil.copytree(ROOT / "rlpipe", tmp_path / "rlpipe", dirs_exist_ok=True)
+        if planted:
+            with (tmp_path / "rlpipe" / "types.py").open("a") as file:
+                file.write("\nimport rlpipe.launch\n")
+        command = [sys.executable, "scripts/draw_layers", "--out", "layers.svg"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert result.returncode == planted, result.stderr
+        assert ("types -> launch" in result.stdout) == planted
+        assert (tmp_path / "layers.svg").read_text().count("<rect") > 20
 
 
 @pytest.mark.parametrize(
@@ -39,6 +64,7 @@ def test_contributors_read_the_layers_that_hold():
     [
         ("rlpipe/types.py", "import rlpipe.config.run"),
         ("rlpipe/envs/base.py", "import rlpipe.rollout.engine"),
+        ("rlpipe/rollout/collector.py", "import rlpipe.envs.math"),
         ("rlpipe/controller.py", "import ray"),
         ("rlpipe/algo/advantage.py", "import verl"),
         ("rlpipe/rollout/engine.py", "import megatron.core"),
