@@ -2,13 +2,16 @@
 
 Owns the objects of that code. Answers requests over a socket (see `proxy`) until it is closed; knows no
 test, no test id and no result. Nothing here is trusted: whatever this process answers is decoded strictly.
+Requests come from a trusted process and are read by marshal. Answers are JSON, written here: importing json
+costs as much as all the rest of this process.
 """
 
 import importlib
+import marshal
 import os
-import pathlib
 import sys
 
+from rlpipe.envs.swe.grader import late
 from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, encode
 
 _OPERATIONS = {
@@ -39,6 +42,24 @@ _OPERATIONS = {
     "setattr": setattr,
     "delattr": delattr,
 }
+
+
+_ESCAPES = {n: f"\\u{n:04x}" for n in (*range(32), ord('"'), ord("\\"))}
+
+
+def dumps(form):
+    """JSON in UTF-8, for what `encode` makes: None, bool, int, str and lists of these."""
+    return _text(form).encode("utf-8", "surrogatepass")
+
+
+def _text(form):
+    if form is None:
+        return "null"
+    if type(form) is str:
+        return f'"{form.translate(_ESCAPES)}"'
+    if type(form) is list:
+        return f"[{','.join(map(_text, form))}]"
+    return {True: "true", False: "false"}[form] if type(form) is bool else repr(form)
 
 
 class Objects:
@@ -105,13 +126,15 @@ def answer(request, objects):
         return ["raise", name, derived, args]
 
 
-def serve(descriptor):
+def main():
     """Answer until the other side closes."""
+    descriptor = int(sys.argv[1])
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    sys.path.insert(0, str(pathlib.Path.cwd()))
-    channel, objects = Channel(descriptor), Objects()
+    late.install()
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109  (pathlib takes long to import)
+    channel, objects = Channel(descriptor, dumps, marshal.loads), Objects()
     while True:
         try:
             request = channel.receive()

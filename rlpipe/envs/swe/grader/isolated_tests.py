@@ -11,15 +11,19 @@ verdict, and code that looks for the nonce in this process is not stopped.
 
 import json
 import os
-import pathlib
 import sys
-import unittest
-import unittest.case
-import unittest.loader
-import unittest.result
-import unittest.suite
 
-from rlpipe.envs.swe.grader import proxy
+from rlpipe.envs.swe.grader import late
+
+late.install("argparse", "difflib", "pprint", "traceback")  # two thirds of what unittest imports
+
+import unittest  # noqa: E402
+import unittest.case  # noqa: E402
+import unittest.loader  # noqa: E402
+import unittest.result  # noqa: E402
+import unittest.suite  # noqa: E402
+
+from rlpipe.envs.swe.grader import proxy  # noqa: E402
 
 _WATCHED = (
     unittest.case.TestCase,
@@ -75,18 +79,29 @@ class MustFail(unittest.TestCase):
         raise AssertionError
 
 
+class Result(unittest.result.TestResult):
+    """A result whose failures have no text, as nobody reads it."""
+
+    def _exc_info_to_string(self, err, test):
+        return ""
+
+
 def passes(test):
     """Whether a test, and nothing but this one test, ran and succeeded."""
-    result = unittest.result.TestResult()
+    result = Result()
     test.run(result)
     return result.testsRun == 1 and result.wasSuccessful() and not (result.skipped or result.expectedFailures)
 
 
-def intact(before):
-    """Whether the machinery still is what it was, and still finds faults."""
-    same = [(a[:2], id(a[2]), id(a[3])) for a in before] == [(a[:2], id(a[2]), id(a[3])) for a in machinery()]
+def same_machinery(before):
+    """Whether every function is the one that it was."""
+    return [(a[:2], id(a[2]), id(a[3])) for a in before] == [(a[:2], id(a[2]), id(a[3])) for a in machinery()]
+
+
+def finds_faults():
+    """Whether assertions that are wrong still fail."""
     names = [name for name in vars(MustFail) if name.startswith("test_")]
-    return same and len(names) == 10 and not any(passes(MustFail(name)) for name in names)
+    return len(names) == 10 and not any(passes(MustFail(name)) for name in names)
 
 
 def main():
@@ -95,10 +110,10 @@ def main():
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    before = machinery()
-    if len(sys.argv) > 1:
+    before, alone = machinery(), len(sys.argv) > 1
+    if alone:
         proxy.install(int(sys.argv[1]), order["modules"])
-    sys.path.insert(0, str(pathlib.Path.cwd()))
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109  (pathlib takes long to import)
     passed = []
     for name in order["tests"]:
         try:
@@ -106,7 +121,8 @@ def main():
                 passed.append(name)
         except BaseException:  # SystemExit and the like, raised on import: this test did not pass
             continue
-    line = json.dumps({"passed": passed, "intact": intact(before)})
+    intact = same_machinery(before) and (alone or finds_faults())
+    line = json.dumps({"passed": passed, "intact": intact})
     with os.fdopen(report, "w") as output:
         output.write(f"\n{order['nonce']} {line}\n")
     os._exit(0)

@@ -10,8 +10,9 @@ place are changed here too. Callbacks, subclassing and identity of values are no
 """
 
 import builtins
-import importlib.abc
 import importlib.machinery
+import json
+import marshal
 import sys
 import types
 
@@ -86,7 +87,9 @@ class Code:
     """The code server, as seen from the tests."""
 
     def __init__(self, descriptor):
-        self._channel = Channel(descriptor)
+        self._channel = Channel(
+            descriptor, marshal.dumps, lambda text: json.loads(text.decode("utf-8", "surrogatepass"))
+        )
         self._remotes, self._exceptions = {}, {}
 
     def ask(self, what, target, args, kwargs):
@@ -191,7 +194,7 @@ class ProxyModule(types.ModuleType):
         delattr(self.__dict__["__remote__"], name)
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Finder:
     """Imports the named modules from the code server. modules: dotted name -> its folder, or None."""
 
     def __init__(self, code, modules):

@@ -12,6 +12,7 @@ sandbox for both.
 from __future__ import annotations
 
 import json
+import marshal
 import secrets
 import shlex
 import socket
@@ -19,6 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.machinery import BYTECODE_SUFFIXES, EXTENSION_SUFFIXES
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path, PurePosixPath
 from threading import Event
 
@@ -30,8 +32,8 @@ from rlpipe.envs.swe.instances import Instance
 
 _START_HOOKS = {"sitecustomize", "usercustomize"}
 _BINARY_MODULES = (*BYTECODE_SUFFIXES, *EXTENSION_SUFFIXES)
-_TESTS = ("codec", "proxy", "isolated_tests")
-_CODE = ("codec", "code_server")
+_TESTS = ("late", "codec", "proxy", "isolated_tests")
+_CODE = ("late", "codec", "code_server")
 
 
 def code_to_grade(instance: Instance, final: Tree) -> dict[str, Entry]:
@@ -81,10 +83,9 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
     """
     nonce, tests = secrets.token_hex(16), tree_of(_tests(instance))
     order = {"nonce": nonce, "tests": instance.tests, "modules": modules_of(code)}
-    stdin = json.dumps(order).encode()
+    stdin = _program(_TESTS) + json.dumps(order).encode()
     if instance.graded_in_process:
-        command = _command(_TESTS, "isolated_tests.main()")
-        result, _ = execute(runner.config, code | tests, command, timeout_s=timeout_s, stdin=stdin)
+        result, _ = execute(runner.config, code | tests, _command(), timeout_s=timeout_s, stdin=stdin)
         return passed_tests(result, nonce, instance.tests)
     data = {p: e for p, e in code.items() if isinstance(e, File) and not p.endswith((".py", ".pth"))}
     ours, theirs = socket.socketpair()
@@ -92,15 +93,8 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
     with ours, theirs, ThreadPoolExecutor(1) as threads:
         served = threads.submit(_serve, runner, code, theirs, timeout_s, over)
         try:
-            command = _command(_TESTS, "isolated_tests.main()", ours.fileno())
-            result, _ = execute(
-                runner.config,
-                data | tests,
-                command,
-                timeout_s=timeout_s,
-                stdin=stdin,
-                pass_fds=[ours.fileno()],
-            )
+            mine = {"timeout_s": timeout_s, "stdin": stdin, "pass_fds": [ours.fileno()]}
+            result, _ = execute(runner.config, data | tests, _command(ours.fileno()), **mine)
         finally:
             over.set()
             ours.close()  # an honest server ends at once
@@ -110,9 +104,9 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
 
 def _serve(runner: TreeRunner, code: Tree, end: socket.socket, timeout_s: float, over: Event) -> None:
     """Run the code server until the tests are over. Raises InfrastructureError."""
-    command = _command(_CODE, f"code_server.serve({end.fileno()})")
+    given = {"stdin": _program(_CODE), "pass_fds": [end.fileno()], "stop": over.is_set}
     try:
-        execute(runner.config, code, command, timeout_s=timeout_s, pass_fds=[end.fileno()], stop=over.is_set)
+        execute(runner.config, code, _command(end.fileno()), timeout_s=timeout_s, **given)
     finally:
         end.close()
 
@@ -138,22 +132,39 @@ def passed_tests(result: CommandResult, nonce: str, tests: tuple[str, ...]) -> i
     return 0
 
 
+def _source(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.py").read_text()
+
+
 @cache
-def _program(names: tuple[str, ...], call: str) -> str:
-    """Source that makes modules of this package out of their texts, as no sandbox has them."""
-    package = __package__
-    lines = ["import sys, types"]
-    parts = package.split(".")
-    for name in [".".join(parts[: n + 1]) for n in range(len(parts))]:
-        lines.append(f"sys.modules[{name!r}] = types.ModuleType({name!r})")
+def _program(names: tuple[str, ...]) -> bytes:
+    """What `_START` reads: modules of this package, as no sandbox has them; the last one's `main` is called.
+
+    They are compiled here, and again there only when the Python of the sandbox has other bytecode.
+    """
+    parts = __package__.split(".")
+    modules = [(".".join(parts[: n + 1]), b"", "") for n in range(len(parts))]
     for name in names:
-        text = Path(__file__).with_name(f"{name}.py").read_text()
-        lines.append(f"{name} = sys.modules['{package}.{name}'] = types.ModuleType('{package}.{name}')")
-        lines.append(f"sys.modules[{package!r}].{name} = {name}")
-        lines.append(f"exec({text!r}, {name}.__dict__)")
-    return "\n".join([*lines, call])
+        text = _source(name)
+        code = marshal.dumps(compile(text, f"{name}.py", "exec", optimize=0))
+        modules.append((f"{__package__}.{name}", code, text))
+    return marshal.dumps((MAGIC_NUMBER, modules))
 
 
-def _command(names: tuple[str, ...], call: str, *arguments: int) -> str:
-    words = ["python3", "-I", "-B", "-c", _program(names, call), *map(str, arguments)]
+_START = """\
+import marshal, sys, types
+magic, modules = marshal.load(sys.stdin.buffer)
+same = sys.modules["_frozen_importlib_external"].MAGIC_NUMBER == magic
+for name, code, text in modules:
+    module = sys.modules[name] = types.ModuleType(name)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    exec(marshal.loads(code) if same and code else text, vars(module))
+module.main()
+"""
+
+
+def _command(*arguments: int) -> str:
+    words = ["python3", "-I", "-S", "-B", "-c", _START, *map(str, arguments)]
     return "exec " + shlex.join(words)

@@ -1,0 +1,60 @@
+"""Does every repaired task of the shipped data earn the reward, and no broken one?
+
+Grades each instance of training and held-out sets twice, over its broken code and over its repair, with the
+real sandboxes and the time limit of 20 s. Exits with 1 when a repair fails or a broken instance passes.
+
+    python scripts/bench/grade_everything.py --json OUT [--threads 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+
+from rlpipe.config.env import SandboxConfig  # noqa: E402
+from rlpipe.envs.sandbox.local import TreeRunner  # noqa: E402
+from tests.helpers.shipped_tasks import SETS, graded_both, shipped  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=4)
+    given = parser.parse_args()
+    runner, started, result = TreeRunner(SandboxConfig()), time.monotonic(), {}
+    for name in SETS:
+        instances = shipped(name)
+        with ThreadPoolExecutor(given.threads) as threads:
+            passed = list(threads.map(lambda instance: graded_both(runner, instance), instances))
+        table = list(zip(instances, passed, strict=True))
+        result[name] = {
+            "instances": len(instances),
+            "repaired that pass": sum(after == len(i.tests) for i, (_, after) in table),
+            "broken that fail": sum(before < len(i.tests) for i, (before, _) in table),
+            "wrong": [i.instance_id for i, (b, a) in table if not b < len(i.tests) == a],
+        }
+        print(name, result[name], flush=True)
+    wrong = sum(len(one["wrong"]) for one in result.values())
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    head = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    about = {"commit": head, "python": platform.python_version(), "threads": given.threads}
+    document = about | {"seconds": round(time.monotonic() - started), "wrong": wrong, "sets": result}
+    given.json.write_text(json.dumps(document, indent=2) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
