@@ -3,8 +3,8 @@
     python recipes/eagle3/rl_study.py [--runs runs/eagle3_rl] [--draft-steps 40] [--seeds 0 1 2]
 
 1 draft     a new draft for the shipped model, after few and after many steps of recipes/eagle3
-2 sweep     co-trained at each learning rate on a seed apart; the one that accepts most at the deepest draft is
-            taken, for each draft
+2 sweep     co-trained at each learning rate on a seed apart; the one that accepts most at the deepest draft
+            is taken, for each draft
 3 cells     each seed with the draft frozen (mtp.train=off) and co-trained (online), from the same draft
 
 Both arms draft losslessly, so the policy learns the same from either but for chance. Acceptance by depth is
@@ -35,9 +35,8 @@ def acceptance(directory: Path, gamma: int) -> dict[str, float]:
     _, steps = records(directory)
     kept = [0] * (gamma + 1)
     for step in steps[len(steps) // 2 :]:
-        counts = step["spec/num_accepted"]
-        for accepted, count in zip(counts["values"], counts["counts"], strict=True):
-            kept[int(accepted)] += int(count)
+        for accepted, count in enumerate(step["spec/num_accepted"]["counts"]):
+            kept[accepted] += int(count)
     reached = [sum(kept[depth:]) for depth in range(gamma + 1)]
     found = {f"depth_{k}": reached[k] / reached[k - 1] for k in range(1, gamma + 1)}
     return found | {"length": 1 + sum(reached[1:]) / reached[0]}

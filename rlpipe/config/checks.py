@@ -23,6 +23,7 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import check_parallel
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
+from rlpipe.models.rope import read_rope
 
 
 def check_shared_gpus(config: Config) -> None:
@@ -97,11 +98,12 @@ def check(config: Config) -> None:
             f"spec.mode=greedy decodes the argmax, but rollout.temperature={temperatures[0]} and "
             f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
         )
-    longest = min(int(model.get("max_position_embeddings", 0)) for model in (hf_config, served))
+    models = (hf_config, served)
+    longest = min(read_rope(model).reach(int(model.get("max_position_embeddings", 0))) for model in models)
     if longest and config.rollout.max_context > longest:
         raise ValueError(
             f"rollout.max_context={config.rollout.max_context} exceeds the model's "
-            f"max_position_embeddings={longest}: lower rollout.max_context."
+            f"longest context of {longest} tokens (max_position_embeddings, rope scaling): lower it."
         )
     if config.rollout.max_context > config.trainer.micro_batch_tokens:
         raise ValueError(

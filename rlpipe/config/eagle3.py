@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.limits import at_least
-from rlpipe.models.base import rope_theta
+from rlpipe.models.rope import Rope, read_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 PREFIX = "eagle3."  # before the names of a draft's weights where they travel with its target's
@@ -61,7 +61,7 @@ class Eagle3Shape:
     vocab: int
     draft_vocab: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     max_position: int
 
     @property
@@ -103,8 +103,8 @@ class Eagle3Shape:
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope.theta,
+            "rope_parameters": self.rope.parameters,
             "max_position_embeddings": self.max_position,
             "vocab_size": self.vocab,
             "draft_vocab_size": self.draft_vocab,
@@ -144,7 +144,7 @@ class Eagle3Shape:
             vocab=vocab,
             draft_vocab=draft_vocab or vocab,
             norm_eps=float(target.get("rms_norm_eps", 1e-6)),
-            rope_theta=rope_theta(target),
+            rope=read_rope(target),
             max_position=int(target["max_position_embeddings"]),
         )
 
@@ -195,7 +195,7 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
     _check_layers(layers, int(target["num_hidden_layers"]), f"{named}: eagle_aux_hidden_state_layer_ids")
     found = Eagle3Shape.for_target(config | {"num_hidden_layers": target["num_hidden_layers"]}, layers)
     wanted = Eagle3Shape.for_target(target, layers)
-    names = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "norm_eps", "rope_theta")
+    names = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "norm_eps", "rope")
     unlike = [
         f"{name}={getattr(found, name)}, the target {getattr(wanted, name)}"
         for name in names

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlpipe.config.eagle3 import Eagle3Shape, read_shape
+from rlpipe.models.rope import Rope
 
 OUTSIDE = -60.0  # log-probability of a token that the draft does not know
 
@@ -144,7 +145,7 @@ class _Layer(nn.Module):
             project(both).unflatten(-1, (-1, self._shape.head_dim)).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        query, key = (_rotate(x, positions, self._shape.rope_theta) for x in (query, key))
+        query, key = (_rotate(x, positions, self._shape.rope) for x in (query, key))
         group = self._shape.heads // self._shape.kv_heads
         past.append(tuple(x.repeat_interleave(group, 1) for x in (key, value)))
         attended = unrolled_attention(query, past, unseen).transpose(1, 2).flatten(2)
@@ -200,13 +201,12 @@ def unrolled_attention(
     return attended
 
 
-def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """RoPE of [B, heads, T, d] at positions that broadcast to [B, heads, T], halves rotated as in Llama."""
-    dim = x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim)
+    frequencies = torch.tensor(rope.frequencies(x.shape[-1]), dtype=torch.float64, device=x.device)
     angles = positions[..., None] * frequencies
     angles = torch.cat((angles, angles), -1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = ((rope.magnitude * turned).to(x.dtype) for turned in (angles.cos(), angles.sin()))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 

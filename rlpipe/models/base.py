@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rlpipe.models.checkpoint import MTP_PREFIX
+from rlpipe.models.rope import Rope, read_rope
 
 
 class Layout(Enum):
@@ -100,7 +101,7 @@ class Architecture:
     head_dim: int
     max_position: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -146,12 +147,6 @@ class Architecture:
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
 
 
-def rope_theta(config: Mapping[str, Any]) -> float:
-    """Base of the rotary embedding, wherever a config.json writes it."""
-    rope = config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Family:
     """One model family; the defaults are Llama's.
@@ -174,8 +169,8 @@ class Family:
 
     def parse(self, config: Mapping[str, Any]) -> Architecture:
         """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
-        rope = config.get("rope_parameters") or {}
-        self._refuse_unsupported(config, rope)
+        self._refuse_unsupported(config)
+        rope = read_rope(config)
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         attention_bias = bool(config.get("attention_bias", self.qkv_bias))
         return Architecture(
@@ -187,9 +182,9 @@ class Family:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            max_position=int(config.get("max_position_embeddings", 32768)),
+            max_position=rope.reach(int(config.get("max_position_embeddings", 32768))),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=rope_theta(config),
+            rope=rope,
             qkv_bias=attention_bias,
             output_bias=attention_bias and self.output_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -198,12 +193,10 @@ class Family:
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
         )
 
-    def _refuse_unsupported(self, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-        scaling = config.get("rope_scaling") or {}
-        types = {r.get(key) for r in (rope, scaling) for key in ("rope_type", "type")} - {None, "default"}
+    def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
+        rope = config.get("rope_parameters") or {}
         factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         refused = {
-            f"rope scaling of type {', '.join(map(repr, types))}": bool(types),
             f"partial_rotary_factor={factor}": factor != 1.0,
             "sliding-window attention": self.sliding_window(config),
             f"hidden_act={config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",

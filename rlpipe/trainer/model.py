@@ -102,10 +102,13 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         max_sequence_length=arch.max_position,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
+        rotary_base=arch.rope.theta,
         mtp_block_spec=mtp,
     )
     model.vocab_real = arch.vocab
+    if arch.rope.scaling:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.head_dim))
     if runtime.device.type == "cpu":
         use_onednn(model.decoder)
         if model.mtp_process:
@@ -132,6 +135,7 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        softmax_scale=arch.rope.magnitude**2 / arch.head_dim**0.5,  # of keys and of queries
         tensor_model_parallel_size=config.tp,
         mtp_num_layers=arch.mtp_layers or None,
         recompute_granularity="full" if recompute else None,

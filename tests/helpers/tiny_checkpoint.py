@@ -21,6 +21,14 @@ ARCHITECTURES = {
     "mistral": ("mistral", "MistralForCausalLM"),
 }
 
+SCALED = {  # rotary embeddings of every scaling, as a config.json says them; contexts beyond 16 are stretched
+    "linear": {"factor": 3.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5},
+}
+for _kind, _settings in SCALED.items():
+    _settings |= {"rope_type": _kind, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
 
 def write_random_checkpoint(
     path: str | Path,

@@ -16,7 +16,7 @@ from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
 from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.trainer.passes import Passes
-from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.helpers.tiny_checkpoint import SCALED, write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
@@ -34,6 +34,8 @@ FAMILIES = {
         "kv_heads": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
+    "llama 3.1": {"family": "llama", "rope_parameters": SCALED["llama3"]},
+    "qwen2 yarn": {"family": "qwen2", "head_dim": 16, "rope_parameters": SCALED["yarn"]},
 }
 
 

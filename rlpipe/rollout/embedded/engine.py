@@ -62,7 +62,7 @@ class EmbeddedEngine:
             require_mtp(hf_config, model_path, spec.mode)
         if config.max_context > arch.max_position:
             raise ValueError(
-                f"rollout.max_context={config.max_context} exceeds the model's max_position_embeddings="
+                f"rollout.max_context={config.max_context} exceeds the model's longest context of "
                 f"{arch.max_position}: set rollout.max_context to at most {arch.max_position}."
             )
         draft = None

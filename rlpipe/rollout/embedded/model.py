@@ -117,11 +117,10 @@ class Model:
         heads = torch.arange(2 * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * rows * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(rows, device=device).unsqueeze(1) * (kv_heads * slots)
-        frequencies = arch.rope_theta ** (
-            -torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
-        )
+        frequencies = torch.tensor(arch.rope.frequencies(arch.head_dim), dtype=torch.float64)
         angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
-        self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
+        rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)
+        self._rotations = rotations.to(device, torch.complex64)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         half = arch.head_dim // 2

@@ -37,7 +37,7 @@ def naive_states(draft: Eagle3, features: torch.Tensor, embeddings: torch.Tensor
     def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
         out = torch.empty_like(x)
         for i in range(dim // 2):
-            angle = torch.tensor(position * shape.rope_theta ** (-2 * i / dim), dtype=torch.float64)
+            angle = torch.tensor(position * shape.rope.frequencies(dim)[i], dtype=torch.float64)
             a, b = x[:, i], x[:, i + dim // 2]
             out[:, i] = a * angle.cos() - b * angle.sin()
             out[:, i + dim // 2] = b * angle.cos() + a * angle.sin()

@@ -43,9 +43,11 @@ MIMO_7B = {  # config.json of XiaomiMiMo/MiMo-7B-RL
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "model_type='mamba' is not supported. Use .* llama, .*qwen3"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope scaling of type 'yarn'"),
-        ({"rope_parameters": {"type": "yarn", "factor": 4}}, "rope scaling of type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling of type 'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4}}, "rope scaling of type 'longrope'"),
+        ({"rope_parameters": {"type": "dynamic", "factor": 4}}, "rope scaling of type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "'linear' with factor=None"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' with high_freq_factor=None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": -4}}, "factor=-4: it must be a number above 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"use_sliding_window": True}, "sliding-window attention"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -94,7 +96,7 @@ def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name):
 def test_the_released_mimo_7b_is_read_as_it_was_published():
     arch = read_architecture(MIMO_7B)
     assert (arch.hidden, arch.layers, arch.heads, arch.kv_heads, arch.head_dim) == (4096, 36, 32, 8, 128)
-    assert (arch.rope_theta, arch.norm_eps, arch.vocab) == (640000.0, 1e-5, 151680)
+    assert (arch.rope.theta, arch.norm_eps, arch.vocab) == (640000.0, 1e-5, 151680)
     assert arch.qkv_bias and not arch.output_bias and not arch.qk_norm and arch.mtp_layers == 1
     parameters = sum(torch.Size(shape).numel() for shape in arch.weight_shapes(mtp=True).values())
     assert parameters == pytest.approx(7.83e9, rel=1e-3)

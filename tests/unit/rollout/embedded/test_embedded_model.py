@@ -12,7 +12,7 @@ from rlpipe.rollout.embedded.attention import attend, attend_products, expand_ma
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
 from tests.helpers.engines import transformers_logits
-from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.helpers.tiny_checkpoint import SCALED, write_random_checkpoint
 
 pytestmark = pytest.mark.unit
 TOLERANCE = 1e-4
@@ -44,6 +44,9 @@ VARIANTS = {
     "one kv head": {"family": "llama", "kv_heads": 1},
     "no grouping": {"family": "qwen3", "kv_heads": 4},
     "large enough for the packed product": {"family": "qwen2", "hidden": 128, "head_dim": 32},
+    "rope linear": {"family": "mistral", "rope_parameters": SCALED["linear"]},
+    "rope llama3": {"family": "llama", "rope_parameters": SCALED["llama3"]},
+    "rope yarn": {"family": "qwen3", "head_dim": 16, "rope_parameters": SCALED["yarn"]},
 }
 
 

@@ -23,7 +23,7 @@ def test_speculation_without_an_mtp_layer_is_refused(tmp_path):
 
 def test_a_context_beyond_the_models_is_refused(tmp_path):
     path = write_random_checkpoint(tmp_path, max_position=64)
-    with pytest.raises(ValueError, match=r"rollout\.max_context=65 exceeds .*max_position_embeddings=64"):
+    with pytest.raises(ValueError, match=r"rollout\.max_context=65 exceeds .*longest context of 64"):
         EmbeddedEngine(RolloutConfig(max_context=65), SpecConfig(), path)
 
 

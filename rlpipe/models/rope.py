@@ -1,0 +1,132 @@
+"""Rotary embeddings as a config.json describes them: frequencies, and how scaling stretches them.
+
+Owns the reading of `rope_theta`, `rope_scaling` and `rope_parameters`, and the formulas; computes no tensors.
+A key or query at position t is rotated by t * frequency in each of its planes and scaled by `magnitude`.
+
+    linear   frequency / factor (position interpolation, Chen et al. 2023)
+    llama3   waves longer than original / low_freq_factor as linear, those shorter than
+             original / high_freq_factor as they are, and a mix of both in between (Llama 3.1)
+    yarn     planes that turn less than beta_slow times over the original context as linear, those that turn
+             more than beta_fast times as they are, a linear mix in between; magnitude 0.1 ln(factor) + 1
+             (Peng et al. 2023, Section 3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCALINGS = ("linear", "llama3", "yarn")
+_OF_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Rope:
+    """A rotary embedding. theta: base. scaling: '' or one of SCALINGS; settings: its numbers by name."""
+
+    theta: float
+    scaling: str = ""
+    settings: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """`rope_parameters` of a config.json."""
+        return {"rope_type": self.scaling or "default", "rope_theta": self.theta, **dict(self.settings)}
+
+    def reach(self, written: int) -> int:
+        """Longest context; written: max_position_embeddings, which with yarn may be that before scaling."""
+        of = dict(self.settings)
+        stretched = of["factor"] * of["original_max_position_embeddings"] if self.scaling == "yarn" else 0
+        return max(written, int(stretched))
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated keys and queries are multiplied by.
+
+        >>> round(Rope(theta=1e4, scaling="yarn", settings=(("factor", 4.0),)).magnitude, 4)
+        1.1386
+        """
+        if self.scaling != "yarn":
+            return 1.0
+        of = dict(self.settings)
+        if "attention_factor" in of:
+            return of["attention_factor"]
+        if of.get("mscale") and of.get("mscale_all_dim"):
+            return _magnitude(of["factor"], of["mscale"]) / _magnitude(of["factor"], of["mscale_all_dim"])
+        return _magnitude(of["factor"])
+
+    def frequencies(self, dim: int) -> list[float]:
+        """Radians per position of each of the dim / 2 planes of a head of `dim` numbers.
+
+        >>> [round(f, 3) for f in Rope(theta=100.0).frequencies(4)]
+        [1.0, 0.1]
+        """
+        plain = [self.theta ** (-i / dim) for i in range(0, dim, 2)]
+        if not self.scaling:
+            return plain
+        factor = dict(self.settings)["factor"]
+        kept = self._kept(plain)
+        return [f * share + f / factor * (1 - share) for f, share in zip(plain, kept, strict=True)]
+
+    def _kept(self, plain: list[float]) -> list[float]:
+        """How much of each plane's frequency stays as it is, 0 to 1."""
+        of = dict(self.settings)
+        if self.scaling == "linear":
+            return [0.0] * len(plain)
+        original = of["original_max_position_embeddings"]
+        if self.scaling == "llama3":
+            low, high = of["low_freq_factor"], of["high_freq_factor"]
+            turns = [original * f / (2 * math.pi) for f in plain]
+            return [_clamped((t - low) / (high - low)) for t in turns]
+        dim = 2 * len(plain)
+
+        def plane(turns: float) -> float:
+            """The plane, in halves of dim, that turns so often over the original context."""
+            return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        first, last = plane(of.get("beta_fast") or 32), plane(of.get("beta_slow") or 1)
+        if of.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        last += 0.001 * (first == last)
+        return [1 - _clamped((i - first) / (last - first)) for i in range(len(plain))]
+
+
+def read_rope(config: Mapping[str, Any]) -> Rope:
+    """The rotary embedding of a config.json, older spellings too. Raises ValueError for other scalings."""
+    scaling = {k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None}
+    written = {k: v for k, v in (config.get("rope_parameters") or {}).items() if v is not None} or scaling
+    kind = written.get("rope_type") or written.get("type") or "default"
+    theta = float(written.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind not in SCALINGS:
+        raise ValueError(
+            f"The model's config.json asks for rope scaling of type {kind!r}, which is not supported. "
+            f"Use a checkpoint with one of {', '.join(SCALINGS)}, or without scaling."
+        )
+    original = config.get("original_max_position_embeddings")
+    written = {"original_max_position_embeddings": config.get("max_position_embeddings")} | written
+    if original:
+        written["original_max_position_embeddings"] = original
+    needed = {"factor", "original_max_position_embeddings"}
+    needed |= {"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set()
+    for name in sorted(needed):
+        value = written.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(
+                f"The model's config.json has rope scaling of type {kind!r} with {name}={value!r}: "
+                "it must be a number above 0."
+            )
+    kept = sorted(needed | (set(_OF_YARN) & written.keys() if kind == "yarn" else set()))
+    return Rope(theta=theta, scaling=kind, settings=tuple((name, written[name]) for name in kept))
+
+
+def _clamped(x: float) -> float:
+    return min(1.0, max(0.0, x))
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
