@@ -60,7 +60,7 @@ def main() -> None:
         report: dict[str, Any] = {
             "question": "seconds of scripts/quickstart in a fresh clone with an empty HOME (goal: 720)",
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "commit": subprocess.check_output(["git", "-C", ROOT, "rev-parse", "HEAD"], text=True).strip(),
+            "commit": subprocess.check_output(["git", "-C", clone, "rev-parse", "HEAD"], text=True).strip(),
             "cores": os.cpu_count(),
             "load_average_before": before,
             "load_average_after": os.getloadavg(),

@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from rlpipe.config.run import Config
 from tests.helpers.cli import ROOT
@@ -64,3 +66,49 @@ def test_no_file_speaks_of_one_machine_or_of_a_package_registry():
         text = path.read_text(encoding="utf-8", errors="ignore")
         found += [(str(path.relative_to(ROOT)), word) for word in (home, checkout, *hosts) if word in text]
     assert not found
+
+
+FILES = re.compile(r"metrics\.jsonl|model\.(mtp_layers|safetensors)|\w+\.py")
+
+
+def settings_named(text):
+    """The settings between each pair of backticks: `section.key` or `section.key=value`, one or more."""
+    sections = "|".join(field.name for field in dataclasses.fields(Config))
+    for spoken in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        found = re.findall(rf"(?<!\S)((?:{sections})(?:\.[a-z_0-9]+)+)(?:=(\S+))?(?!\S)", spoken)
+        yield spoken, [(key, value) for key, value in found if not FILES.match(key)]
+
+
+def unknown_settings(text):
+    """Where a text names settings that do not exist, or that do not take the values given with them."""
+    plain = OmegaConf.structured(Config)
+    for spoken, settings in settings_named(text):
+        try:
+            for key, _ in settings:
+                parent, _, name = key.rpartition(".")
+                assert name in OmegaConf.select(plain, parent), f"{key} does not exist"
+            given = [(key, value) for key, value in settings if re.fullmatch(r"[a-z_0-9.-]+", value)]
+            config = OmegaConf.structured(Config) if given else plain
+            for key, value in given:
+                OmegaConf.update(config, key, yaml.safe_load(value))
+            if given:
+                OmegaConf.to_object(config)
+        except Exception as error:  # whatever OmegaConf or the checks of a section raise
+            yield f"{spoken}: {error}"
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["coming_from", "faq", "your_model", "clusters", "when_mtp_pays", "glossary", "reading_the_report"],
+)
+def test_every_setting_that_a_page_names_exists(document):
+    text = (ROOT / "docs" / f"{document}.md").read_text()
+    if document == "coming_from":  # ours stand in the second column
+        text = "\n".join(line.split(" | ")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert list(unknown_settings(text)) == []
+
+
+def test_a_setting_that_does_not_exist_is_found():
+    text = "`spec.gama` `algo.correction=tis trainer.lr=1e-6` `spec.gamma spec.mode=none` [a](run.md)"
+    found = [problem.partition(":")[0] for problem in unknown_settings(text)]
+    assert found == ["spec.gama", "algo.correction=tis trainer.lr=1e-6"]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from rlpipe.models import FAMILIES
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging
@@ -44,8 +45,52 @@ def play(tmp_path, page, file, *overrides):
     return folder
 
 
+def follow(page, folder, home):
+    """Every file and command of a page from top to bottom; returns what the commands printed.
+
+    A file is a block after a sentence that ends with its name: "... `my_env.py`:".
+    """
+    home.mkdir()
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed = []
+    pattern = r"(?:`([\w/]+\.\w+)`:\n\n)?```(\w+)\n(.*?)```"
+    for name, language, body in re.findall(pattern, (ROOT / "docs" / page).read_text(), flags=re.DOTALL):
+        if language != "bash":
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(body)
+            continue
+        for line in body.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            if words[0] == "hf" or "+recipe=eagle3" in words or "+recipe=swe_rl" in words:
+                continue  # a download; and drafts, whose own recipe is tested
+            done = subprocess.run(
+                [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            printed.append(done.stdout)
+    return printed
+
+
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_page_leads_from_an_empty_folder_to_an_own_model_environment_and_reward(tmp_path):
+    (folder := tmp_path / "mine").mkdir()
+    _, composed, ran, reported = follow("your_model.md", folder, tmp_path / "home")
+    assert "suite: my_env:make_suite" in composed
+    assert "finished after step 40/40" in ran
+    records = metrics(folder / "runs" / "mine")
+    before, *_, after = [r["val/reward"] for r in records if "val/reward" in r]
+    assert before < 0.2 and after > 0.5
+    assert (folder / "runs/mine/checkpoints/step_40/hf/model.safetensors").is_file()
+    assert "report.html" in reported
+
+
+def test_the_page_names_every_model_family(tmp_path):
+    page = (ROOT / "docs" / "your_model.md").read_text()
+    (row,) = re.findall(r"^\| `model_type` \| (.*?):", page, flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("cluster", ["ray", "inline"])
