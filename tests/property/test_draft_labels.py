@@ -1,0 +1,128 @@
+"""Labels of drafts never cross the end of a turn, of a trajectory or of a row, however rows are packed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from rlpipe.drafts import draft_batch
+from rlpipe.drafts.loss import alignment
+from rlpipe.trainer.packing import pack
+from rlpipe.types import Trajectory
+from tests.helpers.trajectories import make_trajectory
+
+pytestmark = pytest.mark.property
+VOCAB = 10**6  # so many that a token tells where it stands
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Trajectory], int, int, int, bool]:
+    """Trajectories of several turns, some with common beginnings; depths, tokens of a row, ranks, sharing."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    made: list[Trajectory] = []
+    for _ in range(draw(st.integers(1, 6))):
+        turns = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+        one = make_trajectory(rng, vocab=VOCAB, prompt=draw(st.integers(1, 8)), turns=turns, tool=2)
+        if made and draw(st.booleans()):  # begins as another one did, then goes its own way
+            other = draw(st.sampled_from(made))
+            common = draw(st.integers(1, len(other.token_ids) - 1))
+            for name in ("token_ids", "loss_mask", "rollout_logprobs", "entropies", "versions"):
+                own = getattr(one, name)
+                setattr(one, name, getattr(other, name)[:common] + own[min(common, len(own) - 1) :])
+        made.append(one)
+    budget = max(len(t.token_ids) for t in made) + draw(st.integers(0, 60))
+    return made, draw(st.integers(1, 4)), budget, draw(st.sampled_from([1, 2])), draw(st.booleans())
+
+
+Label = tuple[tuple[int, ...], tuple[int, ...], int]  # the text up to an anchor, what drafts read, what comes
+
+
+def expected(trajectories: list[Trajectory], depths: int) -> Iterator[Label]:
+    """By definition: depth k at t reads t + 1 .. t + k and predicts t + k + 1, all sampled in one turn."""
+    for t in trajectories:
+        ids, mask = t.token_ids, [*t.loss_mask, 0]
+        for anchor in range(len(ids)):
+            for k in range(1, depths + 1):
+                label = anchor + k + 1
+                if label < len(ids) and all(mask[anchor + 1 : label + 1]):
+                    yield tuple(ids[: anchor + 1]), tuple(ids[anchor + 1 : label]), ids[label]
+
+
+def laid_out(batch, depths: int, budget: int, ranks: int, share: bool, layout, aligned) -> Iterator[Label]:
+    """The same from what the trainer computes; every anchor must know its place and its own past."""
+    packed = pack(batch, None, budget, ranks, share_prefixes=share)
+    for micro in (one for mini in packed.minibatches for shard in mini.shards for one in shard):
+        found = layout.draft_batch(micro, depths)
+        if found is None:
+            continue
+        starts = np.cumsum([0, *(b.length for b in found.branches)])
+        targets = aligned.depth_targets(torch.tensor(found.tokens), torch.tensor(found.sampled), depths)
+        for cell, anchor in enumerate(found.anchors.flatten()):
+            seen = layout.tokens_up_to(found.branches, starts, anchor)
+            for k in range(1, depths + 1):
+                if targets.mask[cell, k - 1]:
+                    assert found.positions[seen].tolist() == list(range(len(seen)))
+                    text = micro.tokens[found.places[seen]]
+                    reads = found.following[:k, anchor]
+                    deeper = found.following[k - 1, seen]  # what keys of this depth were made of
+                    line = np.concatenate([text, reads])
+                    assert deeper.tolist() == line[k:].tolist()
+                    yield tuple(text), tuple(reads), int(targets.tokens[cell, k - 1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_labels_are_those_of_the_definition_under_any_packing(batch):
+    trajectories, depths, *how = batch
+    found = Counter(laid_out(trajectories, depths, *how, draft_batch, alignment))
+    assert found == Counter(expected(trajectories, depths))
+
+
+MUTANTS = {
+    "nothing shifted": (draft_batch, "[1 : depths + 1]", "[0:depths]"),
+    "labels shifted twice": (alignment, "torch.arange(2, depths + 2)", "torch.arange(3, depths + 3)"),
+    "labels not shifted": (alignment, "torch.arange(2, depths + 2)", "torch.arange(1, depths + 1)"),
+    "padding after a turn is a label": (alignment, "sampled[:, 1:] & sampled[:, :-1]", "True"),
+    "turns joined over what tools said": (draft_batch, "np.flatnonzero(np.diff(sampled) > 1) + 1", "[]"),
+    "siblings share anchors that read apart": (draft_batch, "max(0, same - depths)", "same"),
+    "positions begin again": (draft_batch, "np.arange(same, len(own))", "np.arange(len(own) - same)"),
+    "anchors one late": (draft_batch, "slice(turn[0] - 1, turn[-1])", "slice(turn[0], turn[-1] + 1)"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_seen(name, monkeypatch):
+    module, right, wrong = MUTANTS[name]
+    text = Path(module.__file__).read_text()
+    assert text.count(right) == 1
+    mutant = types.ModuleType(module.__name__)
+    mutant.__file__ = module.__file__
+    monkeypatch.setitem(sys.modules, mutant.__name__, mutant)  # where its dataclasses look for themselves
+    exec(compile(text.replace(right, wrong), module.__file__, "exec"), mutant.__dict__)
+    parts = [mutant if one is module else one for one in (draft_batch, alignment)]
+
+    @settings(
+        max_examples=150,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    @given(batches())
+    def check(batch):
+        trajectories, depths, *how = batch
+        found = Counter(laid_out(trajectories, depths, *how, *parts))
+        assert found == Counter(expected(trajectories, depths))
+
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        check()
