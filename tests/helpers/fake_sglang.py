@@ -2,19 +2,22 @@
 
     python fake_sglang.py PORT VERSION FOLDER --config FILE
 
-It answers to the key in FILE alone, as SGLang does, and decodes the token 7. FOLDER/broken makes it end
-at once; FOLDER/slow makes answers take long; FOLDER/deadly makes it end when weights arrive; every weight
-update is a line in FOLDER/updates.
+It answers to the key in FILE alone, which it reads as SGLang does: put in front of the command line, all
+parsed by argparse. It decodes the token 7. FOLDER/broken makes it end at once; FOLDER/slow makes answers
+take long; FOLDER/deadly makes it end when weights arrive; every weight update is a line in FOLDER/updates.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import yaml
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -71,9 +74,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Handler.version, Handler.folder = sys.argv[2], Path(sys.argv[3])
-    Handler.key = Path(sys.argv[sys.argv.index("--config") + 1]).read_text().split()[1]
+    parser = argparse.ArgumentParser()
+    for word in ("port", "version", "folder", "--config", "--api-key"):
+        parser.add_argument(word)
+    settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    first = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    asked = parser.parse_args(first + sys.argv[1:])
+    Handler.version, Handler.folder, Handler.key = asked.version, Path(asked.folder), asked.api_key
     if (Handler.folder / "broken").exists():
         print("a line before the cause\n" * 40, flush=True)
         sys.exit("broken on purpose")
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(asked.port)), Handler).serve_forever()

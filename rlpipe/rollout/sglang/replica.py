@@ -298,11 +298,12 @@ class Replica:
         if self._stopped:
             raise RuntimeError("the engine is closed.")
         words = arguments.command(config, spec, path, port=port, on_gpu=on_gpu, version=goal.version)
-        key, url = secrets.token_urlsafe(24), f"http://{sglang.host}:{port}"
+        url = f"http://{sglang.host}:{port}"
+        key = secrets.token_hex(24)  # never begins with a dash, which SGLang would take for an option
         with tempfile.NamedTemporaryFile(
             "w", suffix=".yaml"
         ) as settings:  # a command line is readable by all
-            settings.write(f"api-key: {key}\n")
+            settings.write(f"api-key: '{key}'\n")
             settings.flush()
             self._server = server = ServerProcess(
                 [str(self._environment.python), *words, "--config", settings.name],

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import time
@@ -330,6 +331,12 @@ def test_a_server_answers_to_the_key_of_its_start_alone_and_nobody_else_can_read
     for headers in ({}, {"Authorization": "Bearer guessed"}):
         assert httpx.get(f"{url}/server_info", headers=headers).status_code == 401
     assert httpx.get(f"{url}/server_info", headers={"Authorization": f"Bearer {key}"}).is_success
+
+
+def test_every_key_can_stand_behind_its_option(fake, monkeypatch):
+    monkeypatch.setattr(secrets, "token_bytes", lambda count: b"\xf8" * count)  # in base64: -Pj4-Pj4...
+    fake.restart()
+    assert kinds(fake) == ["server_restarted"]
 
 
 def recorded(fake, monkeypatch):
