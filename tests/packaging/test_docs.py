@@ -5,8 +5,10 @@ import re
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import rlpipe.run  # noqa: F401  (registers the schema)
 from rlpipe.config.run import Config
 from tests.helpers.cli import ROOT
 from tests.helpers.documents import DOCUMENTS, repository
@@ -56,6 +58,34 @@ def test_every_component_of_the_configuration_is_documented():
 def test_every_recipe_has_a_readme_and_stands_in_the_table(recipe):
     assert (ROOT / "recipes" / recipe / "README.md").is_file()
     assert f"(recipes/{recipe}/README.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_ten_settings_have_the_defaults_of_the_main_job():
+    _, section = (ROOT / "README.md").read_text().split("## Ten settings\n")
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `?([^ `|]+)", section.split("\n## ")[0], flags=re.MULTILINE)
+    shown = {key: yaml.safe_load(value) for key, value in rows}
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
+        config = compose(config_name="config", overrides=["+recipe=swe_rl"])
+    assert len(shown) == 10
+    for key, value in shown.items():
+        assert str(OmegaConf.select(config, key)) == str(float(value) if key == "trainer.lr" else value), key
+
+
+def test_the_readmes_layout_names_what_there_is():
+    (tree,) = re.findall(
+        r"^## Layout\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for line in tree.splitlines():
+        folder = line.split()[0]
+        assert (ROOT / folder).is_dir()
+        if folder in ("rlpipe/", "tests/"):
+            names = re.split(r"[;,] ", line.removeprefix(folder).strip())
+            missing = [
+                n
+                for n in names
+                if not ((ROOT / folder / n).is_dir() or (ROOT / folder / f"{n}.py").is_file())
+            ]
+            assert missing == []
 
 
 def test_no_file_speaks_of_one_machine_or_of_a_package_registry():

@@ -105,6 +105,14 @@ def test_the_tutorial_works_as_written(tutorial: tuple[Path, list[str]]) -> None
     assert "trained" in ledger
     assert "advantage: rloo" in composed
     assert "finished after step 1/1" in own_model
+    (listed,) = re.findall(
+        r"^## A run directory\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S | re.M
+    )
+    names = re.findall(r"^([\w./]+?)/?(?:, ([\w.]+)/)?(?: |$)", listed.replace("step_N", "step_3"), re.M)
+    assert len(names) == 10
+    assert [
+        name for pair in names for name in filter(None, pair) if not (folder / "runs/first" / name).exists()
+    ] == []
 
 
 def test_commands_about_a_run_work_on_the_tutorials_run(tutorial: tuple[Path, list[str]], tmp_path) -> None:
