@@ -36,11 +36,11 @@ from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.pipeline.backlog import Backlog
 from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.masked import MaskedAttempts, TooManyMasked
+from rlpipe.pipeline.masked import MaskedAttempts
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.report.write import write_report
 from rlpipe.saving import Saving
-from rlpipe.types import Group, Prompt
+from rlpipe.types import Group, Prompt, RunStopped
 from rlpipe.watch.monitor import Monitor
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Controller:
     async def run(self) -> None:
         """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step.
 
-        Raises TooManyMasked when so many attempts failed that the run was stopped for it.
+        Raises RunStopped when a rule ended the run: masked attempts, restarts of the trainer.
         """
         while True:
             lost: BaseExceptionGroup | None = None
@@ -101,7 +101,7 @@ class Controller:
                 break
             await self._recover(lost)
         if self._verdict:
-            raise TooManyMasked(self._verdict)
+            raise RunStopped(self._verdict)
 
     @property
     def _verdict(self) -> str | None:
@@ -145,7 +145,7 @@ class Controller:
         while True:
             self._lost += 1
             if self._lost > allowed:
-                raise RuntimeError(
+                raise RunStopped(
                     f"the trainer was lost {self._lost} times (cluster.max_trainer_restarts={allowed}); the "
                     f"last: {first_cause(lost)}. Run again, it continues from the newest checkpoint."
                 ) from first_cause(lost)

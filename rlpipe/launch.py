@@ -28,9 +28,9 @@ from rlpipe.metrics.sinks import make_sinks
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.masked import TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.run_directory import held, keep_settings, settings_changed
+from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
 
@@ -104,7 +104,7 @@ def run_task(
             outcome, status = "done" if task.run() else "stopped", 0
     except KeyboardInterrupt:
         outcome, status = "interrupted", 130
-    except TooManyMasked as verdict:
+    except RunStopped as verdict:
         print(f"rlpipe: {verdict}", file=sys.stderr, flush=True)
     finally:
         bus.event("end", outcome=outcome)
@@ -208,7 +208,10 @@ class ReinforcementLearning:
         try:
             asyncio.run(self._run())
         except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
-            raise RuntimeError(f"the run failed: {first_cause(group)!r}") from first_cause(group)
+            cause = first_cause(group)
+            if isinstance(cause, RunStopped):
+                raise cause from group
+            raise RuntimeError(f"the run failed: {cause!r}") from cause
         return self._controller.version >= self._config.run.steps
 
     async def _run(self) -> None:

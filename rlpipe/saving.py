@@ -24,6 +24,7 @@ from rlpipe.metrics.values import Mean, Value
 from rlpipe.pipeline.backlog import GROUPS, LEDGER, Backlog
 from rlpipe.pipeline.checkpoints import SCORE, CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
+from rlpipe.types import RunStopped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Saving:
             await self.save(version, backlog)
             await self._written()
         if self._saved != version:
-            raise RuntimeError(
+            raise RunStopped(
                 f"the checkpoint of step {version} could not be written (checkpoint_failed in "
                 "events.jsonl): correct the cause and run again, it continues from the one before."
             )
@@ -92,7 +93,7 @@ class Saving:
 
         served: engines may serve weights of a version that is given up. Returns the version, and the
         finished groups the checkpoint holds; 0 and None where there is none. Raises ValueError for a
-        checkpoint of another half, RuntimeError when there are some and none can be loaded.
+        checkpoint of another half, RunStopped when there are some and none can be loaded.
         """
         failed: list[tuple[int, Exception]] = []
         found = self.store.newest()
@@ -111,7 +112,7 @@ class Saving:
                 found = self.store.before(step)
         if failed and found is None:
             newest, error = failed[0]
-            raise RuntimeError(
+            raise RunStopped(
                 f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
                 f"{self.store.path(newest).parent} to start from step 0."
             ) from error

@@ -12,6 +12,10 @@ from enum import StrEnum
 from typing import Any
 
 
+class RunStopped(RuntimeError):
+    """A stated rule ended the run. The message is all that the user needs to read."""
+
+
 class FinishReason(StrEnum):
     """Why generation of one turn ended."""
 

@@ -32,7 +32,7 @@ from rlpipe.cluster import TrainerLost
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Mean, Value, reduce
-from rlpipe.types import Group, Prompt, Trajectory
+from rlpipe.types import Group, Prompt, RunStopped, Trajectory
 from rlpipe.weights.collective import Offer, Rendezvous
 from rlpipe.weights.payload import unpack_weights
 
@@ -278,9 +278,10 @@ class RayCluster:
                 reason = _first_line(error)
                 self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
                 if self._restarts > self._config.cluster.max_restarts:
-                    raise RuntimeError(
+                    raise RunStopped(
                         f"rollout workers died {self._restarts} times (cluster.max_restarts="
-                        f"{self._config.cluster.max_restarts}); the last: {reason}"
+                        f"{self._config.cluster.max_restarts}); the last: {reason}. Run again, it continues "
+                        "from the newest checkpoint."
                     ) from error
                 worker = self._spawn_rollout(n)
                 try:

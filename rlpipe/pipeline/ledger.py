@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.pipeline.ledger_file import DAMAGED, check_format, opened, result_code, set_aside
+from rlpipe.pipeline.ledger_file import DAMAGED, check_format, copied, opened, result_code, set_aside
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
@@ -230,7 +230,13 @@ class Ledger:
         """Become a copy that `save` wrote: what happened after it is forgotten."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             check_format(copy, path)
-            copy.backup(self._db)
+            try:
+                copied(copy, self._db)
+            except sqlite3.OperationalError as error:
+                self._db.close()
+                self._db = sqlite3.connect(":memory:")
+                copy.backup(self._db)
+                self._event("ledger_in_memory", error=str(error))
 
     def forget(self) -> None:
         """Become empty: the run starts from its first step."""
@@ -243,7 +249,7 @@ class Ledger:
                 contextlib.suppress(sqlite3.OperationalError),  # an event said so when it began
                 contextlib.closing(sqlite3.connect(self._path)) as file,
             ):
-                self._db.backup(file)
+                copied(self._db, file)
         self._db.close()
 
     @property

@@ -55,6 +55,17 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+def copied(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copy a whole ledger. Raises sqlite3.OperationalError: no room, or a lock that is not given back."""
+    deadline = time.monotonic() + _LOCK_S
+
+    def progress(status: int, *_: int) -> None:  # without this the copy would be tried for ever
+        if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline:
+            raise sqlite3.OperationalError("database is locked")
+
+    source.backup(target, progress=progress)
+
+
 def result_code(error: sqlite3.DatabaseError) -> int:
     """The primary result code; what SQLite adds to it says which read or write it was."""
     return error.sqlite_errorcode & 0xFF

@@ -15,10 +15,6 @@ from rlpipe.metrics.values import Ratio, Sum, Value
 from rlpipe.types import Trajectory, TrajectoryStatus
 
 
-class TooManyMasked(RuntimeError):
-    """The rule ended the run; the message is the verdict."""
-
-
 class MaskedAttempts:
     """Fed with every attempt that came back, whether it will be trained on or not.
 

@@ -22,10 +22,9 @@ from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
 from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.masked import TooManyMasked
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.rollout.collector import Collector
-from rlpipe.types import FinishReason, GenerateResult, SpecCounts
+from rlpipe.types import FinishReason, GenerateResult, RunStopped, SpecCounts
 
 pytestmark = pytest.mark.property
 STEPS, WINDOW, SHARE = 4, 16, 0.5
@@ -179,7 +178,7 @@ class FakeCluster:
 async def play(run, cluster):
     try:
         await asyncio.wait_for(run.run(), 60)
-    except TooManyMasked as verdict:
+    except RunStopped as verdict:
         return str(verdict)
     finally:
         await cluster.collector.close()
