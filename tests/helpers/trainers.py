@@ -142,7 +142,7 @@ def train(rank: int, world_size: int, folder: Path, runs: dict[str, Run]) -> dic
             "metrics": [
                 {k: v.value() for k, v in step.items() if not k.startswith("timing_s")} for step in metrics
             ],
-            "weights": None if weights is None else {k: np.asarray(v) for k, v in weights.items()},
+            "weights": None if weights is None else {k: np.asarray(v.float()) for k, v in weights.items()},
         }
         if run.save:
             trainer.save(run.save)
