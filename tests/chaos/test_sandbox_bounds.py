@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rlpipe.config.env import SandboxConfig
-from rlpipe.envs.sandbox import bubblewrap, check_sandbox, make_tree_runner
+from rlpipe.envs.sandbox import bubblewrap, cgroup, check_sandbox, make_tree_runner
 from rlpipe.envs.sandbox.base import Limit
 from rlpipe.envs.sandbox.seccomp import denied
 from rlpipe.envs.sandbox.tree import tree_of
@@ -95,6 +95,15 @@ print("kept", len(held))
     assert result.exceeded is Limit.FILES and "kept" not in result.output
 
 
+@pytest.fixture(params=["groups", "watch"])
+def bound(request, monkeypatch):
+    """What this machine has, and what remains where it lends no control groups."""
+    if request.param == "watch":
+        monkeypatch.setattr(cgroup, "controllers", dict)
+    return request.param
+
+
+@pytest.mark.usefixtures("bound")
 def test_shared_memory_of_many_processes_is_bounded(runner):
     script = """
 import time
@@ -109,6 +118,58 @@ print("kept")
 """
     result = play(runner, script)
     assert result.exceeded is Limit.MEMORY and "kept" not in result.output
+
+
+def test_memory_that_no_process_owns_is_held_where_there_is_a_memory_group(runner):
+    script = """
+import socket, time
+for _ in range(50):
+    if not os.fork():
+        kept = []
+        while True:
+            try:
+                kept.append(socket.socketpair())
+                kept[-1][0].setblocking(False)
+                while kept[-1][0].send(bytes(4096)):
+                    pass
+            except BlockingIOError:
+                continue
+            except OSError:
+                time.sleep(60)
+if sys.argv[1:]:
+    time.sleep(60)
+"""
+    held = "memory" in cgroup.controllers()
+    files = tree_of({"x.py": PRELUDE + script})
+    result, _ = runner.run(files, f"python3 x.py {'stay' * held}", timeout_s=60.0)
+    assert result.exceeded is (Limit.MEMORY if held else None)
+    assert not list(cgroup.groups(f"rlpipe-sandbox-{os.getpid()}-")), "a group ends with its command"
+
+
+def test_the_kernel_holds_a_group_to_its_bounds(tmp_path):
+    parents = cgroup.controllers()
+    group = cgroup.Group(f"rlpipe-test-{os.getpid()}", parents, memory=96 << 20, processes=5, cores=1.0)
+    script = (
+        "import os\n"
+        "def fork():\n"
+        "    try:\n"
+        "        return os.fork() or os.execvp('sleep', ['sleep', '60'])\n"
+        "    except BlockingIOError:\n"
+        "        return 0\n"
+        "print(sum(fork() > 0 for _ in range(20)), flush=True)\n"
+        "kept = [bytearray(b'x') * (8 << 20) for _ in range(20)]\n"
+        "print('took 160 MiB')"
+    )
+    try:
+        with (tmp_path / "out").open("w") as out:  # no pipe: those that are left would hold it open
+            subprocess.run(group.enter([sys.executable, "-c", script]), stdout=out, check=False)
+        started, *took = (tmp_path / "out").read_text().splitlines()
+        assert started == ("4" if "pids" in parents else "20")
+        assert took == ([] if "memory" in parents else ["took 160 MiB"])
+        assert group.ran_out_of_memory() is ("memory" in parents)
+    finally:
+        group.remove()
+    assert not any(path.exists() for path in group.paths), "with the processes that were left in it"
 
 
 def test_page_tables_are_counted():
@@ -167,7 +228,15 @@ def test_what_a_killed_process_left_is_swept_and_what_lives_or_is_foreign_stays(
     names = [f"rlpipe-sandbox-{pid}-abc" for pid in (dead.pid, os.getpid())] + ["rlpipe-sandbox-x-1", "other"]
     for name in names:
         (tmp_path / name / "work" / "deep").mkdir(parents=True)
-    assert bubblewrap.sweep() == 1
+    limits = {"memory": 1 << 20, "processes": 1, "cores": 1.0}
+    groups = [cgroup.Group(name, cgroup.controllers(), **limits) for name in names]
+    try:
+        assert bubblewrap.sweep() >= 1  # and what other runs of this machine left
+        left = [name for name, group in zip(names, groups, strict=True) if all(map(Path.exists, group.paths))]
+        assert left == (names[1:] if cgroup.controllers() else names)
+    finally:
+        for group in groups:
+            group.remove()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 

@@ -15,9 +15,11 @@ Owns what contains one command on this machine; a fresh directory and fresh name
 | memory of no process | the filter denies memfds, System V objects, attributes; deleted files of  |
 |                      | open descriptors are watched; pipes: the kernel's 64 MiB for each user    |
 
-The watch looks ten times a second, so a burst may pass a limit for that long; RLIMIT_AS and RLIMIT_FSIZE
-hold at once. Not watched: what lies in the buffers of sockets (processes x open files x 208 KiB at most). The
-OOM killer is told to start here.
+Where the kernel lends us control groups (`cgroup`), one of them holds all that belongs to a command, pipes,
+page tables and buffers of sockets included, to its memory, processes and CPU, whatever a burst does.
+Elsewhere the watch has the sum of memory: it looks ten times a second, so a burst may pass the limit for that
+long, and does not see the buffers of sockets (processes x open files x 208 KiB at most); RLIMIT_AS and
+RLIMIT_FSIZE hold at once. The OOM killer is told to start here.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment, Bu
 
 from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.sandbox.process import FILTER_FD, STATUS_FD, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
@@ -58,6 +61,7 @@ from rlpipe.envs.sandbox.tree import (
 WORK = "/work"
 _NOBODY = 65534
 _OPEN_FILES = 256
+_OUTSIDE = 4  # processes of bwrap's own
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
 _PREFIX = "rlpipe-sandbox-"
 _PROCESS_1 = 'echo 1000 > /proc/self/oom_score_adj; bash -c "$1"; exit $?'
@@ -101,20 +105,40 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         """Run a shell command.
 
         pass_fds: descriptors of ours that it gets as well. stop: ends it soon after it turns true.
-        Raises InfrastructureError when bwrap failed before the command started.
+        Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
         """
-        ended = run_bounded(
-            self.command_line(command),
-            timeout_s=timeout_s,
-            max_output=self.limits.output_kb << 10,
-            stdin=stdin,
-            env={},
-            filter_program=program(),
-            watch=lambda pid: Limit.TIME if stop() else self._watch(pid),
-            end=_end,
-            pass_fds=pass_fds,
-        )
+        group = self._group()
+        try:
+            ended = run_bounded(
+                group.enter(self.command_line(command)) if group else self.command_line(command),
+                timeout_s=timeout_s,
+                max_output=self.limits.output_kb << 10,
+                stdin=stdin,
+                env={},
+                filter_program=program(),
+                watch=lambda pid: Limit.TIME if stop() else self._watch(pid, group),
+                end=_end,
+                pass_fds=pass_fds,
+            )
+            if group and group.ran_out_of_memory():
+                ended.exceeded = ended.exceeded or Limit.MEMORY
+        finally:
+            if group:
+                group.remove()
         return _result(ended)
+
+    def _group(self) -> cgroup.Group | None:
+        """What holds a command to the limits, where this machine has it; named after this process."""
+        limits, parents = self.limits, cgroup.controllers()
+        if not parents:
+            return None
+        return cgroup.Group(
+            self.working_dir.name,
+            parents,
+            memory=limits.memory_mb << 20,
+            processes=limits.processes + _OUTSIDE,
+            cores=max(1.0, limits.cpu_s / limits.timeout_s),
+        )
 
     def execute(self, action: dict, cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
         """mini-swe-agent's contract: run action["command"]; `cwd` must be the work tree."""
@@ -154,26 +178,29 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         if self.working_dir.exists():
             remove_tree(self.working_dir)
 
-    def _watch(self, pid: int) -> Limit | None:
+    def _watch(self, pid: int, group: cgroup.Group | None) -> Limit | None:
         used, deleted = 0, {}
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
             for process in psutil.Process(pid).children(recursive=True):
                 used += _memory(process.pid)
                 deleted |= _deleted_files(process.pid)
-        if used > self.limits.memory_mb << 20:
+        counted = group is not None and "memory" in group.controllers
+        if group.ran_out_of_memory() if counted else used > self.limits.memory_mb << 20:
             return Limit.MEMORY
         return Limit.FILES if exceeds(self.working_dir, self.tree_limits, sum(deleted.values())) else None
 
 
 def sweep() -> int:
-    """Remove the directories of processes of ours that were killed; returns how many."""
+    """Remove the directories and groups of processes of ours that were killed; returns how many."""
     swept = 0
-    for directory in scratch().glob(f"{_PREFIX}*"):
-        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
-        ours = {os.geteuid(), _NOBODY} if os.geteuid() == 0 else {os.geteuid()}
+    ours = {os.geteuid(), _NOBODY} if os.geteuid() == 0 else {os.geteuid()}
+    left = [(path, remove_tree) for path in scratch().glob(f"{_PREFIX}*")]
+    left += [(path, cgroup.remove) for path in cgroup.groups(_PREFIX)]
+    for path, remove in left:
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):  # another start sweeps it as well
-            if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.lstat().st_uid in ours:
-                remove_tree(directory)
+            if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.lstat().st_uid in ours:
+                remove(path)
                 swept += 1
     return swept
 

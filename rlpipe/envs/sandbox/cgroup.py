@@ -1,0 +1,174 @@
+"""Control groups of the kernel: bounds on memory, processes and CPU that no burst outruns.
+
+Owns which controllers this machine lets us use, and the groups of one command: version 2 where a group
+above ours hands its controllers down, else each hierarchy of version 1 that we may write to, below our own
+group there. A group counts what no process owns as well: tmpfs, pipes, page tables, buffers of sockets.
+Without controllers there are no groups, and the watch over processes is what remains. Imports nothing but
+the standard library, since `scripts/doctor` runs it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+CONTROLLERS = ("memory", "pids", "cpu")
+_PERIOD_US = 100_000
+_DEATH_S = 10.0
+_ENTER = 'n=$1; shift; while [ $n -gt 0 ]; do echo 0 > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+# a kernel may account for no swap; version 2 counts TCP with the rest
+_OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
+_numbers = itertools.count()
+
+
+class Group:
+    """The groups of one command, empty. parents: from `controllers`. memory, swap included: bytes.
+
+    processes: threads alive at once. cores: CPU seconds a second. Raises OSError.
+    """
+
+    def __init__(
+        self, name: str, parents: Mapping[str, Path], *, memory: int, processes: int, cores: float
+    ) -> None:
+        name = f"{name}-{next(_numbers)}"
+        self._at = {controller: parent / name for controller, parent in parents.items()}
+        self.controllers = frozenset(self._at)
+        self.paths = sorted(set(self._at.values()))
+        try:
+            for path in self.paths:
+                path.mkdir()
+            for controller, path in self._at.items():
+                for file, value in bounds(controller, is_version_2(path), memory, processes, cores).items():
+                    if file not in _OPTIONAL or (path / file).exists():
+                        (path / file).write_text(value)
+        except OSError:
+            self.remove()
+            raise
+
+    def enter(self, command: list[str]) -> list[str]:
+        """The command, which enters the groups first; it ends with 125 if it cannot."""
+        files = [str(path / "cgroup.procs") for path in self.paths]
+        return ["/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command]
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel ended a process of the group because it reached its limit."""
+        at = self._at.get("memory")
+        if at is None:
+            return False
+        text = (at / ("memory.events" if is_version_2(at) else "memory.oom_control")).read_text()
+        return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
+
+    def remove(self) -> None:
+        """End whatever is still in the groups and delete them; what the kernel keeps, `sweep` finds."""
+        for path in self.paths:
+            remove(path)
+
+
+def bounds(controller: str, version_2: bool, memory: int, processes: int, cores: float) -> dict[str, str]:
+    """What is written into the files of a group, in this order.
+
+    >>> bounds("cpu", True, memory=1, processes=1, cores=1.5)
+    {'cpu.max': '150000 100000'}
+    """
+    if controller == "pids":
+        return {"pids.max": str(processes)}
+    if controller == "cpu":
+        quota = str(round(cores * _PERIOD_US))
+        if version_2:
+            return {"cpu.max": f"{quota} {_PERIOD_US}"}
+        return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota}
+    if version_2:
+        return {"memory.max": str(memory), "memory.swap.max": "0"}
+    names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
+    return dict.fromkeys(names, str(memory))
+
+
+def remove(path: Path) -> None:
+    """End the processes of a group and delete it; gives up after some seconds."""
+    deadline = time.monotonic() + _DEATH_S
+    while time.monotonic() < deadline:
+        try:
+            return path.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            with contextlib.suppress(OSError):
+                for pid in (path / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.005)
+
+
+def groups(prefix: str) -> Iterator[Path]:
+    """All groups of this machine whose name begins so."""
+    for root in sorted({root for _, root, _ in _hierarchies()}):
+        for directory, names, _ in os.walk(root):
+            yield from (Path(directory, name) for name in names if name.startswith(prefix))
+            names[:] = [name for name in names if not name.startswith(prefix)]
+
+
+@functools.cache
+def controllers() -> dict[str, Path]:
+    """The controllers that groups can really be made with here: name -> the group to make them in."""
+    found = parents()
+    if not found:
+        return {}
+    try:
+        group = Group(f"rlpipe-probe-{os.getpid()}", found, memory=64 << 20, processes=8, cores=1.0)
+    except OSError:
+        return {}
+    try:
+        done = subprocess.run(group.enter(["true"]), capture_output=True, timeout=60, check=False)
+        return found if done.returncode == 0 else {}
+    finally:
+        group.remove()
+
+
+def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
+    """Where groups with each controller could be made, as far as the files say."""
+    found: dict[str, Path] = {}
+    for types, root, own in _hierarchies(proc):
+        for controller in types & set(CONTROLLERS):
+            if os.access(own, os.W_OK):
+                found[controller] = own
+        if not types:  # version 2: the nearest group above us, or ours, that hands all of them down
+            for above in (own, *own.parents):
+                handed = above / "cgroup.subtree_control"
+                if not above.is_relative_to(root) or not handed.exists():
+                    break
+                if set(handed.read_text().split()) >= set(CONTROLLERS) and os.access(above, os.W_OK):
+                    return dict.fromkeys(CONTROLLERS, above)
+    return found
+
+
+def is_version_2(group: Path) -> bool:
+    """Whether a group is of the unified hierarchy."""
+    return (group / "cgroup.controllers").exists()
+
+
+def _hierarchies(proc: Path = Path("/proc/self")) -> list[tuple[set[str], Path, Path]]:
+    """(controllers, none for version 2; where it is mounted; our own group in it) of each mounted one."""
+    try:
+        memberships = (proc / "cgroup").read_text().splitlines()
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return []
+    fields = (line.split(":", 2) for line in memberships)
+    own = {frozenset(filter(None, names.split(","))): path for _, names, path in fields}
+    found = []
+    for mount in mounts:
+        kind, options = mount[mount.index("-") + 1], set(mount[-1].split(","))
+        if kind not in ("cgroup", "cgroup2"):
+            continue
+        for names, path in own.items():
+            if names <= options if kind == "cgroup" and names else kind == "cgroup2" and not names:
+                below = os.path.relpath(path, mount[3])
+                if not below.startswith(".."):
+                    found.append((set(names), Path(mount[4]), Path(mount[4]) / below))
+    return found
