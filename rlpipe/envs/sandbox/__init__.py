@@ -32,6 +32,7 @@ __all__ = [
     "make_tree_runner",
 ]
 
+os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")  # mini-swe-agent prints a banner when it is imported
 _PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}
 _SCRATCH_PROBE = 4 << 20  # bytes
 _NAMESPACES = (
@@ -109,7 +110,6 @@ def _check_container_tool(config: SandboxConfig) -> None:
             "give this user access to it."
         )
     if config.backend is SandboxBackend.DOCKER:
-        os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
         from rlpipe.envs.sandbox.container import sweep
 
         sweep()
@@ -117,7 +117,6 @@ def _check_container_tool(config: SandboxConfig) -> None:
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:
     """Runs commands on trees of files with bubblewrap."""
-    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")  # mini-swe-agent prints a banner on import
     from rlpipe.envs.sandbox.local import TreeRunner
 
     return TreeRunner(config)
@@ -125,7 +124,6 @@ def make_tree_runner(config: SandboxConfig) -> TreeRunner:
 
 def make_container_sandbox(config: SandboxConfig, image: str) -> DockerSandbox | SingularitySandbox:
     """A fresh container of an image. Raises InfrastructureError when it does not start."""
-    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
     docker = config.backend is SandboxBackend.DOCKER
