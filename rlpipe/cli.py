@@ -16,7 +16,7 @@ USAGE = """usage: rlpipe COMMAND ...
   run +recipe=NAME [key=value ...]   run a recipe (rlpipe run lists them)
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
-  analyse RUN                        acceptance of a run, cut every way, as JSON"""
+  analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -91,13 +91,18 @@ def decompose_fixed(run: RunData, level: float = LEVEL) -> dict[tuple[str, int |
     return found
 
 
-def attribute_run(run: RunData, *, window: int = 3, level: float = LEVEL) -> Attribution | None:
-    """The change of what the engine kept at depth 1, between the first and the last `window` probes.
+def rule_of(run: RunData) -> str:
+    """The rule of `RULES` that predicts what the run's engine accepts."""
+    mode = (run.settings.get("spec") or {}).get("mode")
+    return "target_only" if mode == "target_only" else "rejection"
 
-    None below 2 * window probes with recorded drafts (spec.mode rejection or target_only).
+
+def probe_series(run: RunData, level: float = LEVEL) -> tuple[Evaluations, Estimate] | None:
+    """Every probe at depth 1 in order, and the slope across the contexts of the first; None without any.
+
+    Only of probes with recorded drafts (spec.mode rejection or target_only).
     """
-    rule = "target_only" if run.settings.get("spec", {}).get("mode") == "target_only" else "rejection"
-    rows = []
+    rule, rows = rule_of(run), []
     for head, tables in read_probes(run.path):
         record = next((r for r in run.records if r["training/global_step"] == head["step"]), {})
         seen = [record.get(f"probe/visited/{name}") for name in ("observed_rate", "current_rate")]
@@ -108,8 +113,18 @@ def attribute_run(run: RunData, *, window: int = 3, level: float = LEVEL) -> Att
         rows.append((*seen, pool(visited, rule, 1).entropy.mean(), fixed.alpha.mean(), fixed.entropy.mean()))
         if len(rows) == 1:
             slope = cross_section(fixed.alpha, fixed.entropy, fixed.clusters, level)
-    if len(rows) < max(2 * window, 6):
+    if not rows:
         return None
     names = ("observed", "current", "entropy", "fixed", "fixed_entropy")
-    series = dict(zip(names, np.array(rows, dtype=float).T, strict=True))
-    return attribute(Evaluations(**series), slope, early=window, window=window, level=level)
+    return Evaluations(**dict(zip(names, np.array(rows, dtype=float).T, strict=True))), slope
+
+
+def attribute_run(run: RunData, *, window: int = 3, level: float = LEVEL) -> Attribution | None:
+    """The change of what the engine kept at depth 1, between the first and the last `window` probes.
+
+    None below 2 * window probes with recorded drafts.
+    """
+    found = probe_series(run, level)
+    if found is None or len(found[0].observed) < max(2 * window, 6):
+        return None
+    return attribute(*found, early=window, window=window, level=level)

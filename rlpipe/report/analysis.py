@@ -1,9 +1,14 @@
-"""python -m rlpipe.report.analysis RUN [RUN...]: the statistics of acceptance and the advice, as JSON."""
+"""python -m rlpipe.report.analysis RUN [RUN...]: the verdict of a run in words, as at the top of its report.
+
+--json    instead, every statistic of acceptance and the advice
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +26,10 @@ from rlpipe.acceptance.decomposition import RATE, decompose_run
 from rlpipe.acceptance.fixed_contexts import attribute_run, decompose_fixed
 from rlpipe.acceptance.probe import read_probes
 from rlpipe.acceptance.regression import Estimate
+from rlpipe.acceptance.splits import split_run
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData, load_run
+from rlpipe.report.verdict import verdict
 from rlpipe.watch.advice import Setup, advise
 
 
@@ -34,7 +41,7 @@ def analyse(run: RunData) -> dict[str, Any]:
     cuts = {key: acceptance_by(drafts, key) for key in ("depth", "position", "turn", "kind", "entropy")}
     setup = Setup.of(run.settings)
     parts = ("slope", "total", "entropy", "mismatch")
-    attributed = attribute_run(run)
+    attributed, splits = attribute_run(run), split_run(run)
     return {
         "run": run.name,
         "mode": setup.mode,
@@ -49,6 +56,7 @@ def analyse(run: RunData) -> dict[str, Any]:
             label: {part: _plain(getattr(d, part)) for part in parts}
             for label, d in decompose_run(run).items()
         },
+        "splits": None if splits is None else asdict(splits),
         "fixed_contexts": {
             f"{rule}/{'overall' if depth is None else f'depth {depth}'}": {
                 part: _plain(getattr(found[-1], part)) for part in parts
@@ -68,5 +76,25 @@ def _plain(value: Estimate | float | None) -> Any:
     return {"value": value.value, "low": value.low, "high": value.high, "level": value.level}
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="rlpipe analyse", description="What came out of a run, why, and what to change."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--json", action="store_true", help="print every statistic of acceptance instead")
+    given = parser.parse_args(arguments)
+    try:
+        runs = [load_run(path) for path in given.runs]
+    except ValueError as error:
+        print(f"rlpipe analyse: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps([analyse(run) for run in runs], indent=1))
+    else:
+        print("\n\n".join(f"{run.name} ({run.outcome})\n{verdict(run).text()}" for run in runs))
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps([analyse(load_run(Path(name))) for name in sys.argv[1:]], indent=1))
+    sys.exit(main())

@@ -119,8 +119,8 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
     if any("yaxis" not in trace for trace in traces):
         title, section = "Entropy and acceptance", ACCEPTANCE
         note = (
-            "From the same tokens, on one axis. Acceptance that falls while entropy does not means that the "
-            "draft no longer matches the target."
+            "From the same tokens, on one axis. Where acceptance falls and entropy does not, it is the "
+            "draft, staleness or other prompts: the verdict says which, as far as this run can tell."
         )
         layout["yaxis2"]["domain"] = [0.56, 1]
         layout |= {"height": 460, "yaxis": {"domain": [0, 0.47], "title": {"text": "acceptance rate"}}}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlpipe.acceptance.decomposition import Decomposition
     from rlpipe.acceptance.regression import Estimate
 
-PARTS = (("total", "change", 6), ("entropy", "by entropy", 1), ("mismatch", "by draft mismatch", 2))
+PARTS = (("total", "change", 6), ("entropy", "along the slope", 1), ("mismatch", "the rest", 2))
 CAUSES = (
     ("total", "change", 6),
     ("entropy", "entropy", 1),
@@ -192,8 +192,8 @@ def _over_time(run: RunData, end: Decomposition) -> Figure:
     return Figure(
         title="Change of the acceptance rate since the early phase",
         note=f"Split by Bebop Eq. 16 with a slope of {slope.value:+.3f} ± {slope.se:.3f} per nat from steps "
-        f"{end.early[0]} to {end.early[1]}. By entropy: the policy became more, or less, certain. By draft "
-        "mismatch: the rest, for example a draft that no longer fits its target.",
+        f"{end.early[0]} to {end.early[1]}, one of several: the verdict says what holds whichever is "
+        "right. The rest may be the draft, staleness, or prompts whose slope is another.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "change of the rate"}}},
         section=WHY,

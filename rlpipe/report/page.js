@@ -21,7 +21,7 @@ function coloured(value, text) {
   if (value === '$text') return text;
   const m = typeof value === 'string' && value.match(/^[$]([0-9]+)(a?)$/);
   if (!m) return value;
-  return m[2] ? alpha(colour(m[1]), 0.33) : colour(m[1]);
+  return m[2] ? alpha(colour(m[1]), 0.6) : colour(m[1]);
 }
 function draw() {
   const css = getComputedStyle(document.documentElement);

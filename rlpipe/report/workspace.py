@@ -1,4 +1,4 @@
-"""python -m rlpipe.report.workspace RUN [RUN...]: a W&B workspace and report about acceptance and entropy.
+"""python -m rlpipe.report.workspace RUN [RUN...]: a W&B workspace and report: reward, acceptance, entropy.
 
 Owns what the panels show (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema is that of
 wandb-workspaces, the login is sinks.py's. Offline first: `make_spec` reads run directories, `write_spec`
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from rlpipe.report.figures import STEP_PHASES
 from rlpipe.report.write import load_runs
 
 NAME = "wandb_workspace.json"
+HELD_OUT = re.compile(r"val/([^/]+/)?reward")
+STALE = "training/off_policy/trajectory_staleness"
 PHASES = tuple(name for name, _, _ in STEP_PHASES)
 
 
@@ -47,7 +50,18 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
         {name for run in runs for name in run.names() if name.startswith(f"{RATE}/depth_")},
         key=lambda name: int(name.rpartition("_")[2]),
     )
+    held_out = sorted({name for run in runs for name in run.names() if HELD_OUT.fullmatch(name)})
     sections = [
+        {
+            "name": "Training",
+            "runs": [],
+            "panels": [
+                _panel("", "Training reward", ["critic/rewards/mean"]),
+                *([_panel("", "Held-out reward", held_out)] if held_out else []),
+                _panel("", "Staleness of trained trajectories", [f"{STALE}/mean", f"{STALE}/max"]),
+                _panel("", "Engines against the newest weights", ["probe/staleness"]),
+            ],
+        },
         {
             "name": "Acceptance",
             "runs": [],
@@ -71,7 +85,7 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
         *(section for run in runs if (section := _why(run))),
     ]
     return {
-        "title": "Acceptance and entropy",
+        "title": "Reward, acceptance and entropy",
         "entity": entity,
         "project": project or projects.pop(),
         "runs": [{"name": run.name, "id": run_id(run)} for run in runs],
@@ -157,8 +171,8 @@ def _why(run: RunData) -> dict[str, Any] | None:
     by_entropy = f"{found.slope.value:.6g} * (${{{ENTROPY}}} - {h0:.6g})"
     parts = (
         ("change", total),
-        ("by entropy", by_entropy),
-        ("by draft mismatch", f"{total} - ({by_entropy})"),
+        ("along the entropy slope", by_entropy),
+        ("the rest", f"{total} - ({by_entropy})"),
     )
     panels = [
         _panel("Fig. 3", f"{run.name}: {label}", [RATE, ENTROPY], expressions=[expression])

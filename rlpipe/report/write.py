@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import gzip
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,14 +22,14 @@ from typing import Any
 
 from rlpipe.config.spec import Drafter
 from rlpipe.metrics.console import duration
-from rlpipe.metrics.names import Level, declared
+from rlpipe.metrics.names import Level
 from rlpipe.metrics.runs import RunData, dump, load_run
-from rlpipe.report.drawing import SECTIONS, WHY, Figure
+from rlpipe.report.details import all_metrics, differences, events, settings, table
+from rlpipe.report.drawing import SECTIONS, Figure
 from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
-MAX_EVENTS = 300
 WINDOW = 10  # steps that "at the end" refers to
 OUTCOMES = {
     "done": ("finished", "good"),
@@ -38,7 +38,6 @@ OUTCOMES = {
     "failed": ("failed", "bad"),
     "no end": ("killed, or still running", "warn"),
 }
-LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ fault", "bad")}
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
@@ -80,17 +79,22 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def make_content(runs: Sequence[RunData]) -> Content:
     """Everything that is said about the runs."""
+    from rlpipe.report.verdict import verdict  # needs numpy, which a run can do without until here
+
     drawn, trajectories = figures(runs), shown_trajectories(runs)
     body = [
         _head(runs),
+        navigation(bool(trajectories), drawn),
         *(_notices(run) for run in runs),
+        verdict(runs[0]).html() if len(runs) == 1 else "",
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
-        _plots(drawn, window(runs), _advice(runs)),
+        *([differences(runs)] if len(runs) > 1 else []),
+        _plots(drawn, window(runs)),
         viewer_html(trajectories),
-        "<h2>Details</h2>",
-        *(_events(run, len(runs) > 1) for run in runs),
-        _all_metrics(runs),
-        *(_settings(run, len(runs) > 1) for run in runs),
+        '<h2 id="details">Details</h2>',
+        *(events(run, len(runs) > 1) for run in runs),
+        all_metrics(runs),
+        *(settings(run, len(runs) > 1) for run in runs),
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M')} by rlpipe. Opens offline.</footer>",
     ]
     return Content(
@@ -132,7 +136,8 @@ def pack(text: str) -> str:
 
 def _head(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
-        return f'<h1>{len(runs)} runs compared</h1><p class="sub">A colour is a run, everywhere below.</p>'
+        words = "A colour is a run, everywhere below."
+        return f'<h1 id="top">{len(runs)} runs compared</h1><p class="sub">{words}</p>'
     run = runs[0]
     facts = [
         run.settings.get("recipe"),
@@ -141,7 +146,7 @@ def _head(runs: Sequence[RunData]) -> str:
         str(run.path.resolve()),
     ]
     line = " · ".join(escape(str(fact)) for fact in facts if fact)
-    return f'<h1>{escape(run.name)}</h1> {_badge(run)}<p class="sub">{line}</p>'
+    return f'<h1 id="top">{escape(run.name)}</h1> {_badge(run)}<p class="sub">{line}</p>'
 
 
 def _badge(run: RunData) -> str:
@@ -269,10 +274,10 @@ def _comparison(runs: Sequence[RunData]) -> str:
             big, small = summary.get(label, ("–", ""))
             row.append(f'{big}<br><span class="small">{"" if label in shared else escape(small)}</span>')
         rows.append(row)
-    return f'<div class="runs">{_table(["run", *titles], rows)}</div>'
+    return f'<div class="runs">{table(["run", *titles], rows)}</div>'
 
 
-def _plots(drawn: Sequence[Figure], steps: int, advice: str) -> str:
+def _plots(drawn: Sequence[Figure], steps: int) -> str:
     parts = []
     if steps > 1:
         parts.append(f'<p class="note">A point stands for {steps} steps (their mean).</p>')
@@ -283,102 +288,21 @@ def _plots(drawn: Sequence[Figure], steps: int, advice: str) -> str:
             for n, f in enumerate(drawn)
             if f.section == section
         )
-        words = advice if section == WHY else ""
-        if boxes or words:
-            parts.append(f'<h2>{section}</h2>{words}<div class="plots">{boxes}</div>')
+        if boxes:
+            parts.append(f'<h2 id="{_anchor(section)}">{section}</h2><div class="plots">{boxes}</div>')
     return "\n".join(parts)
 
 
-def _advice(runs: Sequence[RunData]) -> str:
-    """What the run was advised, newest last, each once."""
-    said = {}
-    for run in runs:
-        for event in run.events:
-            if event.get("kind") == "advice" and event.get("text"):
-                words = f"{run.name}: {event['text']}" if len(runs) > 1 else str(event["text"])
-                said[words] = event.get("step")
-    items = [
-        f'<div class="notice advice">{escape(words)}'
-        + (f' <span class="small">(step {escape(str(step))})</span>' if step is not None else "")
-        + "</div>"
-        for words, step in list(said.items())[-6:]
-    ]
-    return "".join(items)
+def navigation(trajectories: bool, drawn: Sequence[Figure]) -> str:
+    """Links to the parts of the page, which stay in sight."""
+    parts = [section for section in SECTIONS if any(f.section == section for f in drawn)]
+    parts += [*(["Trajectories"] if trajectories else []), "Details"]
+    links = "".join(f'<a href="#{_anchor(part)}">{escape(part)}</a>' for part in ("Top", *parts))
+    return f'<nav aria-label="parts of the page">{links}</nav>'
 
 
-# --- tables ----------------------------------------------------------------------------------------
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
-    """A table whose titles and cells are HTML already; `numeric` columns are aligned to the right."""
-    kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
-    head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _events(run: RunData, several: bool) -> str:
-    if not run.events:
-        return ""
-    weight = {"fault": 2, "warning": 1}
-    kept = sorted(run.events, key=lambda e: (weight.get(e.get("level"), 0), e.get("time", 0)))[-MAX_EVENTS:]
-    kept.sort(key=lambda e: e.get("time", 0))
-    start = run.events[0].get("time", 0)
-    rows = []
-    for event in kept:
-        mark, colour = LEVELS.get(event.get("level", "info"), LEVELS["info"])
-        fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
-        text = " ".join(f"{k}={v}" for k, v in fields.items())
-        rows.append(
-            [
-                escape(duration(event.get("time", start) - start)),
-                f'<span class="{colour}">{mark}</span>',
-                f"<code>{escape(str(event.get('kind')))}</code>",
-                escape(text[:600]),
-            ]
-        )
-    left_out = (
-        f", {len(run.events) - len(kept)} of lesser weight left out" if len(kept) < len(run.events) else ""
-    )
-    title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
-    is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
-    table = _table(["after", "", "event", "fields"], rows, numeric=(0,))
-    return f"<details{is_open}><summary>{escape(title)}</summary>{table}</details>"
-
-
-def _all_metrics(runs: Sequence[RunData]) -> str:
-    names = sorted({name for run in runs for name in run.names()})
-    rows = []
-    for name in names:
-        values = [run.series(name)[1] for run in runs]
-        ends = [v for vs in values for v in ((vs[:1], vs[-1:]) if len(runs) == 1 else (vs[-1:],))]
-        rows.append(
-            [f"<code>{escape(name)}</code>", *(f"{v[0]:.4g}" if v else "–" for v in ends), *_meaning(name)]
-        )
-    if not rows:
-        return ""
-    columns = ["first", "last"] if len(runs) == 1 else [f"{escape(run.name)}, last" for run in runs]
-    titles = ["metric", *columns, "unit", "definition"]
-    table = _table(titles, rows, numeric=range(1, 1 + len(columns)))
-    return f"<details><summary>All metrics ({len(rows)})</summary>{table}</details>"
-
-
-def _meaning(name: str) -> tuple[str, str]:
-    try:
-        metric = declared(name)
-    except ValueError:  # written by another version, or by an extension that is not loaded here
-        return "", "(not declared in this version)"
-    return escape(metric.unit), escape(metric.definition)
-
-
-def _settings(run: RunData, several: bool) -> str:
-    if not run.config_text:
-        return ""
-    title = f"Settings{f' of {run.name}' if several else ''}"
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:

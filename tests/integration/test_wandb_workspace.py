@@ -35,6 +35,9 @@ def test_there_are_panels_like_the_five_figures_and_all_show_declared_metrics(ru
     for panel in shown:
         for name in (*panel["y"], panel["x"]):
             declared(name)
+    wanted = {"critic/rewards/mean", "val/reward", "rollout/entropy", "timing_s/step", "probe/staleness"}
+    wanted |= {"training/off_policy/trajectory_staleness/mean", "spec/acceptance_rate/depth_1"}
+    assert wanted <= {name for panel in shown for name in panel["y"]}
     (against,) = [panel for panel in shown if panel["figure"] == "Fig. 8"]
     assert (against["x"], against["y"]) == ("rollout/entropy", ["spec/acceptance_length"])
 
@@ -60,7 +63,7 @@ def test_the_spec_fits_the_schema_of_the_library(run: Path) -> None:
     document = report._to_model().model_dump_json(by_alias=True)
     for text in (view, document):
         assert "Fig. 8: Acceptance length against entropy" in text
-    assert json.dumps("abc123") in document and "Fig. 3: tv: by entropy" in document
+    assert json.dumps("abc123") in document and "Fig. 3: tv: along the entropy slope" in document
 
 
 def test_what_does_not_fit_the_schema_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""The tables of the report: events, all metrics, settings, and what sets runs apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from rlpipe.metrics.console import duration
+from rlpipe.metrics.names import declared
+from rlpipe.metrics.runs import RunData
+
+MAX_EVENTS = 300
+LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ fault", "bad")}
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
+    """A table whose titles and cells are HTML already; `numeric` columns are aligned to the right."""
+    kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
+    head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def events(run: RunData, several: bool) -> str:
+    if not run.events:
+        return ""
+    weight = {"fault": 2, "warning": 1}
+    kept = sorted(run.events, key=lambda e: (weight.get(e.get("level"), 0), e.get("time", 0)))[-MAX_EVENTS:]
+    kept.sort(key=lambda e: e.get("time", 0))
+    start = run.events[0].get("time", 0)
+    rows = []
+    for event in kept:
+        mark, colour = LEVELS.get(event.get("level", "info"), LEVELS["info"])
+        fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
+        text = " ".join(f"{k}={v}" for k, v in fields.items())
+        rows.append(
+            [
+                escape(duration(event.get("time", start) - start)),
+                f'<span class="{colour}">{mark}</span>',
+                f"<code>{escape(str(event.get('kind')))}</code>",
+                escape(text[:600]),
+            ]
+        )
+    left_out = (
+        f", {len(run.events) - len(kept)} of lesser weight left out" if len(kept) < len(run.events) else ""
+    )
+    title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
+    is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
+    rows_html = table(["after", "", "event", "fields"], rows, numeric=(0,))
+    return f"<details{is_open}><summary>{escape(title)}</summary>{rows_html}</details>"
+
+
+def all_metrics(runs: Sequence[RunData]) -> str:
+    names = sorted({name for run in runs for name in run.names()})
+    rows = []
+    for name in names:
+        values = [run.series(name)[1] for run in runs]
+        ends = [v for vs in values for v in ((vs[:1], vs[-1:]) if len(runs) == 1 else (vs[-1:],))]
+        rows.append(
+            [f"<code>{escape(name)}</code>", *(f"{v[0]:.4g}" if v else "–" for v in ends), *_meaning(name)]
+        )
+    if not rows:
+        return ""
+    columns = ["first", "last"] if len(runs) == 1 else [f"{escape(run.name)}, last" for run in runs]
+    titles = ["metric", *columns, "unit", "definition"]
+    rows_html = table(titles, rows, numeric=range(1, 1 + len(columns)))
+    return f"<details><summary>All metrics ({len(rows)})</summary>{rows_html}</details>"
+
+
+def _meaning(name: str) -> tuple[str, str]:
+    try:
+        metric = declared(name)
+    except ValueError:  # written by another version, or by an extension that is not loaded here
+        return "", "(not declared in this version)"
+    return escape(metric.unit), escape(metric.definition)
+
+
+def settings(run: RunData, several: bool) -> str:
+    if not run.config_text:
+        return ""
+    title = f"Settings{f' of {run.name}' if several else ''}"
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
+
+
+def differences(runs: Sequence[RunData]) -> str:
+    """A row per setting that is not the same in all runs."""
+    flat = [_flat(run.settings) for run in runs]
+    names = sorted(set().union(*flat))
+    rows = [
+        [f"<code>{escape(name)}</code>", *(escape(str(f.get(name, "–"))) for f in flat)]
+        for name in names
+        if name != "run.dir" and len({str(f.get(name)) for f in flat}) > 1
+    ]
+    if not rows:
+        return "<p>All settings are the same.</p>"
+    return f"<h2>Settings that differ</h2>{table(['setting', *(escape(r.name) for r in runs)], rows)}"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
