@@ -247,7 +247,8 @@ class Controller:
             return
         started = time.monotonic()
         metrics: dict[str, Value] = {}
-        self.bus.event("phase", message=f"validating version {self.version}")
+        count = settings.samples * sum(map(len, self.held_out.values()))
+        self.bus.event("phase", message=f"validating version {self.version} by {count} attempts")
         for number, (split, ids) in enumerate(self.held_out.items()):
             with self._lane.span("validate", version=self.version, split=split):
                 played = await self._unless_stopped(

@@ -35,11 +35,13 @@ class Header:
     """What the console says about a run.
 
     title: name of the run. facts: (label, text) lines below it. total_steps: steps it will take.
+    baseline: held-out reward that a continued run began with, before this process.
     """
 
     title: str
     facts: list[tuple[str, str]] = field(default_factory=list)
     total_steps: int
+    baseline: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,6 +132,7 @@ class ConsoleSink:
         self._clock: deque[tuple[int, float]] = deque(maxlen=12)  # (step, time) of recent records
         self._trends = {name: deque(maxlen=TREND) for _, name, _, _ in TRENDS}
         self._validations: list[dict[str, Any]] = []
+        self._since, self._validated_in = self._started, 0.0  # of the phase; seconds of the last validation
 
     def open(self) -> None:
         """Print the header; on a terminal, start the live panel."""
@@ -164,7 +167,8 @@ class ConsoleSink:
                 values.append(record[name])
         if record.get("val/reward") is not None:
             self._validations.append(record)
-        self._phase = "training"
+            self._validated_in = record.get("timing_s/validate") or 0.0
+        self._enter("training")
         if self._fancy:
             if self._rows % TITLES_EVERY == 0:
                 self._console.print(self._titles())
@@ -176,7 +180,7 @@ class ConsoleSink:
     def event(self, event: dict[str, Any]) -> None:
         """Warnings, faults and a few others as a line; `phase` changes what the panel says."""
         if event["kind"] == "phase":
-            self._phase = str(event.get("message", ""))
+            self._enter(str(event.get("message", "")))
             if not self._fancy:
                 self._plain(f"[phase] {self._phase}")
             return
@@ -187,22 +191,31 @@ class ConsoleSink:
             return
         fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
         text = "  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
+        if event["kind"] == "advice":
+            text = str(event.get("text", ""))
         if not self._fancy:
             self._plain(f"[{level}] {event['kind']}  {text}")
             return
         from rich.text import Text
 
         mark, style = MARKS[level]
-        line = Text(f"  {mark} {event['kind']}  {text}", style=style)
-        self._console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
+        self._console.print(Text(f"  {mark} {event['kind']}  {text}", style=style, overflow="fold"))
 
     def close(self) -> None:
         """Leave the last state of the panel standing, and say what came out."""
-        self._phase = "finished" if self._step >= self._header.total_steps else "stopped"
+        total = self._header.total_steps
+        self._enter("finished" if self._step >= total else "stopped")
         if self._live is not None:
             self._live.stop()
         if not self._fancy:
-            self._plain(f"{self._phase} after step {self._step}/{self._header.total_steps}{self._outcome()}")
+            of = f"/{total}" if self._step <= total else f", {total} were asked for"
+            self._plain(f"{self._phase} after step {self._step}{of}{self._outcome()}")
+        if self._step < total:
+            words = "Run the same command to continue."
+            self._console.print(words) if self._fancy else self._plain(words)
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._since = phase, time.time()
 
     @property
     def _fancy(self) -> bool:
@@ -217,9 +230,10 @@ class ConsoleSink:
     def _outcome(self) -> str:
         if not self._validations:
             return ""
-        first, last = self._validations[0], self._validations[-1]
-        arrow = f"{first['val/reward']:.3f} → {_validation(last)}" if last is not first else _validation(last)
-        return f"   val reward {arrow}"
+        last, before = self._validations[-1], self._header.baseline
+        if before is None and len(self._validations) > 1:
+            before = self._validations[0]["val/reward"]
+        return "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)
 
     # --- plain -------------------------------------------------------------------------------------
 
@@ -291,9 +305,12 @@ class ConsoleSink:
             ProgressBar(total=total, completed=self._step, width=30, complete_style="green"),
             Text(f"{self._step}/{total}", style="bold"),
             Text(f"{elapsed} elapsed" + ("" if left is None else f", {duration(left)} left"), style="dim"),
-            Text(f"· {self._phase}", style="cyan"),
         )
-        parts: list[RenderableType] = [Text(""), trends, progress]
+        busy = duration(time.time() - self._since)
+        if self._phase.startswith("validating") and self._validated_in:
+            busy += f" of about {duration(self._validated_in)}"
+        progress_line = Text(f"  · {self._phase}, {busy}", style="cyan", overflow="fold")
+        parts: list[RenderableType] = [Text(""), trends, progress, progress_line]
         if outcome := self._outcome():
             parts.append(Text(" " + outcome, style="bold cyan"))
         return Group(*parts)

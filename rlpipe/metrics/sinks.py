@@ -18,7 +18,7 @@ from rlpipe.config.metrics import WandbMode
 from rlpipe.config.run import Config, Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
-from rlpipe.metrics.jsonl import MetricsFile
+from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
 from rlpipe.metrics.prometheus import PrometheusSink
 from rlpipe.metrics.tensorboard import TensorBoardSink
 from rlpipe.metrics.trace import NAME as TRACE
@@ -56,7 +56,13 @@ def run_header(config: Config, run_dir: Path) -> Header:
     spec, drafter = config.spec, config.spec.drafter.kind.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
-    return Header(title=config.recipe or run_dir.name, facts=facts, total_steps=config.run.steps)
+    measured = (record.get("val/reward") for record in read_jsonl(run_dir / "metrics.jsonl")[0])
+    return Header(
+        title=config.recipe or run_dir.name,
+        facts=facts,
+        total_steps=config.run.steps,
+        baseline=next((reward for reward in measured if reward is not None), None),
+    )
 
 
 def _work(config: Config) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -40,12 +41,13 @@ def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes()
     sink.record(record(2, **{"critic/rewards/mean": None}))
     sink.close()
     lines = shown(console).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert shown(console).isascii() and "\x1b" not in shown(console)
     assert lines[1] == "step  0/40  val 0.400 +-0.030"
     assert lines[2] == "step  1/40  reward 0.500  acc.len 2.50  eta 6m30s"  # 39 steps of 10 s
     assert "reward nan" in lines[3]
     assert lines[4].startswith("stopped after step 2/40") and "0.400" in lines[4]
+    assert lines[5] == "Run the same command to continue."
 
 
 def test_a_run_with_nothing_left_to_do_says_that_it_is_finished() -> None:
@@ -55,6 +57,47 @@ def test_a_run_with_nothing_left_to_do_says_that_it_is_finished() -> None:
     sink.event({"time": 0, "kind": "resumed", "level": "info", "step": 40, "path": "step_40"})
     sink.close()
     assert "finished after step 40/40" in shown(console)
+
+
+def test_a_continued_run_is_held_against_the_reward_it_began_with() -> None:
+    console = plain()
+    sink = ConsoleSink(Header(title="swe_rl", total_steps=4, baseline=0.125), console)
+    sink.open()
+    sink.record(record(4, **{"val/reward": 0.625}))
+    sink.close()
+    assert "finished after step 4/4   val reward 0.125 -> 0.625" in shown(console)
+    assert "same command" not in shown(console)
+
+
+def test_a_run_that_is_past_what_was_asked_for_says_so() -> None:
+    console = plain()
+    sink = sink_on(console, steps=1)
+    sink.open()
+    sink.event({"time": 0, "kind": "resumed", "level": "info", "step": 2, "path": "step_2"})
+    sink.close()
+    assert "finished after step 2, 1 were asked for" in shown(console)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_of_an_advice_is_cut_and_a_validation_says_how_far_it_is(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=50, _environ={})
+    sink = sink_on(console)
+    sink.open()
+    advice = (
+        "the draft no longer fits its target: " + "acceptance on fixed contexts moved, " * 4 + "raise mtp.lr"
+    )
+    sink.event({"time": 0, "kind": "advice", "level": "warning", "rule": "stale_draft", "text": advice})
+    sink.record(record(1, **{"val/reward": 0.5, "timing_s/validate": 34.0}))
+    sink.event(
+        {"time": 0, "kind": "phase", "level": "info", "message": "validating version 2 by 64 attempts"}
+    )
+    panel = Console(file=io.StringIO(), width=width)
+    panel.print(sink._panel())
+    sink.close()
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(console))
+    assert "".join(advice.split()) in "".join(written.split()) and "rule=" not in written
+    assert "validating version 2 by 64 attempts" in shown(panel) and "of about 34s" in shown(panel)
+    assert max(map(len, shown(panel).splitlines())) <= width
 
 
 def test_warnings_and_faults_are_shown_and_chatter_is_not() -> None:
