@@ -11,7 +11,8 @@ from rlpipe.config.limits import at_least, positive
 class WeightTransfer(Choice):
     """How new weights reach a server."""
 
-    TENSOR = "tensor"  # in the body of requests, in pieces; any host, small models
+    SHARED = "shared"  # through memory that the worker lays them into and its server maps
+    TENSOR = "tensor"  # in the body of requests, in pieces; small models
     COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
     DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
 

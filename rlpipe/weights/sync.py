@@ -1,4 +1,4 @@
-"""New weights into a server: a session of its own, by one of three ways, and the proof that they arrived.
+"""New weights into a server: a session of its own, by one of four ways, and the proof that they arrived.
 
     begin -> pieces of target and draft, the version on the last -> end -> fingerprints
 
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from rlpipe.weights.collective import (
     described,
 )
 from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
+from rlpipe.weights.shared import LOADER, SharedBuckets
 
 
 class WeightSync:
@@ -56,7 +57,7 @@ class WeightSync:
         self._config, self._model_path = config, model_path
         self._drafter = Drafter.EAGLE3 if spec.needs_eagle3 else Drafter.MTP
         self._draft_path = resolve(spec.draft_path) if spec.needs_eagle3 else None
-        self._on_gpu, self._folder = on_gpu, folder
+        self.on_gpu, self._folder = on_gpu, folder
         self._hf_config = read_config(model_path)
         self._tied = bool(self._hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
@@ -106,20 +107,38 @@ class WeightSync:
 
         flush: drop all cached keys and values. staged: where `staged` laid the weights, if it did before.
         """
-        if self._config.sglang.weight_transfer is WeightTransfer.DISK:
+        transfer = self._config.sglang.weight_transfer
+        if transfer is WeightTransfer.DISK:
             with contextlib.nullcontext(staged) if staged else self.staged(weights) as folder:
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": flush}
                 await client.post("/update_weights_from_disk", body | {"keep_pause": True}, self._patience)
             return
         pieces = self._pieces(weights)
-        if self._config.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
+        if transfer is WeightTransfer.COLLECTIVE:
             await self._broadcast(client, pieces, version, flush)
+            return
+        if transfer is not WeightTransfer.TENSOR:
+            await self._share(client, pieces, version, flush)
             return
         async with self._session(client):
             for piece, body in self._requests(pieces, version, flush):
-                serialized = await asyncio.to_thread(serialize, piece)
-                body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
-                await client.post("/update_weights_from_tensor", body, self._patience)
+                await self._post_tensors(client, await asyncio.to_thread(serialize, piece), body)
+
+    async def _share(self, client: Server, pieces: Sequence[Bucket], version: int, flush: bool) -> None:
+        """Lay each piece into shared memory while the server loads the one before."""
+        requests = list(self._requests(pieces, version, flush))
+        with SharedBuckets(getattr(torch, self._config.dtype)) as memory:
+            async with self._session(client):
+                loading: Awaitable[None] = asyncio.sleep(0)
+                for piece, body in requests:
+                    description, _ = await asyncio.gather(asyncio.to_thread(memory.lay, piece), loading)
+                    body["load_format"] = LOADER
+                    loading = self._post_tensors(client, serialize([("bucket", description)]), body)
+                await loading
+
+    async def _post_tensors(self, client: Server, serialized: str, body: dict[str, Any]) -> None:
+        body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
+        await client.post("/update_weights_from_tensor", body, self._patience)
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
         """Have the server, `member` of the group, take what the trainer broadcasts.
@@ -211,20 +230,25 @@ class WeightSync:
         return self._config.sglang.update_timeout
 
     async def checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        """What `check` expects of a server that holds `weights`; takes no server, so ask before it pauses."""
+        """What `check` expects of a server that holds `weights`; takes no server."""
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
         ranks = canary.rank_fingerprints(
-            weights, self._config, self._hf_config, drafter=self._drafter, on_gpu=self._on_gpu
+            weights, self._config, self._hf_config, drafter=self._drafter, on_gpu=self.on_gpu
         )
         return Checksums(ranks=ranks)
 
-    async def check(self, client: Server, expected: Checksums, *, draft: bool) -> CanaryReport:
-        """Fingerprints of every rank against those expected of it. draft: whether the server drafts."""
+    async def check(self, client: Server, expecting: Awaitable[Checksums], *, draft: bool) -> CanaryReport:
+        """Fingerprints of every rank against those expected of it, which may be made while the server hashes.
+
+        draft: whether the server drafts.
+        """
         if draft and self._draft_path is not None and self._started_with is None:
             self._started_with = await asyncio.to_thread(self._draft_checksums)
-        answer = await client.read("/weights_checker", {"action": "checksum", "selector": "all"})
+        answer, expected = await asyncio.gather(
+            client.read("/weights_checker", {"action": "checksum", "selector": "all"}), expecting
+        )
         report = CanaryReport()
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"][0]["tp_rank"]

@@ -1,6 +1,7 @@
 """New weights into a real SGLang server: bit for bit, for target and draft, or the canary says so."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from rlpipe.config.spec import SpecMode
 from rlpipe.models.checkpoint import read_config, read_weights, write_checkpoint
 from rlpipe.types import FinishReason
+from rlpipe.weights.shared import SharedBuckets
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits
@@ -23,7 +25,7 @@ def weights():
     return read_weights(TINY)
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "collective", "disk"])
+@pytest.mark.parametrize("transfer", ["tensor", "shared", "collective", "disk"])
 def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang, weights, transfer):
     new = perturbed(weights, 0.02)
     with configured(sglang, weight_transfer=transfer, bucket_mb=1):
@@ -107,10 +109,14 @@ def test_requests_can_end_at_an_update_with_what_they_have(sglang, weights):
     assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions == [3] * 4
 
 
-def test_a_dropped_draft_update_trips_the_canary_in_the_same_step(sglang, weights):
+@pytest.mark.parametrize("transfer", ["tensor", "shared"])
+def test_a_dropped_draft_update_trips_the_canary_in_the_same_step(sglang, weights, transfer):
     """Eleven of the draft's thirteen: embedding and head are the target's own tensors."""
     lossy(sglang, target_only)
-    with pytest.raises(RuntimeError, match=r"does not hold version 1: 11 of the draft"):
+    with (
+        configured(sglang, weight_transfer=transfer),
+        pytest.raises(RuntimeError, match=r"does not hold version 1: 11 of the draft"),
+    ):
         sglang.update_weights(perturbed(weights, 0.02), 1)
     assert [kind for kind, _ in sglang.events] == ["canary_failed"] * 2  # the first attempt and one retry
     assert sglang.events[0][1]["version"] == 1 and "11 of the draft" in sglang.events[0][1]["what"]
@@ -140,6 +146,30 @@ def test_one_corrupted_number_trips_the_canary(sglang, weights, monkeypatch, nam
     ):
         sglang.update_weights(new, 1)
     assert len(sglang.events) == 1  # stop means at once
+
+
+@pytest.mark.parametrize(
+    "weight", ["model.layers.3.mlp.down_proj.weight", "model.mtp_layers.0.input_proj.weight"]
+)
+def test_one_flipped_bit_in_shared_memory_trips_the_canary(sglang, weights, monkeypatch, weight):
+    """Hashed are the weights, not what was laid of them."""
+    lay = SharedBuckets._lay
+
+    def flipped(memory, piece):
+        said = lay(memory, piece)
+        for tensor in json.loads(bytes(said.tolist()))["tensors"]:
+            if tensor["name"] == weight:
+                memory._memory[0][tensor["offset"]] ^= 1
+        return said
+
+    monkeypatch.setattr(SharedBuckets, "_lay", flipped)
+    role = "draft" if "mtp" in weight else "target"
+    with (
+        configured(sglang, on_canary_failure="stop", weight_transfer="shared", bucket_mb=1),
+        pytest.raises(RuntimeError, match=f"does not hold version 1: 1 of the {role}"),
+    ):
+        sglang.update_weights(perturbed(weights, 0.02), 1)
+    assert [kind for kind, _ in sglang.events] == ["canary_failed"]
 
 
 def test_an_update_lost_once_is_sent_again(sglang, weights):

@@ -26,6 +26,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_config, require_mtp
 from rlpipe.rollout.sglang.eagle3 import check_draft
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
+from rlpipe.weights.shared import LOADER, SERVED
 
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
@@ -71,6 +72,7 @@ def command(
     words: list[Any] = ["-m", "sglang.launch_server", "--model-path", model_path]
     words += ["--host", sglang.host, "--port", port, "--device", "cuda" if on_gpu else "cpu"]
     words += ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", "--log-level", "info"]
+    words += ["--custom-weight-loader", LOADER]
     words += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
     # speculation would lower it to 48 without a word
     words += ["--max-running-requests", rollout.max_running]
@@ -113,7 +115,7 @@ def server_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Environment variables of the server: ours without what belongs to our own interpreter."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(SERVED)}
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
     if not on_gpu:
         variables |= {

@@ -226,8 +226,8 @@ class SglangEngine:
         """Compare what the server holds, target and draft, with `weights`."""
 
         async def compared() -> CanaryReport:
-            expected = await self._sync.checksums(weights)
-            return await self._sync.check(self._http, expected, draft=self._replica.drafts)
+            expecting = self._sync.checksums(weights)
+            return await self._sync.check(self._http, expecting, draft=self._replica.drafts)
 
         return self._call(compared())
 

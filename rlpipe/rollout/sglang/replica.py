@@ -317,7 +317,7 @@ class Replica:
             try:
                 await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
                 arguments.check_server_info(await client.read("/server_info"), config, spec)
-                report = await self._sync.check(client, await hashing, draft=self.drafts)
+                report = await self._sync.check(client, hashing, draft=self.drafts)
             finally:
                 hashing.cancel()
         if not report.passed:

@@ -1,4 +1,4 @@
-"""New weights into the server of a replica: hash, pause, send, check, continue.
+"""New weights into the server of a replica: pause, send, check, continue; they are hashed meanwhile.
 
 Requests live through an update, each token with its version. A check that fails is sent again, then answered
 as `rollout.sglang.on_canary_failure` says. An update that a server dies of is complete when the next one,
@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.sglang import CanaryReaction
@@ -22,6 +20,7 @@ from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.replica import Goal, Replica
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.weights.canary import CanaryReport
+from rlpipe.weights.collective import Checksums
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 
@@ -77,12 +76,20 @@ class Updates:
             raise
 
     async def _transfer(self, client: SglangClient, goal: Goal) -> None:
-        """Hash, pause, send, check. Raises ServerError, and RuntimeError for a canary that fails."""
+        """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails.
+
+        A server on a CPU takes as long to hash as we do, so both do it at once; one on a GPU is not made to
+        wait for us.
+        """
         version, replica = goal.version, self._replica
         with contextlib.ExitStack() as stack:
-            staged = None
+            staged = hashing = None
             if not self._takes_part(goal):
-                weights = await self._hashed(goal)
+                hashing = asyncio.ensure_future(self._hashed(goal))
+                stack.callback(hashing.cancel)
+                if self._sync.on_gpu:
+                    await asyncio.wait([hashing])
+                weights = await goal.weights()
                 staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
             started, mode = time.monotonic(), self._pause_mode
             await client.post("/pause_generation", {"mode": mode})
@@ -90,7 +97,8 @@ class Updates:
                 with replica.loading():
                     await self._send(client, goal, staged, flush=mode != "in_place")
                     sent = time.monotonic()
-                    report = await self._sync.check(client, goal.checksums, draft=replica.drafts)
+                    expecting = hashing or self._hashed(goal)
+                    report = await self._sync.check(client, expecting, draft=replica.drafts)
                 if report.passed:
                     break
                 self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
@@ -110,15 +118,14 @@ class Updates:
         """Whether our server is in the group of a broadcast that has not passed."""
         return goal.offer is not None and self._replica.server_id in goal.offer.members
 
-    async def _hashed(self, goal: Goal) -> Mapping[str, torch.Tensor]:
-        """The weights of `goal`, whose checksums are there then."""
-        weights = await goal.weights()
+    async def _hashed(self, goal: Goal) -> Checksums:
+        """What a server that holds `goal` shows."""
         if goal.checksums is None:
-            goal.checksums = await self._sync.checksums(weights)
-        return weights
+            goal.checksums = await self._sync.checksums(await goal.weights())
+        return goal.checksums
 
     async def _send(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
-        """Get `goal` into the server, by the broadcast it is part of or alone; its checksums are there then.
+        """Get `goal` into the server, by the broadcast it is part of, which brings its checksums, or alone.
 
         staged: the weights as `WeightSync.staged` laid them ready.
         """
@@ -132,7 +139,7 @@ class Updates:
                 raise
             except ServerError as error:
                 self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
-        weights = await self._hashed(goal)
+        weights = await goal.weights()
         await self._sync.send(client, weights, goal.version, flush=flush, staged=staged)
 
     @property

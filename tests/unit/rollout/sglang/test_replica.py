@@ -47,7 +47,8 @@ def fake(tmp_path, monkeypatch):
         started.append((str(path), version))
         return [fake_sglang.__file__, str(port), str(version), str(tmp_path)]
 
-    async def check(self, client, weights, *, draft):
+    async def check(self, client, expecting, *, draft):
+        await expecting
         return CanaryReport()
 
     environment = SglangEnvironment(python=sys.executable, on_gpu=False)
@@ -359,15 +360,20 @@ def recorded(fake, monkeypatch):
     return calls
 
 
-def test_a_server_is_paused_only_after_weights_are_hashed_and_written(fake, weights, monkeypatch):
+def test_a_server_is_paused_only_after_weights_are_written_and_for_a_gpu_hashed(fake, weights, monkeypatch):
     calls = recorded(fake, monkeypatch)
     fake.settings.sglang.weight_transfer = WeightTransfer.DISK
+    served = ["write", "pause_generation", "update_weights_from_disk", "check", "continue_generation"]
     fake.update_weights(weights, 3)
-    served = ["pause_generation", "update_weights_from_disk", "check", "continue_generation"]
-    assert calls == ["hash", "write", *served]
+    calls.remove("hash")  # beside all that
+    assert calls == served
+    calls.clear()
+    fake._sync.on_gpu = True
+    fake.update_weights(weights, 4)
+    assert calls == ["hash", *served]
     calls.clear()
     fake.settings.sglang.weight_transfer = WeightTransfer.TENSOR
-    fake.update_weights(weights, 4)
+    fake.update_weights(weights, 5)
     begun = ["pause_generation", "begin_weight_update", "update_weights_from_tensor"]
     assert calls == ["hash", *begun, "end_weight_update", "check", "continue_generation"]
 
@@ -375,7 +381,8 @@ def test_a_server_is_paused_only_after_weights_are_hashed_and_written(fake, weig
 def test_weights_that_are_sent_again_are_not_hashed_or_written_again(fake, weights, monkeypatch):
     reports = [CanaryReport(draft=["draft.model.norm.weight"]), CanaryReport()]
 
-    async def check(self, client, expected, *, draft):
+    async def check(self, client, expecting, *, draft):
+        await expecting
         return reports.pop(0)
 
     monkeypatch.setattr(sync.WeightSync, "check", check)

@@ -22,6 +22,7 @@ from rlpipe.rollout.sglang.arguments import (
 from rlpipe.rollout.sglang.eagle3 import served_target
 from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSION, find_environment
 from rlpipe.rollout.sglang.server import pick_port
+from rlpipe.weights.shared import SERVED
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -222,7 +223,7 @@ def test_the_servers_environment_leaves_our_interpreter_behind(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/rlpipe")
     monkeypatch.setenv("KEPT", "yes")
     variables = server_environment(RolloutConfig(), on_gpu=False)
-    assert "PYTHONPATH" not in variables and variables["KEPT"] == "yes"
+    assert variables["PYTHONPATH"] == str(SERVED) and variables["KEPT"] == "yes"
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(RolloutConfig(), on_gpu=True)
 

@@ -1,0 +1,168 @@
+"""Weights through shared memory: bit for bit, two buckets at a time, and nothing left behind."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.models.checkpoint import read_weights
+from rlpipe.weights.protocols import ServerError
+from rlpipe.weights.shared import LOADER, SERVED, SharedBuckets
+from rlpipe.weights.sync import WeightSync
+from tests.helpers.cli import ROOT
+from tests.helpers.sglang import perturbed
+
+pytestmark = pytest.mark.unit
+TINY = ROOT / "models" / "tiny"
+_module, _function = LOADER.split(".")
+_spec = importlib.util.spec_from_file_location(_module, SERVED / f"{_module}.py")
+served = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(served)
+
+
+def open_files():
+    """Buckets that this process has open."""
+    found = []
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(file.readlink()))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return [link for link in found if "rlpipe-weights" in link]
+
+
+def piece(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("odd", torch.randn(3, 5, generator=generator)),
+        ("half", torch.randn(7, generator=generator).bfloat16()),
+        ("turned", torch.randn(4, 6, generator=generator).t()[1:]),
+        ("ids", torch.arange(9)),
+        ("scalar", torch.tensor(0.5)),
+    ]
+
+
+def assert_same(found, sent, dtype):
+    assert [name for name, _ in found] == [name for name, _ in sent]
+    for (_, tensor), (_, weight) in zip(found, sent, strict=True):
+        expected = weight.to(dtype) if weight.is_floating_point() else weight
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_piece_is_read_as_it_was_laid_in_the_servers_type(dtype):
+    with SharedBuckets(dtype) as memory:
+        assert_same(list(served.tensors(memory.lay(piece(0)))), piece(0), dtype)
+
+
+def test_another_process_reads_it_through_the_servers_module():
+    weights = {name: tensor.float() for name, tensor in piece(3)}
+    code = (
+        "import sys, torch, rlpipe_shared_weights as shared\n"
+        "class Model:\n"
+        "    def load_weights(self, pairs):\n"
+        "        print({name: tensor.double().sum().item() for name, tensor in pairs})\n"
+        "said = torch.tensor(list(sys.stdin.buffer.read()), dtype=torch.uint8)\n"
+        "shared.load(Model(), [('bucket', said)])\n"
+    )
+    with SharedBuckets(torch.float32) as memory:
+        said = memory.lay(list(weights.items()))
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            input=bytes(said.tolist()),
+            env={"PYTHONPATH": str(SERVED), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            check=True,
+        )
+    sums = {name: tensor.double().sum().item() for name, tensor in weights.items()}
+    assert run.stdout.decode().strip() == str(sums)
+
+
+def test_a_piece_stays_while_the_next_is_laid_and_gives_way_to_the_one_after():
+    with SharedBuckets(torch.float32) as memory:
+        first = memory.lay(piece(1))
+        second = memory.lay(piece(2))
+        assert_same(list(served.tensors(first)), piece(1), torch.float32)
+        memory.lay(piece(3))
+        assert_same(list(served.tensors(first)), piece(3), torch.float32)
+        assert_same(list(served.tensors(second)), piece(2), torch.float32)
+
+
+def test_the_host_holds_two_buckets_of_the_largest_piece_without_a_name():
+    sizes = [3_000, 50_000, 200, 40_000, 50_000]
+    with SharedBuckets(torch.float32) as memory:
+        for size in sizes:
+            memory.lay([("weight", torch.zeros(size))])
+        files = list(memory._files)
+        assert sorted(os.fstat(file).st_size for file in files) == [4 * 50_000] * 2
+        assert open_files() == ["/memfd:rlpipe-weights (deleted)"] * 2
+        assert not list(Path("/dev/shm").glob("*rlpipe-weights*"))
+    assert open_files() == []
+    with pytest.raises(RuntimeError, match="are freed"):
+        memory.lay(piece(0))
+
+
+class Server:
+    """Loads as SGLang does, after the next piece had the time to be laid; `fails` at one request."""
+
+    def __init__(self, fails=-1):
+        self.asked, self.weights, self.fails = [], {}, fails
+
+    async def post(self, path, body, timeout=None):
+        self.asked.append((path, body.get("weight_version"), body.get("load_format")))
+        if path != "/update_weights_from_tensor":
+            return
+        if len(self.asked) == self.fails:
+            raise ServerError("refused")
+        await asyncio.to_thread(self._load, body)
+
+    def _load(self, body):
+        for serialized in body["serialized_named_tensors"]:
+            served.load(self, pickle.loads(b64decode(serialized)))
+
+    def load_weights(self, pairs):
+        self.weights |= {name: tensor.clone() for name, tensor in pairs}
+
+
+@pytest.fixture
+def sync(tmp_path):
+    config = RolloutConfig(engine="sglang", device="cpu")
+    config.sglang.weight_transfer, config.sglang.bucket_mb = "shared", 1
+    config.sglang.__post_init__()
+    return WeightSync(config, SpecConfig(), TINY, on_gpu=False, folder=tmp_path)
+
+
+def test_an_update_brings_every_tensor_and_the_version_last(sync):
+    server, weights = Server(), perturbed(read_weights(TINY), 0.02)
+    asyncio.run(sync.send(server, weights, 7, flush=True))
+    assert server.weights.keys() == weights.keys()
+    assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+    (begin, *pieces, end) = server.asked
+    assert begin[0] == "/begin_weight_update" and end[0] == "/end_weight_update" and len(pieces) > 5
+    assert {path for path, _, _ in pieces} == {"/update_weights_from_tensor"}
+    assert {kind for _, _, kind in pieces} == {LOADER}
+    assert [version for _, version, _ in pieces] == [None] * (len(pieces) - 1) + ["7"]
+    assert open_files() == []
+
+
+def test_an_update_that_is_refused_ends_its_session_and_frees_the_memory(sync):
+    server = Server(fails=4)
+    with pytest.raises(ServerError, match="refused"):
+        asyncio.run(sync.send(server, read_weights(TINY), 7, flush=True))
+    assert server.asked[-1][0] == "/end_weight_update" and open_files() == []
+
+
+def test_nothing_but_names_and_places_passes_through_the_request():
+    with SharedBuckets(torch.float32) as memory:
+        said = memory.lay([("weight", torch.zeros(1_000_000))])
+    assert json.loads(bytes(said.tolist())).keys() == {"path", "bytes", "tensors"} and len(said) < 300
