@@ -58,7 +58,7 @@ NOT_RUN = {
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md", "docs/your_model.md"}
 RUN = ("python", "-m", "rlpipe.run")
-ABOUT_A_RUN = ("rlpipe.report", "rlpipe.pipeline.ledger", "rlpipe.report.workspace")
+ABOUT_A_RUN = ("rlpipe.report", "rlpipe.report.analysis", "rlpipe.pipeline.ledger", "rlpipe.report.workspace")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 
 
