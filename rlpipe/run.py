@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlpipe.config.checks import check
 from rlpipe.config.paths import shipped
 from rlpipe.config.run import Config
+from rlpipe.memory import check_memory
 from rlpipe.sweep import Sweep
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -44,6 +45,7 @@ def run_composed(resolved: str) -> int:
     try:
         config: Config = OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.create(resolved)))
         check(config)
+        check_memory(config)
         from rlpipe.launch import launch
 
         return launch(config, resolved=resolved)

@@ -117,6 +117,7 @@ class ValConfig:
 class ClusterConfig:
     """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
 
+    gpu_gb: memory of one GPU in GiB, for the estimate of memory; 0: that of this machine's first one.
     share_gpus: rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each.
     max_restarts: how often a dead rollout worker is replaced before the run gives up.
     max_trainer_restarts: how often a dead trainer is built again and continues from the newest checkpoint.
@@ -127,13 +128,14 @@ class ClusterConfig:
 
     mode: ClusterMode = ClusterMode.RAY
     address: str = ""
+    gpu_gb: float = 0.0
     share_gpus: bool = False
     max_restarts: int = 3
     max_trainer_restarts: int = 2
     hang_s: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least(0, self, "cluster", "max_restarts", "max_trainer_restarts", "hang_s")
+        at_least(0, self, "cluster", "gpu_gb", "max_restarts", "max_trainer_restarts", "hang_s")
 
 
 @dataclass(slots=True, kw_only=True)

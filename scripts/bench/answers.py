@@ -388,3 +388,10 @@ def verify_vocabularies(r: Any) -> str:
             rows.append([f"{vocab:,}", batch, *(" and ".join(f"{v[k]:.2f}" for v in ratios) for k in kinds)])
     head = ["vocabulary", "batch", "against a Python loop, gamma 1 and 3", "against plain torch"]
     return table(head, rows) + "\n\nTimes as fast, chain rule. Below 1 the loop is faster."
+
+
+def memory_estimate(r: Any) -> str:
+    """Measured and estimated peaks."""
+    rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in r["rows"]]
+    said = "\n\nOn a CPU, beyond what libraries take; a model of 60M parameters or less."
+    return table(["process", "measured peak, MiB", "estimated", "ratio"], rows) + said

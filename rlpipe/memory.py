@@ -1,0 +1,331 @@
+"""How much memory each process of a run takes at its peak, from shapes and settings, before anything starts.
+
+Owns the sums and the refusal; reads `config.json` and loads no torch. Libraries, the CUDA context (`RESERVED`
+of each card is left to those), EAGLE-3 drafts and environments are not counted.
+`scripts/bench/memory_estimate.py` holds the sums against measured processes.
+
+A trainer rank with P trainable parameters, e bytes an element, N tokens of a micro-batch, H and F the
+hidden and intermediate sizes, q and k the widths of queries and of keys (q, k and F divided by tp), d of a
+head, holds
+
+    gradients    4 P            optimizer  8 P, in bf16 4 P more of master weights; divided by dp if sharded
+    a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    kept for its gradient
+    backward     N e (3 H + 4 F)                      beside it while that is computed
+    head         2 chunks of logits, 3 where there are several; its gradient, in float32
+
+Without recomputation every layer is kept; with it N e H of each, and one layer at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import Dtype, EngineKind
+from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
+from rlpipe.models import read_architecture
+from rlpipe.models.base import Architecture
+from rlpipe.models.checkpoint import is_mtp_weight, read_config
+
+GIB, MIB = 1 << 30, 1 << 20
+RESERVED = GIB  # of a card, for each process on it: CUDA context, libraries, NCCL (an assumption)
+HEAD_BYTES = {True: GIB, False: GIB // 4}  # on a GPU or not; of trainer/logprobs
+HEAD_BLOCK = 1 << 14
+ROW_STREAMS = 7  # arrays of 8 bytes a slot that an engine keeps on the host
+SERVER_FRACTION = 0.85  # about what SGLang takes of a card by itself
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Memory:
+    """Bytes of one process by part, at its peak. count: processes like it. on_gpu: of a card."""
+
+    process: str
+    parts: dict[str, int]
+    count: int = 1
+    on_gpu: bool = False
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > GIB // 20)
+        return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB ({shown})"
+
+
+def parameters(arch: Architecture, tp: int = 1) -> tuple[int, int]:
+    """Parameters of the model proper, and of its draft, that a rank of `tp` holds; matrices are cut."""
+    draft = 0
+    sizes = {True: 0, False: 0}
+    for name, shape in replace(arch, layers=1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
+        size = prod(shape) // (tp if len(shape) > 1 else 1)
+        times = arch.layers if ".layers." in name else 1
+        if not (arch.tied and name == "lm_head.weight"):
+            sizes[is_mtp_weight(name)] += size * times
+    draft = sizes[True] * max(1, arch.mtp_layers)
+    return sizes[False], draft
+
+
+def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
+    """One trainer rank."""
+    trainer = config.trainer
+    half = trainer.precision is Precision.BF16
+    size, shards = 2 if half else 4, trainer.dp if trainer.distributed_optimizer else 1
+    model, draft = parameters(arch, trainer.tp)
+    adapts = config.task is Task.MTP_ADAPT
+    online = adapts or (config.mtp.online and not config.trains_beside)
+    trained = (0 if adapts else model) + (draft if online else 0)
+    reference = model + draft if config.algo.kl_coef and not adapts else 0
+    kept, head = _activations(arch, trainer, on_gpu)
+    update = 4 * trained // shards if on_gpu else 0  # AdamW's roots of all second moments at once
+    sent = (
+        2 * config.rollout.sglang.bucket_mb * MIB
+        if config.broadcasts_weights or on_gpu
+        else size * (model + draft)
+    )
+    return Memory(
+        process="trainer rank",
+        count=trainer.world_size,
+        on_gpu=on_gpu,
+        parts={
+            "weights": size * (model + draft),
+            "reference": size * reference,
+            "gradients": 4 * trained,
+            "optimizer": (12 if half else 8) * trained // shards,
+            "activations": kept,
+            "logits": head,
+            "update": max(0, max(update, sent) - kept - head),
+        },
+    )
+
+
+def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tuple[int, int]:
+    """Bytes kept of the layers at the peak of a micro-batch, and bytes beyond them."""
+    size = 2 if trainer.precision is Precision.BF16 else 4
+    tokens, hidden, tp = trainer.micro_batch_tokens, arch.hidden, trainer.tp
+    query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
+    inner, vocab = arch.intermediate // tp, -(-arch.vocab // tp)
+    layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim + 3 * inner)
+    layer += 4 * tokens * (2 + arch.heads // tp)
+    backward = tokens * size * (3 * hidden + 4 * inner)
+    row = vocab * size
+    rows = max(1, HEAD_BYTES[on_gpu] // row)
+    chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row
+    head = chunks + 4 * vocab * hidden + HEAD_BLOCK * hidden * size + 4 * tokens * size * hidden
+    if on_gpu:
+        head += 12 << 24  # a block of rows in float32, three times
+    if arch.tied:  # the head's gradient waits for the embedding's
+        backward += vocab * hidden * size
+    if trainer.recompute is Recompute.FULL:
+        return tokens * hidden * size * arch.layers, max(head, layer + backward)
+    return layer * arch.layers, max(head, backward)
+
+
+def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
+    """One embedded engine."""
+    rollout, spec = config.rollout, config.spec
+    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
+    given = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
+    arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0, tied=False)
+    ends = arch.vocab * arch.hidden * size  # embedding and head, a copy each
+    layers = sum(parameters(arch)) * size - 2 * ends
+    packed = 0 if on_gpu else layers + ends  # oneDNN's copy of all products
+    rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
+    query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    cache = 2 * (arch.layers + spec.needs_model) * rows * slots * keys * size
+    tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
+    working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys + 3 * arch.intermediate)
+    working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
+    host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
+    replaced = layers + (0 if on_gpu else packed - ends + given)
+    return Memory(
+        process="embedded engine",
+        count=rollout.workers,
+        on_gpu=on_gpu,
+        parts={
+            "weights": layers + 2 * ends,
+            "packed": packed,
+            "kv": cache + host,
+            "activations": working,
+            "update": max(0, replaced - working),
+        },
+    )
+
+
+def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
+    """One GPU of an SGLang server; card: its bytes, of which the server takes a fraction for weights and KV.
+
+    Without a card it is sized by what `max_running` conversations of `max_context` tokens need.
+    """
+    rollout, tp = config.rollout, config.rollout.sglang.tp
+    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
+    weights = sum(parameters(arch if config.spec.needs_mtp else replace(arch, mtp_layers=0), tp)) * size
+    kv = conversation_bytes(arch, config) * rollout.max_running
+    if card:
+        kv = int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights
+    tokens = max(rollout.prefill_tokens, rollout.max_running)
+    query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
+    working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys + 3 * arch.intermediate // tp)
+    working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16 // tp
+    return Memory(
+        process="SGLang server, each GPU" if card else "SGLang server",
+        count=rollout.workers * tp,
+        on_gpu=bool(card),
+        parts={
+            "weights": weights,
+            "kv": kv,
+            "activations": working,
+            "bucket": rollout.sglang.bucket_mb * MIB,
+        },
+    )
+
+
+def conversation_bytes(arch: Architecture, config: Config) -> int:
+    """Keys and values of one conversation of `max_context` tokens on one GPU of a server."""
+    rollout = config.rollout
+    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
+    heads = max(1, arch.kv_heads // rollout.sglang.tp)
+    layers = arch.layers + config.spec.needs_model
+    return 2 * layers * heads * arch.head_dim * size * (rollout.max_context + config.spec.drafts + 2)
+
+
+def estimate(config: Config, card: int = 0) -> list[Memory]:
+    """Every kind of process of a run. card: bytes of one GPU, 0 where everything runs on the CPU."""
+    half, found = config.run.half, []
+    policy = read_architecture(read_config(resolve(config.model.path)))
+    served = read_architecture(read_config(resolve(config.rollout_model)))
+    if half.trains:
+        found.append(trainer_memory(policy, config, on_gpu=card > 0))
+        if config.decoupled.active:
+            actor = trainer_memory(served, config, on_gpu=card > 0)
+            found.append(replace(actor, process="trainer rank, the actor's part"))
+    if half.rolls and config.rollout.engine is EngineKind.SGLANG:
+        found.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
+    elif half.rolls:
+        found.append(engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu"))
+    return found
+
+
+def gpu_bytes(config: Config) -> int:
+    """Memory of one GPU: what `cluster.gpu_gb` says, else this machine's first one, 0 without any."""
+    if config.cluster.gpu_gb or shutil.which("nvidia-smi") is None:
+        return int(config.cluster.gpu_gb * GIB)
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout.split()[0]) * MIB if done.returncode == 0 and done.stdout.strip() else 0
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    said = limit.read_text().strip() if limit.is_file() else "max"
+    return total if said == "max" else min(total, int(said))
+
+
+def excess(config: Config, card: int, host: int) -> str:
+    """What does not fit, in words; empty when all does. host: bytes of the machine, 0 if it is not known."""
+    found = estimate(config, card)
+    together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
+    on_gpu = [memory for memory in found if memory.on_gpu]
+    trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
+    others = [memory for memory in on_gpu if memory not in trainers]
+    for group in [on_gpu] if together else [trainers, others]:
+        needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
+        if group and needed > room:
+            return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
+    for memory in on_gpu:
+        if memory.process.startswith("SGLang"):
+            arch = read_architecture(read_config(resolve(config.rollout_model)))
+            if memory.parts["kv"] < (need := conversation_bytes(arch, config)):
+                return (
+                    f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
+                    f"conversation takes {need / GIB:.1f}"
+                )
+    needed = sum(memory.total * memory.count for memory in found if not memory.on_gpu)
+    if host and needed > host:
+        return f"{needed / GIB:.1f} GiB on a machine that has {host / GIB:.1f}"
+    return ""
+
+
+def remedy(config: Config, card: int, host: int) -> str:
+    """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
+    for changes in _changes(config):
+        if not excess(_changed(config, changes), card, host):
+            return " ".join(f"{name}={value}" for name, value in changes.items())
+    return ""
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory, those that cost least first."""
+    trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
+    arch = read_architecture(read_config(resolve(config.model.path)))
+    grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
+    worlds = [
+        (tp, trainer.world_size * more // tp)
+        for more in grown
+        for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
+        if not (trainer.world_size * more % tp or arch.kv_heads % tp or arch.intermediate % tp)
+    ]
+    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
+    servers: list[dict[str, Any]] = [{}]
+    if rollout.engine is EngineKind.SGLANG:
+        if config.cluster.share_gpus:
+            servers += [{"rollout.sglang.memory_fraction": x} for x in (0.5, 0.3, 0.2)]
+        else:
+            servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
+    else:
+        servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
+    cheap = {"trainer.recompute": "full", "trainer.distributed_optimizer": True}
+    for precision, (tp, dp), small, server, saving in product(
+        (trainer.precision, Precision.BF16), worlds, tokens, servers, (False, True)
+    ):
+        wanted = {
+            "trainer.precision": precision.value,
+            "trainer.tp": tp,
+            "trainer.dp": dp,
+            "trainer.micro_batch_tokens": small,
+            **(cheap if saving else {}),
+            **server,
+        }
+        yield {name: value for name, value in wanted.items() if value != _value(config, name)}
+
+
+def _value(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    """The configuration with some settings replaced, by their dotted names."""
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        part = getattr(config, first)
+        if rest:
+            value = _changed(part, {rest: value})
+        elif isinstance(part, Precision | Recompute):
+            value = type(part)(value)
+        config = replace(config, **{first: value})
+    return config
+
+
+def check_memory(config: Config) -> None:
+    """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
+    card = gpu_bytes(config)
+    host = 0 if card or config.cluster.address else host_bytes()
+    if not (wrong := excess(config, card, host)):
+        return
+    shown = "; ".join(str(memory) for memory in estimate(config, card))
+    change = remedy(config, card, host)
+    advice = f"Set {change}" if change else "Take a smaller model or more GPUs (cluster=one_node, many_nodes)"
+    raise ValueError(f"the run would take {wrong} ({shown}). {advice}.")

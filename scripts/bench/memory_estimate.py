@@ -1,0 +1,227 @@
+"""How far is the memory estimate (rlpipe/memory.py) from what a process really takes?
+
+Each case plays in a process of its own, on the CPU, where trainer and engine run the code that they run on
+a GPU: a tiny model first, so that libraries and their buffers are there, then a random model of the case's
+sizes. Measured is the most that the process had resident, less what it had before the model was built: of a
+trainer during its second step (the first one touches the optimizer's pages), of an engine while its weights
+are replaced and its rows, all full, decode. The kernel keeps that maximum (VmHWM, reset by clear_refs), so
+that no peak is missed; the allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so that what
+is resident is what is held. With a GPU the large trainer can be chosen (`--only large`): there it is the
+most that torch had allocated.
+
+    python scripts/bench/memory_estimate.py --json OUT [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.run import Config
+from rlpipe.memory import engine_memory, trainer_memory
+from rlpipe.models import read_architecture
+
+MODEL = {
+    "model_type": "mimo",
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "num_nextn_predict_layers": 1,
+}
+TINY = MODEL | {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+TRAINER: dict[str, Any] = {"micro_batch_tokens": 1024, "threads": 1}
+ROLLOUT: dict[str, Any] = {"device": "cpu", "max_running": 16, "max_context": 1024, "max_new_tokens": 8}
+CLEAR_REFS = Path("/proc/self/clear_refs")
+CASES: dict[str, dict[str, Any]] = {
+    "trainer, fp32": {"trainer": TRAINER},
+    "trainer, fp32, recompute": {"trainer": TRAINER | {"recompute": "full", "micro_batch_tokens": 2048}},
+    "trainer, bf16": {"trainer": TRAINER | {"precision": "bf16"}},
+    "trainer, bf16, recompute, distributed optimizer": {
+        "trainer": TRAINER | {"precision": "bf16", "recompute": "full", "distributed_optimizer": True}
+    },
+    "trainer, fp32, tied head": {"model": {"tie_word_embeddings": True}, "trainer": TRAINER},
+    "trainer, fp32, reference": {"trainer": TRAINER, "algo": {"kl_coef": 0.1}},
+    "trainer, fp32, many tokens": {
+        "model": {"vocab_size": 1024},
+        "trainer": TRAINER | {"micro_batch_tokens": 2048},
+    },
+    "large trainer": {
+        "model": {
+            **{"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "head_dim": 128},
+            **{"num_hidden_layers": 28, "num_attention_heads": 12, "max_position_embeddings": 32768},
+        },
+        "trainer": {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 16384},
+    },
+    "engine, float32": {"rollout": ROLLOUT, "spec": {"mode": "none"}},
+    "engine, bfloat16, drafts": {"rollout": ROLLOUT | {"dtype": "bfloat16", "max_running": 32}},
+}
+
+
+def settings(case: dict[str, Any]) -> Config:
+    """The case's settings as a configuration."""
+    sections = {name: values for name, values in case.items() if name != "model"}
+    return OmegaConf.to_object(OmegaConf.merge(Config, sections))
+
+
+def estimated(case: dict[str, Any]) -> int:
+    """What the estimate says of a case, in bytes."""
+    arch = read_architecture(MODEL | case.get("model", {}))
+    if "rollout" in case:
+        return engine_memory(arch, settings(case)).total
+    return trainer_memory(arch, settings(case), on_gpu=torch.cuda.is_available()).total
+
+
+def write_model(path: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint of random weights."""
+    from safetensors.torch import save_file
+
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = read_architecture(config).weight_shapes(mtp=True)
+    if config.get("tie_word_embeddings"):
+        del shapes["lm_head.weight"]
+    save_file(
+        {n: 0.02 * torch.randn(s) + (len(s) == 1) for n, s in shapes.items()}, path / "model.safetensors"
+    )
+    return path
+
+
+def train(path: Path, config: Config, step: Any) -> None:
+    """Two optimizer steps of a full micro-batch; `step` is called before each."""
+    from rlpipe.trainer.megatron import MegatronTrainer
+    from rlpipe.trainer.packing import pack
+    from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
+
+    trainer = MegatronTrainer(config.trainer, config.algo, MtpConfig(), path, total_steps=2)
+    vocab, length, budget = trainer.hf_config["vocab_size"], 512, config.trainer.micro_batch_tokens
+    rng, rows = np.random.default_rng(0), []
+    for i in range(budget // length):
+        row = Trajectory(trajectory_id=str(i), group_id="g", instance_id="i", reward=1.0, prompt_length=8)
+        row.append_context(rng.integers(0, vocab, 8).tolist())
+        size = length - 8
+        row.append_sampled(
+            GenerateResult(
+                request_id=str(i),
+                output_ids=rng.integers(0, vocab, size).tolist(),
+                logprobs=[-4.0] * size,
+                entropies=[3.0] * size,
+                versions=[0] * size,
+                finish_reason=FinishReason.STOP,
+                spec=SpecCounts(),
+            )
+        )
+        rows.append(row)
+    batch = pack(rows, [np.ones(len(r.token_ids), np.float32) for r in rows], budget)
+    for _ in range(2):
+        step()
+        trainer.train_step(batch)
+    trainer.close()
+
+
+def generate(path: Path, config: Config, step: Any) -> None:
+    """Full rows decode a few tokens, the weights are replaced, and they do so again; `step` comes between."""
+    from rlpipe.models.checkpoint import read_weights
+    from rlpipe.rollout.embedded import EmbeddedEngine
+    from rlpipe.types import GenerateRequest, SamplingParams
+
+    rollout = config.rollout
+    engine = EmbeddedEngine(rollout, config.spec, path)
+    rng, longest = np.random.default_rng(0), rollout.max_context - rollout.max_new_tokens
+
+    async def wave(name: str) -> None:
+        requests = [
+            GenerateRequest(
+                request_id=f"{name}{i}",
+                prompt_ids=rng.integers(0, 64, longest).tolist(),
+                sampling=SamplingParams(max_new_tokens=rollout.max_new_tokens),
+            )
+            for i in range(rollout.max_running)
+        ]
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    asyncio.run(wave("a"))
+    weights = {name: weight.clone() for name, weight in read_weights(path).items()}
+    step()
+    engine.update_weights(weights, 1)
+    del weights
+    asyncio.run(wave("b"))
+    engine.close()
+
+
+def status(field: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
+
+
+def measure(case: dict[str, Any]) -> int:
+    """Peak memory of a case in this process, beyond what libraries take."""
+    torch.set_num_threads(1)
+    gpu = torch.cuda.is_available() and "trainer" in case
+    config, play = settings(case), generate if "rollout" in case else train
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = write_model(Path(folder) / "tiny", TINY)
+        model = write_model(Path(folder) / "model", MODEL | case.get("model", {}))
+        play(tiny, config, lambda: None)
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        before = status("VmRSS")
+        reset = torch.cuda.reset_peak_memory_stats if gpu else partial(CLEAR_REFS.write_text, "5")
+        play(model, config, reset)
+    return torch.cuda.max_memory_allocated() if gpu else status("VmHWM") - before
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one of these")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        print(measure(CASES[given.case]))
+        return 0
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    rows = []
+    for name, case in CASES.items():
+        if not any(text in name for text in given.only or ["trainer,", "engine,"]):
+            continue
+        command = [sys.executable, __file__, "--case", name]
+        done = subprocess.run(
+            command, env=os.environ | allocator, stdout=subprocess.PIPE, text=True, check=True
+        )
+        measured, guess = int(done.stdout.split()[-1]), estimated(case)
+        row = {"name": name, "measured": measured, "estimated": guess, "ratio": round(guess / measured, 4)}
+        rows.append(row | {"case": case})
+        print(json.dumps(row), flush=True)
+    worst = max(abs(row["ratio"] - 1) for row in rows)
+    print(f"worst: {worst:.1%}")
+    if given.json:
+        versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        given.json.write_text(
+            json.dumps({"model": MODEL, **versions, "worst": round(worst, 4), "rows": rows}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The memory estimate: near what was measured, refused with what would fit, and shown as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from rlpipe.config.run import Config
+from rlpipe.config.trainer import check_parallel
+from rlpipe.memory import GIB, engine_memory, estimate, excess, parameters, remedy, trainer_memory
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
+from rlpipe.run import run_composed
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = json.loads((ROOT / "scripts" / "bench" / "results" / "memory_estimate.json").read_text())
+CARD = 80 * GIB
+SIZES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary, tied head
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7.8B": (4096, 11008, 36, 32, 8, 151680, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "tie_word_embeddings"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder for each size, with `config.json` alone: an estimate reads no weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, sizes in SIZES.items():
+        given = dict(zip(FIELDS, sizes, strict=True)) | {"model_type": "mimo", "head_dim": 128}
+        given |= {"num_nextn_predict_layers": 1, "max_position_embeddings": 32768}
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(given))
+    return folder
+
+
+def composed(*settings: str):
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):
+        return compose(config_name="config", overrides=["+recipe=swe_rl", *settings])
+
+
+def preset(models, size, cluster, *settings) -> Config:
+    given = composed(f"cluster={cluster}", "rollout=sglang", f"model.path={models / size}", *settings)
+    return OmegaConf.to_object(given)
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
+def test_an_estimate_is_within_a_tenth_of_the_measured_peak(row):
+    case = dict(row["case"])
+    arch = read_architecture(MEASURED["model"] | case.pop("model", {}))
+    config = OmegaConf.to_object(OmegaConf.merge(Config, case))
+    memory = (engine_memory if "rollout" in case else trainer_memory)(arch, config)
+    assert memory.total == pytest.approx(row["measured"], rel=0.1)
+
+
+def test_enough_was_measured():
+    assert len(MEASURED["rows"]) >= 5 and {"trainer", "rollout"} <= {
+        k for r in MEASURED["rows"] for k in r["case"]
+    }
+
+
+def test_parameters_are_those_of_all_weights_and_ranks_share_the_matrices(models):
+    arch = read_architecture(read_config(models / "7.8B"))
+    count = sum(map(_size, arch.weight_shapes(mtp=True).values()))
+    assert sum(parameters(arch)) == count
+    assert count / 4 < sum(parameters(arch, 4)) < 1.001 * count / 4
+
+
+def _size(shape):
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def test_32k_tokens_of_a_small_model_train_on_one_card(models):
+    config = preset(models, "1.5B", "one_gpu", "trainer.micro_batch_tokens=32768")
+    assert estimate(config, CARD)[0].total < 40 * GIB
+    dense = OmegaConf.to_object(
+        composed(
+            *("cluster=one_gpu", f"model.path={models / '1.5B'}", "rollout=sglang"),
+            *("trainer.micro_batch_tokens=32768", "trainer.recompute=none"),
+        )
+    )
+    assert excess(dense, CARD, 0)  # without recomputation it does not
+
+
+@pytest.mark.parametrize("size, cluster", [("32B", "one_node"), ("32B", "many_nodes")])
+def test_a_refusal_names_settings_that_fit(models, size, cluster):
+    config = preset(models, size, cluster)
+    assert excess(config, CARD, 0)
+    words = remedy(config, CARD, 0).split()
+    assert words and not excess(preset(models, size, cluster, *words), CARD, 0)
+
+
+def test_a_run_that_does_not_fit_ends_with_status_2_before_anything_starts(models, tmp_path, capsys):
+    given = composed(
+        *("cluster=one_node", "rollout=sglang", f"model.path={models / '32B'}"),
+        *(f"run.dir={tmp_path / 'run'}", "rollout.sglang.host=127.0.0.1"),
+    )
+    assert run_composed(OmegaConf.to_yaml(given, resolve=True)) == 2
+    said = capsys.readouterr().err
+    assert "the run would take" in said and "Set trainer.tp=" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_server_without_room_for_one_conversation_is_refused(models):
+    given = ("trainer.dp=1", "trainer.tp=8", "rollout.sglang.memory_fraction=0.183")
+    assert "to a server's keys and values" in excess(preset(models, "7.8B", "one_node", *given), CARD, 0)
+
+
+def test_a_machine_without_gpus_is_held_to_its_own_memory():
+    config = OmegaConf.to_object(composed("cluster=inline"))
+    assert not excess(config, 0, 4 * GIB)
+    assert "on a machine that has" in excess(config, 0, GIB // 16)
+
+
+def test_the_page_of_clusters_shows_what_the_estimate_says(models):
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    for size in SIZES:
+        for cluster in ("one_gpu", "one_node", "many_nodes"):
+            assert row(models, size, cluster) in page
+
+
+def row(models, size, cluster) -> str:
+    """One line of the page's table."""
+    config = preset(models, size, cluster)
+    trainer, server = estimate(config, CARD)
+    fits = not excess(config, CARD, 0)
+    try:
+        check_parallel(config.trainer, read_config(models / size))
+    except ValueError:
+        fits = False
+    change = remedy(config, CARD, 0)
+    verdict = "fits" if fits else f"`{change}`" if change else "no"
+    figures = f"{trainer.total / GIB:.1f} | {server.parts['weights'] / GIB:.1f}"
+    return f"| {size} | `{cluster}` | {figures} | {verdict} |"
