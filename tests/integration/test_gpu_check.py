@@ -29,7 +29,9 @@ def test_the_plan_names_every_gpu_test_file_and_every_goal():
     assert done.returncode == 0
     for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert f"tests/gpu/{file.name}\n" in done.stdout
-    assert "weight update" in done.stdout
+    assert "weight update" in done.stdout and "goal: <= 30 us" in done.stdout
+    assert "SGLang decodes with 7.8B, block, batch 64\n" in done.stdout
+    assert "would be skipped here: no CUDA device" in done.stdout
 
 
 def test_without_a_gpu_it_says_what_it_can_do():
