@@ -53,6 +53,7 @@ NOT_RUN = {
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",
     "python recipes/*/study.py": HOURS,
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
+    "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
 }
 TUTORIAL = "docs/tutorial.md"

@@ -149,9 +149,9 @@ def test_sglang_pins_are_those_the_engine_knows():
     assert project["version"] == CPU_SUPPORT_VERSION
 
 
-def doctor(*options, path):
+def doctor(*options, path, settings=()):
     done = subprocess.run(
-        [sys.executable, *options, str(ROOT / "scripts" / "doctor"), "--json"],
+        [sys.executable, *options, str(ROOT / "scripts" / "doctor"), "--json", *settings],
         env={"PATH": str(path)},
         capture_output=True,
         text=True,
@@ -161,10 +161,12 @@ def doctor(*options, path):
 
 
 def test_doctor_is_content_with_the_environment_of_the_tests(tmp_path):
-    status, findings = doctor(path="/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    path, settings = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", ("+recipe=swe_rl", "cluster=inline")
+    status, findings = doctor(path=path, settings=settings)
     missing = [finding for finding in findings.values() if finding["level"] == "missing"]
     assert status == 0 and not missing, missing
     assert findings["verl"]["level"] == "ok"
+    assert "embedded engine: " in findings["memory"]["found"]
     assert findings["sandbox start"]["level"] == "ok"
 
 
