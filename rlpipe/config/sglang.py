@@ -34,7 +34,8 @@ class SglangConfig:
     host, port: where the server listens; port 0 takes a free one.
     tp: GPUs of one server (tensor parallel).
     draft_path: checkpoint of the draft; empty: the MTP layer of the model's own checkpoint.
-    start_timeout, request_timeout: seconds until the server must answer, and until a generation must end.
+    start_timeout: seconds until a server that is started must answer.
+    request_timeout: seconds a turn may be without new tokens; a turn that still streams never ends for it.
     update_timeout: seconds one request of a weight update may take.
     health_interval, health_timeout: seconds between two questions to the server, and until one must be
         answered; a server that answers neither of two hangs, and is killed and replaced.

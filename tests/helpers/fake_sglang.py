@@ -4,7 +4,8 @@
 
 It answers to the key in FILE alone, which it reads as SGLang does: put in front of the command line, all
 parsed by argparse. It decodes the token 7. FOLDER/broken makes it end at once; FOLDER/slow makes answers
-take long; FOLDER/deadly makes it end when weights arrive; every weight update is a line in FOLDER/updates.
+take long; FOLDER/trickle makes the tokens of a turn come one every tenth of a second; FOLDER/deadly makes it
+end when weights arrive; every weight update is a line in FOLDER/updates.
 """
 
 from __future__ import annotations
@@ -48,14 +49,31 @@ class Handler(BaseHTTPRequestHandler):
             Handler.version = body["weight_version"] or Handler.version
             with (self.folder / "updates").open("a") as log:
                 log.write(f"{Handler.version}\n")
-        self._say(self._turn(body) if self.path == "/generate" else {"ok": True})
+        if self.path == "/generate":
+            self._play(body["sampling_params"]["max_new_tokens"])
+        else:
+            self._say({"ok": True})
 
-    def _turn(self, body: dict) -> dict:
+    def _play(self, count: int) -> None:
+        """A turn of so many tokens, streamed as SGLang does."""
         while (self.folder / "slow").exists():
             time.sleep(0.02)
-        count = body["sampling_params"]["max_new_tokens"]
+        self.send_response(200)
+        self.end_headers()
+        if (self.folder / "trickle").exists():
+            for some in range(1, count):
+                self._tell(json.dumps(self._turn(some, None)))
+                time.sleep(0.1)
+        self._tell(json.dumps(self._turn(count, {"type": "length"})))
+        self._tell("[DONE]")
+
+    def _tell(self, event: str) -> None:
+        self.wfile.write(f"data: {event}\n\n".encode())
+        self.wfile.flush()
+
+    def _turn(self, count: int, finished: dict | None) -> dict:
         meta = {
-            "finish_reason": {"type": "length"},
+            "finish_reason": finished,
             "output_token_logprobs": [[-1.0, 7, None]] * count,
             "weight_version": Handler.version,
             "weight_versions": [{"version": Handler.version, "start": 0, "end": count}],

@@ -23,6 +23,9 @@ from rlpipe.rollout.engine import EngineStats, check_request
 from rlpipe.rollout.sglang.answers import continuation, generate_body, joined, parse_answer
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.weights.protocols import ServerUnreachable
+
+_SILENT_TOKENS = 256  # after which the server tells of a turn of which only the end is wanted
 
 
 class Turns:
@@ -159,11 +162,19 @@ class Turns:
 
 
 async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """The server's answer, or with `stream` its growing answers."""
+    """The server's growing answers with `stream`, else the last of them.
+
+    They are streamed in any case, so that the client's timeout counts from the last tokens received.
+    """
     if not stream:
-        yield await client.post("/generate", body)
-        return
+        body = body | {"sampling_params": body["sampling_params"] | {"stream_interval": _SILENT_TOKENS}}
+    answer = None
     async for answer in client.stream("/generate", body | {"stream": True}):
+        if stream:
+            yield answer
+    if answer is None:
+        raise ServerUnreachable(f"/generate of {body['rid']} ended without an answer")
+    if not stream:
         yield answer
 
 

@@ -241,15 +241,16 @@ def test_one_who_leaves_does_not_take_the_restart_with_him(fake):
 
 
 def test_a_request_that_alone_fails_is_repeated_and_the_server_stays(fake, monkeypatch):
-    post, failures = fake._http.post, [2]
+    stream, failures = fake._http.stream, [2]
 
-    async def flaky(path, body, timeout=None):
-        if path == "/generate" and failures[0]:
+    async def flaky(path, body):
+        if failures[0]:
             failures[0] -= 1
             raise ServerUnreachable("it took too long")
-        return await post(path, body, timeout)
+        async for answer in stream(path, body):
+            yield answer
 
-    fake._http.post = flaky
+    fake._http.stream = flaky
     assert len(generate(fake, request("r", [5], max_new_tokens=2))[0].output_ids) == 2
     failures[0] = 3
     with pytest.raises(ServerUnreachable):
@@ -338,6 +339,15 @@ def test_every_key_can_stand_behind_its_option(fake, monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", lambda count: b"\xf8" * count)  # in base64: -Pj4-Pj4...
     fake.restart()
     assert kinds(fake) == ["server_restarted"]
+
+
+def test_a_turn_longer_than_the_timeout_ends_when_its_tokens_do(fake):
+    fake.settings.sglang.request_timeout = 3.0  # of the next server; the turn takes four seconds
+    fake.restart()
+    (fake.folder / "trickle").touch()
+    result = generate(fake, request("long", [5], max_new_tokens=41))[0]
+    assert len(result.output_ids) == 41 and result.finish_reason is FinishReason.LENGTH
+    assert fake.stats().generated_tokens == 41  # none of it was asked for twice
 
 
 def recorded(fake, monkeypatch):

@@ -42,11 +42,9 @@ def conversation(talk, answers, max_context=64):
         sent.append((asked.url.path, body))
         if asked.url.path != "/generate":
             return httpx.Response(200)
-        given = answers.pop(0)
-        if body.get("stream"):
-            lines = [f"data: {json.dumps(one)}\n\n" for one in given]
-            return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
-        return httpx.Response(200, json=given)
+        given = answers.pop(0)  # one answer, or several that grow
+        lines = [f"data: {json.dumps(one)}\n\n" for one in ([given] if isinstance(given, dict) else given)]
+        return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
 
     async def run():
         client = SglangClient("http://server", timeout=5, transport=httpx.MockTransport(handler))
