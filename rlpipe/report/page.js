@@ -118,13 +118,22 @@ function makeViewer() {
       (outcome.value === '' || (outcome.value === 'solved') === (t.reward >= 1)));
     at = 0; show();
   }
+  function siblings(t) {
+    const same = page.trajectories.filter(o =>
+      t.group && o.group === t.group && o.run === t.run && o.step === t.step && o.reward !== null);
+    if (same.length < 2 || t.reward === null) return '';
+    const mean = same.reduce((sum, o) => sum + o.reward, 0) / same.length;
+    const above = t.reward - mean;
+    return `recorded siblings ${same.filter(o => o !== t).map(reward).join(', ')}` +
+      ` · ${above < 0 ? '−' : '+'}${Math.abs(above).toFixed(2)} against their mean`;
+  }
   function show() {
     const t = shown[at];
     prev.disabled = at <= 0; next.disabled = at >= shown.length - 1;
     turns.replaceChildren(); legend.replaceChildren(); about.textContent = '';
     if (!t) { where.textContent = 'no such trajectory'; return; }
     where.textContent = [`${at + 1} of ${shown.length}`, t.run, `step ${t.step}`, t.instance_id,
-      `reward ${reward(t)}`, t.status, t.exit && `ended: ${t.exit}`,
+      `reward ${reward(t)}`, siblings(t), t.status, t.exit && `ended: ${t.exit}`,
       t.tamper && `touches: ${t.tamper}`].filter(Boolean).join(' · ');
     for (const [fill, words] of mode && keys[mode.value]?.() || []) {
       const item = element('span', '', '');

@@ -3,9 +3,10 @@
 Owns reading rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl where a run
 recorded no tokens; the page does the colouring. Flow: files spread evenly over the run -> rows -> the page.
 
-A row: {run, step, instance_id, reward, status, versions, turns}; a turn: {role, text}, or, where the model
-wrote it and tokens were recorded, {role, tokens, e, p, a, v}: texts, entropies and -logprobs in 1/100 nat,
-depth of acceptance (0: sampled by the target; absent without drafts), [[version, tokens], ...].
+A row: {run, step, instance_id, group, reward, status, turns}; the last may be the verifier's, what `info`
+says of the grading; siblings are the rows of one group. A turn: {role, text}, or, where the model wrote it
+and tokens were recorded, {role, tokens, e, p, a, v}: texts, entropies and -logprobs in 1/100 nat, depth of
+acceptance (0: sampled by the target; absent without drafts), [[version, tokens], ...].
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MAX_TRAJECTORY_BYTES = 14_000_000  # of JSON in the page, all runs together, bef
 MAX_READ_BYTES = 100_000_000  # of rollout files, per run
 MAX_TURN_CHARS = 6_000
 MAX_TURN_TOKENS = 4_000
+SHOWN_ELSEWHERE = ("turns", "token_texts", "exit_reason", "tamper", "retries", "sandbox_seconds", "submitted")
 
 
 def shown_trajectories(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -64,6 +66,12 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         row["exit"] = str(reason)
     if tamper := (trajectory.get("info") or {}).get("tamper"):
         row["tamper"] = str(tamper)
+    if group := trajectory.get("group_id"):
+        row["group"] = str(group)
+    told = {k: v for k, v in (trajectory.get("info") or {}).items() if k not in SHOWN_ELSEWHERE and v != ""}
+    if told:
+        text = "\n".join(f"{name}: {value}" for name, value in told.items())
+        row["turns"].append({"role": "verifier", "text": _cut(text)})
     return row
 
 

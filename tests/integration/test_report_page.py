@@ -73,6 +73,7 @@ def test_the_viewer_walks_through_every_trajectory_and_tells_of_each_token(
         page = seen.page
         where = page.locator("#v-where")
         assert where.inner_text().startswith(f"1 of {STEPS * PER_STEP} · step 1 · task-0")
+        assert "recorded siblings" in where.inner_text() and "against their mean" in where.inner_text()
         page.click("#v-next")
         assert where.inner_text().startswith("2 of")
         page.select_option("#v-step", "500")

@@ -83,3 +83,14 @@ def test_only_as_many_files_are_read_as_the_budget_allows_spread_over_the_run(
 
 def test_a_run_without_trajectories_has_no_viewer() -> None:
     assert viewer_html([]) == ""
+
+
+def test_what_the_verifier_said_stands_behind_the_last_turn():
+    from rlpipe.report.viewer import _row
+
+    info = {"exit_reason": "done", "test_report": "2 of 3 passed", "unreadable": ""}
+    row = _row({"reward": 0, "group_id": "g1", "turns": [{"role": "user", "text": "x"}], "info": info}, "")
+    assert (
+        row["turns"][-1] == {"role": "verifier", "text": "test_report: 2 of 3 passed"}
+        and row["group"] == "g1"
+    )
