@@ -116,6 +116,14 @@ def overhead(r: Any) -> str:
     )
 
 
+def grading_cost(r: Any) -> str:
+    """Tests and code in two processes against one process for both."""
+    names = ("grading wall", "grading cpu", "episode wall", "episode cpu")
+    rows = [[name, r[name]["here, ms"], r[name]["baseline, ms"], r[name]["ratio"]] for name in names]
+    held = goal(max(row[3] for row in rows[2:]) <= 1.3, "1.3 times an episode")
+    return table(["median, ms", "two processes", f"one ({r['baseline']})", "ratio"], rows) + "\n\n" + held
+
+
 def rollout_speed(r: Any) -> str:
     """The embedded engine against transformers."""
     rows = []

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.chaos
 def ended(process, marker, seconds):
     """The output of a run that ends by itself, and what is left of it a moment later."""
     output, _ = process.communicate(timeout=seconds)
-    deadline = time.monotonic() + 15  # SIGKILL was sent: the kernel needs a moment
+    deadline = time.monotonic() + 60  # SIGKILL was sent: the kernel needs a moment
     while (left := marked_processes(marker)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left, [" ".join(p.cmdline()) for p in left]
@@ -29,7 +29,7 @@ def test_where_ray_is_killed_one_sentence_says_it_and_nothing_is_left(tmp_path, 
     process, marker = start(*LONG, cwd=tmp_path, lines=1)
     (found,) = [p for p in marked_processes(marker) if p.name() == name]
     found.kill()
-    output = ended(process, marker, 40)  # Ray ends the driver by itself after a minute
+    output = ended(process, marker, 240)
     assert process.returncode == 1, output
     last = [line for line in output.splitlines() if line.strip()][-1]
     assert last.startswith(f"rlpipe: Ray's process {name}") and "continues from the newest checkpoint" in last

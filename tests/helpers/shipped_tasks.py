@@ -22,6 +22,6 @@ def graded_both(runner: TreeRunner, instance: Instance) -> list[int]:
     lines = instance.files[file].split("\n")
     lines[instance.facts["line"] - 1] = instance.facts["fixed_line"]
     return [
-        run_tests(runner, instance, code_to_grade(instance, tree_of(files)), 20)
+        run_tests(runner, instance, code_to_grade(instance, tree_of(files)), 60)
         for files in (instance.files, instance.files | {file: "\n".join(lines)})
     ]

@@ -144,7 +144,7 @@ def config(at, **sandbox):
         train_file=str(at / "train.jsonl"),
         held_out_files=[str(at / "held.jsonl")],
         test_command="python3 {runner}",
-        test_timeout_s=30.0,
+        test_timeout_s=300.0,
         sandbox=SandboxConfig(backend=SandboxBackend.DOCKER, **sandbox),
     )
 

@@ -50,8 +50,8 @@ def suite(tmp_path_factory):
     config = EnvConfig(
         train_file=str(directory / "train.jsonl"),
         held_out_files=[str(directory / "held.jsonl")],
-        sandbox=SandboxConfig(timeout_s=3),
-        test_timeout_s=3,
+        sandbox=SandboxConfig(timeout_s=10),
+        test_timeout_s=20,
     )
     check_environment(config)
     return make_suite(config)

@@ -1,7 +1,8 @@
 """A hundred seeded runs of the real controller and collector on an environment that is odd at random.
 
-Every run ends as its rule says: all steps trained, or stopped by `run.max_masked_share` with a checkpoint of
-the last step; and the ledger is exact.
+Rewards are what the readers of both graders, of trees and of images, make of reports that are malformed at
+random: those count as 0 passed, and never as a failure. Every run ends as its rule says: all steps trained,
+or stopped by `run.max_masked_share` with a checkpoint of the last step; and the ledger is exact.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, RunSettings, ValConfig
 from rlpipe.controller import Controller
 from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.envs.sandbox.base import CommandResult, Limit
+from rlpipe.envs.swe.grader import images, trees
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
 from rlpipe.pipeline.checkpoints import CheckpointStore
@@ -82,6 +85,7 @@ class Odd:
 
     def __init__(self, seed: int, rate: float) -> None:
         self.luck, self.rate, self.lock = random.Random(seed), rate, threading.Lock()
+        self.reports: list[tuple[bool, int]] = []  # (malformed, tests that passed by it)
 
     def draw(self, *odd):
         """One of `odd`, or None. A function is called."""
@@ -92,6 +96,41 @@ class Odd:
     def episode(self, instance_id):
         misbehave(self.draw(KeyError("report"), OSError(28, "No space left on device")))
         return OddEpisode(self)
+
+
+NONCE = "f" * 32
+LINES = [
+    *("", "{}", "null", "[]", "x", "[" * 100_000, "9" * 5000, '{"passed": 1}', '{"passed": [["a"]]}'),
+    *('{"passed": {"a": 1}, "intact": true}', '{"passed": ["b"], "intact": true}', '"\\ud800"', "\x00"),
+    *(
+        '{"passed": ["a"], "intact": false}',
+        '{"passed": ["a"], "intact": 1}',
+        '{"passed": ["a"], "exit_code": 1}',
+    ),
+]
+
+
+def graded(luck, malformed):
+    """How many of the one test "a" pass by a report of a random grader, which is well-formed or not."""
+    tree = luck.random() < 0.5
+    text = '{"passed": ["a"], "intact": true}' if tree else '{"passed": ["a"], "exit_code": 0}'
+    mark = NONCE if tree else images._signature(NONCE, text.encode()).decode()
+    code, exceeded = 0, None
+    if malformed:
+        code, exceeded, mark, text = luck.choice(
+            [
+                (0, Limit.TIME, mark, text),
+                (int(tree), Limit.OUTPUT, mark, text),
+                (0, None, f"e{mark}", text),
+                (0, None, mark, text[:-2]),
+                (0, None, mark, luck.choice(LINES)),
+            ]
+        )
+    result = CommandResult(output=f"noise\n{mark}{text}\n", exit_code=code, exceeded=exceeded)
+    if tree:
+        return trees.passed_tests(result, NONCE, ("a",))
+    names, status = images.reported(result, NONCE)
+    return int(status == 0 and "a" in names)
 
 
 def misbehave(what):
@@ -126,7 +165,11 @@ class OddEpisode:
             "done",
         )
         with self.suite.lock:
-            reward = float(self.suite.luck.random() < 0.5)
+            luck = self.suite.luck
+            malformed = luck.random() < self.suite.rate
+            passed = graded(luck, malformed)
+            self.suite.reports.append((malformed, passed))
+            reward = float(passed and luck.random() < 0.5)
         return odd or StepResult(done=True, reward=reward, info={"submitted": True})
 
     def finish(self):
@@ -200,7 +243,8 @@ def test_a_run_ends_as_its_rule_says_whatever_the_environment_does(tmp_path, see
         ),
         val=ValConfig(every=0),
     )
-    cluster = FakeCluster(Odd(seed, rate))
+    suite = Odd(seed, rate)
+    cluster = FakeCluster(suite)
     bus = MetricsBus([MetricsFile(tmp_path / "metrics.jsonl")], events=tmp_path / "events.jsonl")
     ledger = Ledger(tmp_path / "ledger.sqlite")
     run = Controller(
@@ -218,6 +262,7 @@ def test_a_run_ends_as_its_rule_says_whatever_the_environment_does(tmp_path, see
     events, broken = read_jsonl(tmp_path / "events.jsonl")
     masked = ledger._db.execute("SELECT COUNT(*) FROM trajectories WHERE state = 'masked'").fetchone()[0]
 
+    assert [r for r in suite.reports if r[0] == bool(r[1])] == []
     assert ledger.violations(ended=verdict is None) == [] and broken == 0
     assert all(count > 0 for count in cluster.trained), "a step trained on nothing"
     assert [s for s in run.checkpoints.steps() if s] == [s for s in (run.version - 1, run.version) if s > 0]
