@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
 from rlpipe.config.paths import resolve
-from rlpipe.config.run import ClusterMode, Config, Task, of_half
+from rlpipe.config.run import ClusterMode, Config, Task, of_half, with_weight_transfer
 from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.metrics.bus import MetricsBus
@@ -245,6 +245,14 @@ def _dump(config: Config, done: int) -> Dump | None:
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
+    hosts, gpus = 1, False
+    if config.cluster.mode is ClusterMode.RAY:
+        import ray
+
+        hosts, gpus = sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
+    config, transfer = with_weight_transfer(config, hosts=hosts, gpus=gpus)
+    if transfer:
+        bus.event("phase", message=transfer)
     if config.cluster.mode is ClusterMode.INLINE:
         from rlpipe.actors.inline_cluster import InlineCluster
 

@@ -51,7 +51,7 @@ def check_shared_gpus(config: Config) -> None:
     if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
         raise ValueError(
             "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
-            "per GPU. Set weight_transfer=tensor or disk."
+            "per GPU. Set weight_transfer=auto, shared, tensor or disk."
         )
 
 

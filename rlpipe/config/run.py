@@ -212,3 +212,26 @@ def of_half(config: Config) -> Config:
         settings["pipeline"] = replace(config.pipeline, **order)
         settings["injection"] = InjectionConfig()
     return replace(config, **settings)
+
+
+def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Config, str]:
+    """The settings with `rollout.sglang.weight_transfer=auto` decided, and why; without `auto` as they are.
+
+    Shared memory where trainer and servers are on one host, unless the servers have GPUs of their own: then,
+    and across hosts, the trainer broadcasts, where it can. hosts: of the cluster. gpus: whether it has any.
+    """
+    rollout = config.rollout
+    sglang = rollout.sglang
+    if rollout.engine is not EngineKind.SGLANG or sglang.weight_transfer is not WeightTransfer.AUTO:
+        return config, ""
+
+    def by(transfer: WeightTransfer) -> Config:
+        return replace(config, rollout=replace(rollout, sglang=replace(sglang, weight_transfer=transfer)))
+
+    broadcast = by(WeightTransfer.COLLECTIVE)
+    on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
+    apart = on_gpu and not config.cluster.share_gpus
+    if broadcast.broadcasts_weights and (hosts > 1 or apart):
+        where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
+        return broadcast, f"weights reach the servers by broadcast (collective): {where}"
+    return by(WeightTransfer.SHARED), "weights reach the servers through memory that they share with workers"

@@ -11,6 +11,7 @@ from rlpipe.config.limits import at_least, positive
 class WeightTransfer(Choice):
     """How new weights reach a server."""
 
+    AUTO = "auto"  # shared, or collective: see `run.with_weight_transfer`
     SHARED = "shared"  # through memory that the worker lays them into and its server maps
     TENSOR = "tensor"  # in the body of requests, in pieces; small models
     COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
@@ -62,7 +63,7 @@ class SglangConfig:
     health_interval: float = 10.0
     health_timeout: float = 30.0
     max_restarts: int = 3
-    weight_transfer: WeightTransfer = WeightTransfer.TENSOR
+    weight_transfer: WeightTransfer = WeightTransfer.AUTO
     bucket_mb: int = 256
     abort_on_update: bool = False
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY

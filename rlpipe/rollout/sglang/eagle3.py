@@ -35,7 +35,7 @@ def check_draft(rollout: RolloutConfig, spec: SpecConfig, target: Mapping[str, A
     if rollout.sglang.weight_transfer is WeightTransfer.DISK:  # scheduler_components/weight_updater.py:143
         raise ValueError(
             "rollout.sglang.weight_transfer=disk with spec.drafter=eagle3: SGLang reads one checkpoint into "
-            "target and draft. Set weight_transfer=tensor or collective."
+            "target and draft. Set weight_transfer=auto, shared, tensor or collective."
         )
     if shape.reduced and spec.mode in (SpecMode.REJECTION, SpecMode.BLOCK):  # eagle_worker_v2.py:269
         raise ValueError(
