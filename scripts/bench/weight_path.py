@@ -1,0 +1,267 @@
+"""What does a weight update cost at real size, beside one copy and one hash of the same bytes?
+
+A checkpoint of real size, grown from the shipped one, into a real SGLang server on the CPU, by every way in
+turn, repeat by repeat; between them the floor on the same weights:
+
+    memcpy   one thread copies them once      hashlib  one thread hashes them once (SHA-256)
+
+Seconds are of one update until the server serves it, pausing and canary included. Parts overlap, so that
+their sum exceeds the whole:
+
+    hand over  lay into shared memory, serialise or broadcast     load    what the server was asked for
+    our hash, server hash  both sides of the canary               pause   until the server goes on
+    export     the trainer's side: weights into one payload; no part of an update
+
+Memory is what our process and the server's add to what they held before, in an update that is not timed.
+
+    python scripts/bench/weight_path.py --json OUT [--size 1.5B] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rollout_speed import provenance  # noqa: E402
+
+from rlpipe.config.rollout import RolloutConfig  # noqa: E402
+from rlpipe.config.sglang import WeightTransfer  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.models.checkpoint import read_weights  # noqa: E402
+from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
+from rlpipe.weights import shared, sync  # noqa: E402
+from rlpipe.weights.buckets import buckets  # noqa: E402
+from rlpipe.weights.collective import Root  # noqa: E402
+from rlpipe.weights.payload import pack_weights, unpack_weights  # noqa: E402
+
+WAYS = ("shared", "tensor", "collective")
+PATIENCE_S = 60.0  # a way that has taken longer is not repeated
+COMMON = {"kv_heads": 2, "vocab": 151936}
+SIZES = {
+    "tiny": {"hidden": 256, "heads": 4, "head_dim": 64, "intermediate": 1024, "layers": 8, "vocab": 2048},
+    "0.5B": {"hidden": 896, "heads": 14, "head_dim": 64, "intermediate": 4864, "layers": 24},
+    "1.5B": {"hidden": 1536, "heads": 12, "head_dim": 128, "intermediate": 8960, "layers": 28},
+}
+
+
+class Profile:
+    """Seconds of an update by part, and its peak of memory. Wraps methods where the parts are done."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.paused_at = 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the seconds of what is inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def timed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The function, its calls counted to a part."""
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            with self.part(name):
+                return work(*args, **options)
+
+        return wrapped
+
+    def install(self, engine: SglangEngine) -> None:
+        """From here on, all updates of this engine."""
+        shared.SharedBuckets.lay = self.timed(shared.SharedBuckets.lay, "hand over")
+        sync.serialize = self.timed(sync.serialize, "hand over")
+        Root.send = self.timed(Root.send, "hand over")
+        sync.WeightSync._checksums = self.timed(sync.WeightSync._checksums, "our hash")
+        client = engine._http
+        post, read = client.post, client.read
+
+        async def posted(path: str, *args: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            answer = await post(path, *args, **options)
+            if path.startswith("/update_weights"):
+                self.seconds["load"] += time.perf_counter() - started
+            elif path == "/pause_generation":
+                self.paused_at = started
+            elif path == "/continue_generation":
+                self.seconds["pause"] += time.perf_counter() - self.paused_at
+            return answer
+
+        async def asked(path: str, *args: Any, **options: Any) -> Any:
+            with self.part("server hash" if path == "/weights_checker" else "other"):
+                return await read(path, *args, **options)
+
+        client.post, client.read = posted, asked
+
+
+def in_memory(engine: SglangEngine) -> int:
+    """Bytes in memory that no file backs: of our process with what it shares, and of the server's."""
+
+    def of(pid: int, *kinds: str) -> int:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(kinds))
+        return 0
+
+    servers = psutil.Process(engine.server.pid).children(recursive=True)
+    return of(os.getpid(), "RssAnon", "RssShmem") + sum(of(server.pid, "RssAnon") for server in servers)
+
+
+def peak(engine: SglangEngine, work: Callable[[], None]) -> int:
+    """Bytes that `work` adds at its peak to what was held before."""
+    before, most, over = in_memory(engine), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            most[0] = max(most[0], in_memory(engine))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        work()
+    finally:
+        over.set()
+        watching.join()
+    return most[0] - before
+
+
+def floors(weights: Mapping[str, torch.Tensor], copy: torch.Tensor) -> dict[str, float]:
+    """Seconds of one thread for one copy of the weights, into memory that is warm, and for one hash."""
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in weights.values()]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    for one in flat:
+        copy[: len(one)].copy_(one)
+    copied = time.perf_counter()
+    torch.set_num_threads(threads)
+    digest = hashlib.sha256()
+    for one in flat:
+        digest.update(one.numpy().data)
+    return {"memcpy": copied - started, "hashlib": time.perf_counter() - copied}
+
+
+def grown(size: str, folder: Path) -> Path:
+    """The shipped model at this size."""
+    path = ROOT / "scripts" / "grow_checkpoint"
+    loader = importlib.machinery.SourceFileLoader("grow_checkpoint", str(path))
+    script = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = script  # its dataclasses look themselves up
+    loader.exec_module(script)
+    script.grow(ROOT / "models" / "tiny", folder / size, script.Shape(**COMMON | SIZES[size]))
+    return folder / size
+
+
+def measure(
+    engine: SglangEngine, config: RolloutConfig, weights: dict[str, torch.Tensor], repeats: int
+) -> dict[str, Any]:
+    """Seconds and parts of the updates of every way, the memory that one adds, and the floors."""
+    profile = Profile()
+    profile.install(engine)
+    largest = max(sum(t.nbytes for _, t in piece) for piece in buckets(weights, config.sglang.bucket_mb))
+    copy = torch.zeros(largest, dtype=torch.uint8)
+    results = {way: {"all_s": [], "parts_s": defaultdict(list)} for way in WAYS}
+    floor: dict[str, list[float]] = defaultdict(list)
+    version = 0
+
+    def update(way: str) -> None:
+        nonlocal version
+        version += 1
+        weights["model.norm.weight"] = weights["model.norm.weight"] + 1  # no update brings what is there
+        config.sglang.weight_transfer = WeightTransfer(way)
+        profile.seconds.clear()
+        engine.update_weights(weights, version)
+        assert not engine.stats().sync["weights/canary_failures"]
+
+    for way, result in results.items():
+        result["memory_added"] = peak(engine, lambda way=way: update(way))  # joins groups and warms up, too
+    for _ in range(repeats):
+        for name, seconds in floors(weights, copy).items():
+            floor[name].append(seconds)
+        for way, result in results.items():
+            if sum(result["all_s"]) > PATIENCE_S:
+                continue
+            started = time.perf_counter()
+            update(way)
+            result["all_s"].append(time.perf_counter() - started)
+            for name, seconds in profile.seconds.items():
+                result["parts_s"][name].append(seconds)
+        with profile.part("export"):
+            pack_weights(weights, version)
+        floor["export"].append(profile.seconds["export"])
+    medians = {name: statistics.median(seconds) for name, seconds in floor.items()}
+    goal = 4 * medians["memcpy"] + 1.2 * medians["hashlib"]
+    for result in results.values():
+        result["median_s"] = statistics.median(result["all_s"])
+        result["parts_s"] = {name: statistics.median(found) for name, found in result["parts_s"].items()}
+        result["of_goal"] = result["median_s"] / goal
+        result["buckets_added"] = result["memory_added"] / largest
+    return {"floors_s": medians, "goal_s": goal, "largest_piece_bytes": largest, "results": results}
+
+
+def main() -> None:
+    """Run what was asked for and write one JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="0.5B")
+    parser.add_argument("--model", type=Path, help="a checkpoint to take instead of growing one")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bucket-mb", type=int, default=64)
+    args = parser.parse_args()
+    load = os.getloadavg()
+    torch.set_num_threads(args.threads)
+    config = RolloutConfig(
+        engine="sglang", device="cpu", dtype="bfloat16", threads=args.threads, max_running=1, max_context=64
+    )
+    config.sglang.bucket_mb = args.bucket_mb
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = args.model or grown(args.size, folder)
+        weights = unpack_weights(pack_weights(read_weights(model), 0))  # in memory, as a worker has them
+        engine = SglangEngine(config, SpecConfig(), model, log_dir=folder / "logs")
+        stack.callback(engine.close)
+        report = measure(engine, config, weights, args.repeats)
+        size = sum(tensor.nbytes for tensor in weights.values())
+    used = {name: getattr(args, name) for name in ("size", "repeats", "threads", "bucket_mb")}
+    report = provenance(args, load) | {"config": used, "weights_bytes": size} | report
+    ours = report["results"]["shared"]
+    reached = {"seconds": ours["of_goal"] <= 1, "memory": ours["buckets_added"] <= 2}
+    report["goals"] = {name: "held" if well else "not held" for name, well in reached.items()}
+    for way, result in report["results"].items():
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["parts_s"].items())
+        print(
+            f"{way:10} {result['median_s']:.2f} s, {result['of_goal']:.2f} of the goal ({parts}), "
+            f"memory {result['memory_added'] / 1e6:.0f} MB = {result['buckets_added']:.1f} pieces"
+        )
+    print(f"floors {report['floors_s']}, goal {report['goal_s']:.2f} s, {size / 1e9:.2f} GB")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
