@@ -247,9 +247,9 @@ def _dump(config: Config, done: int) -> Dump | None:
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     hosts, gpus = 1, False
     if config.cluster.mode is ClusterMode.RAY:
-        import ray
+        from rlpipe.actors.ray_cluster import hosts_and_gpus
 
-        hosts, gpus = sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
+        hosts, gpus = hosts_and_gpus()
     config, transfer = with_weight_transfer(config, hosts=hosts, gpus=gpus)
     if transfer:
         bus.event("phase", message=transfer)

@@ -45,6 +45,11 @@ _CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
 _GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
 
 
+def hosts_and_gpus() -> tuple[int, bool]:
+    """How many hosts the running Ray cluster has, and whether any has a GPU."""
+    return sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
+
+
 class RayCluster:
     """Started by `launch`, after `ray.init`. on_event: told of every fault (kind, fields)."""
 
