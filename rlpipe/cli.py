@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-MODULES = {"run": "rlpipe.run", "report": "rlpipe.report.__main__", "analyse": "rlpipe.report.analysis"}
+MODULES = {
+    "run": "rlpipe.run",
+    "report": "rlpipe.report.__main__",
+    "analyse": "rlpipe.report.analysis",
+    "check": "rlpipe.check",
+}
 USAGE = """usage: rlpipe COMMAND ...
 
   run +recipe=NAME [key=value ...]   run a recipe (rlpipe run lists them)
+  check +recipe=NAME [key=value ...] the same without starting it; plays an environment of your own
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
   analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)"""

@@ -13,15 +13,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
+from rlpipe.config.env import EnvName
 from rlpipe.config.paths import resolve
-from rlpipe.config.run import ClusterMode, Config, Task, of_half, with_weight_transfer
+from rlpipe.config.run import ClusterMode, Config, Task, ValConfig, of_half, with_weight_transfer
 from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
+from rlpipe.envs.base import Suite
+from rlpipe.envs.rehearsal import rehearse
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.sinks import make_sinks
@@ -29,10 +33,11 @@ from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.run_directory import held, keep_settings, settings_changed
+from rlpipe.run_directory import CONFIG, LOCK, held, keep_settings, settings_changed
 from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
+_REHEARSAL_S = 5.0  # after which the rehearsal at a launch calls the environment no more
 
 
 class RunTask(Protocol):
@@ -61,8 +66,17 @@ def launch(config: Config, resolved: str) -> int:
     resolved: the composed configuration as YAML, kept as `config.yaml` in the run directory.
     """
     run_dir = resolve(config.run.dir)
-    with held(run_dir):
-        return _launch(config, resolved, run_dir)
+    new = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        with held(run_dir):
+            return _launch(config, resolved, run_dir)
+    except ValueError:  # refused: what stands there is a lock at most
+        if new and not (run_dir / CONFIG).exists():
+            with suppress(OSError):
+                (run_dir / LOCK).unlink()
+                for path in new:
+                    path.rmdir()
+        raise
 
 
 def _launch(config: Config, resolved: str, run_dir: Path) -> int:
@@ -160,6 +174,26 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
             signal.signal(name, handler)
 
 
+def suites_of(config: Config) -> list[Suite]:
+    """The suites that a run plays, each with what it needs there. Raises ValueError."""
+    names = [config.env.name] if config.task is Task.RL else config.adapt.environments(config.env)
+    environments = [replace(config.env, name=name) for name in names]
+    for environment in environments:
+        check_environment(environment)
+    return [make_suite(environment, seed=config.run.seed) for environment in environments]
+
+
+def check_instances(val: ValConfig, suite: Suite) -> None:
+    """Refuse to validate on more instances than there are, unless by default. Raises ValueError."""
+    sizes = {split: len(suite.instance_ids(split)) for split in suite.splits()}
+    if val.every and val.instances > max(ValConfig().instances, *sizes.values()):
+        there = ", ".join(f"{split} {size}" for split, size in sizes.items())
+        raise ValueError(
+            f"val.instances={val.instances}, and the held-out sets have fewer ({there}): lower it, or set 0 "
+            "for all of them."
+        )
+
+
 class ReinforcementLearning:
     """The task `rl`, or one half of it: a cluster and its controller. done: step of the newest checkpoint."""
 
@@ -168,9 +202,11 @@ class ReinforcementLearning:
         config, half = self._config, config.run.half
         self._held_out: dict[str, list[str]] = {}
         if half.rolls:
-            check_environment(config.env)
             check_engine(config)
-            suite = make_suite(config.env, seed=config.run.seed)
+            (suite,) = suites_of(config)
+            if config.env.name is EnvName.USER:
+                rehearse(suite, config.env.suite, episodes=1, turns=2, budget_s=_REHEARSAL_S)
+            check_instances(config.val, suite)
             if half.trains:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}

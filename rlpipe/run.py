@@ -5,16 +5,21 @@ Owns the command line; imports no torch, so `--help` and `--cfg job` answer at o
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
+from collections.abc import Callable
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from rlpipe.command_line import explaining, refused
 from rlpipe.config.checks import check
-from rlpipe.config.paths import shipped
+from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.memory import check_memory
 from rlpipe.sweep import Sweep
@@ -37,38 +42,83 @@ def usage() -> str:
     )
 
 
-_SWEEP = Sweep()
+Work = Callable[[Config, str], int]  # what to do with a checked configuration and its YAML
 
 
-def run_composed(resolved: str) -> int:
-    """Check a composed configuration (YAML), then launch it; returns the exit status."""
+def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
+    """Check a composed configuration, then launch it, or do other work; returns the exit status.
+
+    resolved: its YAML. composition: the same as Hydra typed it, where it is at hand: typing takes time.
+    """
+    config: Config | None = None
     try:
-        config: Config = OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.create(resolved)))
+        if composition is None:
+            composition = OmegaConf.merge(Config, OmegaConf.create(resolved))
+        config = OmegaConf.to_object(composition)
         check(config)
         check_memory(config)
-        from rlpipe.launch import launch
+        from rlpipe.actors.ray_session import set_ray_environment
+        from rlpipe.preflight import check_surroundings
 
-        return launch(config, resolved=resolved)
+        set_ray_environment(config)  # before code of the user's, or verl, imports Ray
+        check_surroundings(config)
+        if work is None:
+            from rlpipe.launch import launch as work
+        return work(config, resolved)
     except ValueError as error:
         print(f"rlpipe: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # of the run: a sentence here, the traceback where the run is
+        if config is None or os.environ.get("RLPIPE_TRACEBACK"):
+            raise
+        print(f"rlpipe: {_kept(config, error)}", file=sys.stderr)
+        return 1
 
 
-@hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
-def _composed(composed: DictConfig) -> int:
-    """What Hydra made of the command line, once for every job of a sweep."""
-    if not composed.recipe:
-        print(usage())
-        sys.exit(2)
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        return _SWEEP.run_job(composed)
-    sys.exit(run_composed(OmegaConf.to_yaml(composed, resolve=True)))
+def _kept(config: Config, error: Exception) -> str:
+    """What failed in one sentence, after its traceback was written into the run directory."""
+    first = str(error).partition("\n")[0]
+    said = first if isinstance(error, RuntimeError) and first else f"{type(error).__name__}: {first}"
+    file = resolve(config.run.dir) / "traceback.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(traceback.format_exception(error)))
+    except OSError as full:
+        return f"{said} (its traceback could not be written to {file}: {full.strerror or full})"
+    return f"{said} (traceback: {file})"
+
+
+def compose(work: Work | None = None) -> int:
+    """Compose the command line, check it and launch it, or do other work; returns the exit status."""
+    sweep, status = Sweep(), 0
+
+    @hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
+    def composed(composition: DictConfig) -> int | None:
+        """What Hydra made of the command line, once for every job of a sweep."""
+        nonlocal status
+        if not composition.recipe:
+            print(usage())
+            status = 2
+        elif HydraConfig.get().mode is RunMode.MULTIRUN:
+            return sweep.run_job(composition)
+        else:
+            try:
+                resolved = OmegaConf.to_yaml(composition, resolve=True)
+            except OmegaConfBaseException as error:
+                raise SystemExit(refused(error)) from None
+            raise SystemExit(run_composed(resolved, work, composition))
+        return None
+
+    def play() -> int:
+        composed()
+        return sweep.finish() if sweep.jobs else status
+
+    return explaining(play)
 
 
 def main() -> int:
     """Run the command line; returns the exit status of a sweep, and leaves with that of a run."""
-    _composed()
-    return _SWEEP.finish() if _SWEEP.jobs else 0
+    return compose()
 
 
 if __name__ == "__main__":

@@ -24,11 +24,19 @@ from typing import IO, Any
 
 import psutil
 
-from rlpipe.config.run import Config
+from rlpipe.config.run import ClusterMode, Config
 
 _PREFIX = "rlpipe-ray-"
 _WATCHED = ("gcs_server", "raylet")
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
+
+
+def set_ray_environment(config: Config) -> None:
+    """What Ray reads when it is imported, by whomever: call it before code that might. Harmless twice."""
+    if config.cluster.mode is ClusterMode.RAY and not config.cluster.address and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine: loopback alone
 
 
 class RaySession:
@@ -47,10 +55,7 @@ class RaySession:
                 "num_cpus": max(actors, os.cpu_count() or 1),
                 "_temp_dir": str(self._folder / "r"),
             }  # Ray opens its folder to everybody
-            if "ray" not in sys.modules:  # Ray reads these when it is imported
-                os.environ.setdefault("RAY_AUTH_MODE", "token")
-                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-                os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine: loopback alone
+        set_ray_environment(config)
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
         import ray
         from ray._private import services

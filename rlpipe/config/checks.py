@@ -92,6 +92,7 @@ def check(config: Config) -> None:
         config.spec.drafter.kind.check_cotrained(config)
     if config.task is Task.RL:
         check_staleness(config)
+        _check_learnable(config)
     temperatures = (config.rollout.temperature, config.val.temperature)
     if config.spec.mode is SpecMode.GREEDY and any(temperatures):
         raise ValueError(
@@ -110,6 +111,7 @@ def check(config: Config) -> None:
             f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one trajectory of "
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
+    read_architecture(hf_config)  # refuses what the next would not find
     check_parallel(config.trainer, hf_config)
     check_biases(config.model.path, hf_config)
     if config.rollout.engine is EngineKind.SGLANG:
@@ -123,6 +125,21 @@ def check(config: Config) -> None:
         raise ValueError(
             f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
+        )
+
+
+def _check_learnable(config: Config) -> None:
+    """Refuse runs that would train on nothing. Raises ValueError."""
+    greedy = config.spec.mode is SpecMode.GREEDY  # asked for: nothing else can be decoded so
+    if config.rollout.temperature == 0 and config.run.half is Half.BOTH and not greedy:
+        raise ValueError(
+            "rollout.temperature=0 makes all siblings of a group equal, so that every advantage is 0 and "
+            "nothing is learnt: set rollout.temperature=1.0 (val.temperature=0 validates greedily)."
+        )
+    if config.mtp.online and config.spec.mode is SpecMode.NONE:
+        raise ValueError(
+            "mtp.train=online trains a draft, and spec.mode=none never drafts: set spec.mode=rejection, or "
+            "mtp.train=off."
         )
 
 
@@ -232,9 +249,10 @@ def check_adapt(config: Config) -> None:
 
 
 def check_run_dir(run: RunSettings) -> None:
-    """Make the run directory and its checkpoint folder, and refuse what cannot be written or reused."""
+    """Refuse a run directory that cannot be written or reused; what it makes to find out it removes."""
     directory = resolve(run.dir)
     checkpoints = directory / "checkpoints"
+    new = [path for path in (checkpoints, *checkpoints.parents) if not path.exists()]
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         probe = checkpoints / ".writable"
@@ -242,10 +260,12 @@ def check_run_dir(run: RunSettings) -> None:
             probe.write_bytes(bytes(1 << 20))  # what the records of the first steps take
         finally:
             probe.unlink(missing_ok=True)
+            for path in new:  # a command that is refused leaves no folder behind
+                path.rmdir()
     except OSError as error:
         raise ValueError(
             f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "
-            "set run.dir to a directory you can write to."
+            "set run.dir to a directory you can write to, with space for checkpoints."
         ) from error
     if run.resume is Resume.NEVER and _holds_run(directory):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
@@ -76,6 +77,10 @@ class RolloutConfig:
         at_least(2, self, "rollout", "max_context", remedy="it holds a prompt token and a sampled one")
         at_least(0, self, "rollout", "concurrent_groups", remedy="0 plays all that are admitted")
         at_least(0, self, "rollout", "temperature", remedy="0 is greedy, 1.0 samples the policy")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(
+                f"rollout.device={self.device!r} is no device: set auto, cpu, cuda, or one GPU as in cuda:1."
+            )
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"rollout.top_p={self.top_p}, rollout.top_k={self.top_k}: rollouts are sampled from the "

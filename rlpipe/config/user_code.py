@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
@@ -28,6 +31,27 @@ def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
             f"{setting}={name!r} cannot be imported from {here}: {error}. Start the run in its folder, "
             "put that on PYTHONPATH, or install it."
         ) from error
+    except BaseException as error:  # the module runs when it is imported, and may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(
+            f"{raised_at(error)}: importing {setting}={name!r} raised {described(error)}. Correct that line."
+        ) from error
     if not callable(found):
         raise ValueError(f"{setting}={name!r} is a {type(found).__name__}, not a function({takes}).")
     return found
+
+
+def described(error: BaseException) -> str:
+    """Type and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
+
+
+def raised_at(error: BaseException) -> str:
+    """File and line of the user's code that an error comes from: the last that is not a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (_PACKAGE, sys.prefix, sys.base_prefix, "<frozen")
+    own = [frame for frame in frames if not frame.filename.startswith(inside)] or frames[-1:]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "?"

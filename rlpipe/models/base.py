@@ -169,6 +169,7 @@ class Family:
 
     def parse(self, config: Mapping[str, Any]) -> Architecture:
         """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
+        self._refuse_incomplete(config)
         self._refuse_unsupported(config)
         rope = read_rope(config)
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -192,6 +193,23 @@ class Family:
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
         )
+
+    def _refuse_incomplete(self, config: Mapping[str, Any]) -> None:
+        needed = (
+            "num_attention_heads",
+            "hidden_size",
+            "vocab_size",
+            "intermediate_size",
+            "num_hidden_layers",
+        )
+        optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_nextn_predict_layers")
+        for name in (*needed, *(name for name in optional if config.get(name))):
+            value = config.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
+                    "config.json again from the checkpoint that the model comes from."
+                )
 
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
         rope = config.get("rope_parameters") or {}

@@ -39,11 +39,38 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
     """
     file = Path(path) / "config.json"
     if not file.is_file():
+        parts = Path(path).parts[-2:]
+        hub = (
+            ""
+            if Path(path).parent.is_dir()
+            else (
+                f" Download a model of the Hugging Face hub first: hf download {'/'.join(parts)} "
+                f"--local-dir {parts[-1]}, then {setting}={parts[-1]}."
+            )
+        )
         raise ValueError(
             f"{setting}={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
-            f"Point {setting} at a directory with config.json and *.safetensors."
+            f"Point {setting} at a directory with config.json and *.safetensors.{hub}"
         )
-    return json.loads(file.read_text())
+    return read_json(file, setting)
+
+
+def read_json(file: Path, setting: str) -> dict[str, Any]:
+    """The object in a file of a checkpoint, {} without the file. Raises ValueError with the line."""
+    if not file.is_file():
+        return {}
+    remedy = f"Copy it again from the checkpoint that the model comes from, or correct {setting}."
+    try:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file}:{error.lineno}: not JSON at column {error.colno}: {error.msg}. {remedy}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}). {remedy}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, not an object {{...}}. {remedy}")
+    return found
 
 
 def has_mtp(config: Mapping[str, Any]) -> bool:
@@ -97,20 +124,36 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def weight_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every stored tensor, from the files' headers alone; a tied head is not added.
 
-    Raises ValueError when there is no safetensors file.
+    Raises ValueError naming the file that is not there or broken; setting: what named the directory.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files = sorted(Path(path).glob("*.safetensors"))
+    index = read_json(Path(path) / "model.safetensors.index.json", setting).get("weight_map") or {}
+    named = {Path(path) / name for name in index.values()}
+    if absent := sorted(file.name for file in named - set(files)):
+        raise ValueError(
+            f"{setting}={str(path)!r}: {_some(absent)} of model.safetensors.index.json is not there. "
+            "Download the checkpoint again."
+        )
     if not files:
-        raise ValueError(f"model.path={str(path)!r} holds no *.safetensors file.")
+        raise ValueError(
+            f"{setting}={str(path)!r} holds no *.safetensors file: point it at a checkpoint with weights, or "
+            "convert pytorch_model.bin with transformers' save_pretrained."
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="np") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="np") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            size = file.stat().st_size if file.exists() else 0
+            raise ValueError(
+                f"{file} ({size} bytes) cannot be read: {error}. Is it cut off? Download it again."
+            ) from None
     return shapes
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, suite_tools
+from rlpipe.envs.contract import messages_of, step_of
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
@@ -267,17 +266,15 @@ class Collector:
         finally:
             await asyncio.shield(self._blocking(attempt, episode.close))
         trajectory = attempt.trajectory
-        if not math.isfinite(result.reward):
-            raise ValueError(f"the environment gave the reward {result.reward!r}: it must be a finite number")
-        trajectory.reward = float(result.reward)
+        trajectory.reward = result.reward
         trajectory.truncated = reason is not ExitReason.DONE
-        trajectory.info |= _plain(result.info) | {"exit_reason": reason.value}
+        trajectory.info |= result.info | {"exit_reason": reason.value}
 
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
-        opening = await self._blocking(attempt, episode.messages)
-        attempt.turns += [{"role": m["role"], "text": _plain(m["content"][:_SHOWN_CHARS])} for m in opening]
+        opening = messages_of(await self._blocking(attempt, episode.messages))
+        attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
         context = chat.initial(opening, self._tools)
         trajectory.prompt_length = len(context)
         room = self._rollout.max_context
@@ -286,18 +283,18 @@ class Collector:
             raise _Unplayable(ExitReason.PROMPT, message)
         for turn in range(self._suite.max_turns):
             if len(trajectory.token_ids) + len(context) >= room:
-                return await self._blocking(attempt, episode.finish), ExitReason.CONTEXT
+                return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.CONTEXT
             trajectory.append_context(context)
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
                 generated = await self._generate(attempt, turn)
             trajectory.append_sampled(generated)
             action = chat.decode(generated.output_ids)
-            step = await self._blocking(attempt, episode.step, action)
+            step = step_of(await self._blocking(attempt, episode.step, action))
             _record_turn(attempt, action, step)
             if step.done:
                 return step, ExitReason.DONE
             context = chat.continuation(chat.observation(step.observation), generated.output_ids)
-        return await self._blocking(attempt, episode.finish), ExitReason.MAX_TURNS
+        return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.MAX_TURNS
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
         """One whole turn; what an abort interrupts is continued, with a seed of its own for each part."""
@@ -376,15 +373,9 @@ def _described(reason: ExitReason, failed: BaseException) -> dict[str, str]:
 
 def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
     """Keep what people read; `turns` is bounded by the turn limit, each text by a length."""
-    observation = _plain(step.observation[:_SHOWN_CHARS])
+    observation = step.observation[:_SHOWN_CHARS]
     attempt.turns.append({"action": action[:_SHOWN_CHARS], "observation": observation})
-    attempt.trajectory.info |= _plain(step.info)
-
-
-def _plain(said: T) -> T:
-    """What an environment said, once JSON can hold it, as a checkpoint must. Raises TypeError, ValueError."""
-    json.dumps(said)
-    return said
+    attempt.trajectory.info |= step.info
 
 
 async def _together(coroutines: Any) -> list[Any]:

@@ -22,4 +22,4 @@ def test_a_disk_of_twenty_kilobytes_is_one_sentence_and_left_empty(tmp_path):
             check_run_dir(RunSettings(dir=str(tmp_path)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

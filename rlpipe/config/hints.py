@@ -1,0 +1,63 @@
+"""Settings by name, and which one was meant by a name that does not exist. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+from rlpipe.config.run import Config
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The closest known name as a sentence with a space before it; empty when none is close.
+
+    >>> did_you_mean("rejecton", ["rejection", "none"])
+    ' Did you mean rejection?'
+    """
+    found = get_close_matches(given, list(known), n=1)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and default of every section and setting, "spec" and "spec.gamma" alike."""
+    config = Config() if config is None else config
+    for part in fields(config):
+        name, value = f"{prefix}{part.name}", getattr(config, part.name)
+        yield name, value
+        if is_dataclass(value):
+            yield from settings(value, f"{name}.")
+
+
+def unknown_setting(key: str, value: str) -> ValueError | None:
+    """The refusal of a dotted key that is no setting; None for one that is, or lies in a free mapping."""
+    known = dict(settings())
+    parts = key.split(".")
+    parents = [".".join(parts[:n]) for n in range(1, len(parts))]
+    if key in known or any(isinstance(known.get(parent), dict) for parent in parents):
+        return None
+    last = {name: name.rpartition(".")[2] for name in known}
+    same = sorted(name for name in known if last[name] == parts[-1])  # the right name in another section
+    meant = f" Did you mean {same[0]}?" if same else did_you_mean(key, known)
+    if not meant:
+        close = get_close_matches(parts[-1], set(last.values()), n=1)
+        meant = f" Did you mean {next(n for n in known if last[n] == close[0])}?" if close else ""
+    return ValueError(
+        f"{key}={value}: there is no setting {key!r}.{meant} Correct the name; `rlpipe run --cfg job` prints "
+        "every setting."
+    )
+
+
+def kind_of(key: str) -> str:
+    """What to give for a setting, by its default."""
+    default = dict(settings()).get(key)
+    if is_dataclass(default):
+        return f"set its parts, as in {key}.{fields(default)[0].name}=VALUE"
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", list: "a list in brackets"}
+    if isinstance(default, Enum):
+        return f"choose one of {', '.join(type(default).__members__)}"
+    shown = default if isinstance(default, str) else json.dumps(default, default=str)
+    return f"give {kinds.get(type(default), 'a value of that kind')}, as in {key}={shown}"
