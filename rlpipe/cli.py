@@ -5,10 +5,13 @@ Each is a module that `python -m` runs as well; what follows the word is that mo
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+
+from rlpipe.config.paths import shipped
 
 MODULES = {
     "run": "rlpipe.run",
@@ -22,7 +25,9 @@ USAGE = """usage: rlpipe COMMAND ...
   check +recipe=NAME [key=value ...] the same without starting it; plays an environment of your own
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
-  analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)"""
+  analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)
+  doctor [--json]                    what this machine lacks, with remedies (in a checkout)
+  completion bash|zsh                completion, by eval "$(rlpipe completion bash)" there"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if given else 2
     command, rest = given[0], given[1:]
-    if command == "runs":
-        return _runs(rest)
+    if command in _OWN:
+        try:
+            return _OWN[command](rest)
+        except ValueError as error:
+            print(f"rlpipe: {error}", file=sys.stderr)
+            return 2
     if command not in MODULES:
         print(f"rlpipe: there is no command {command!r}.\n{USAGE}", file=sys.stderr)
         return 2
@@ -50,6 +59,20 @@ def _runs(arguments: Sequence[str]) -> int:
         return 2
     print(runs_table(directories))
     return 0
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    return subprocess.call([sys.executable, str(shipped("scripts/doctor")), *arguments])
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    from rlpipe.config.completion import script
+
+    print(script(arguments[0] if arguments else "", [*MODULES, *_OWN]))
+    return 0
+
+
+_OWN = {"runs": _runs, "doctor": _doctor, "completion": _completion}
 
 
 if __name__ == "__main__":
