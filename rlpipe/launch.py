@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
-from rlpipe.config.env import EnvName
+from rlpipe.actors.leftovers import watched_over
+from rlpipe.config.env import EnvName, SandboxBackend
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import ClusterMode, Config, Task, ValConfig, of_half, with_weight_transfer
 from rlpipe.controller import Controller, first_cause
@@ -68,7 +69,7 @@ def launch(config: Config, resolved: str) -> int:
     run_dir = resolve(config.run.dir)
     new = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
-        with held(run_dir):
+        with held(run_dir), watched_over(config.env.sandbox.backend is SandboxBackend.DOCKER):
             return _launch(config, resolved, run_dir)
     except ValueError:  # refused: what stands there is a lock at most
         if new and not (run_dir / CONFIG).exists():

@@ -33,10 +33,25 @@ _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds som
 
 def set_ray_environment(config: Config) -> None:
     """What Ray reads when it is imported, by whomever: call it before code that might. Harmless twice."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine: loopback alone
+
+
+def close_ray(config: Config) -> None:
+    """Close the Ray that is about to start to other users of this machine; a cluster is not ours to close.
+
+    Raises ValueError when Ray was imported without a token before.
+    """
+    if not config.cluster.address and "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
+        raise ValueError(
+            "Ray was imported before the run could give it a token, so other users of this machine could "
+            "reach it: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before, or import ray later."
+        )
+    set_ray_environment(config)
 
 
 class RaySession:
@@ -55,8 +70,7 @@ class RaySession:
                 "num_cpus": max(actors, os.cpu_count() or 1),
                 "_temp_dir": str(self._folder / "r"),
             }  # Ray opens its folder to everybody
-        set_ray_environment(config)
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
+        close_ray(config)
         import ray
         from ray._private import services
 
@@ -120,16 +134,24 @@ class RaySession:
                 )
 
 
-def _private_folder() -> tuple[Path, IO[str]]:
-    """A folder of mode 0700 and the lock that says its run lives; folders of dead runs are removed."""
-    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    if len(str(base)) > _LONGEST_BASE:
-        base = Path("/tmp")
-    for file in base.glob(f"{_PREFIX}*/lock"):
+def sweep() -> None:
+    """Remove the folders of runs that are dead."""
+    for file in _base().glob(f"{_PREFIX}*/lock"):
         with suppress(OSError), file.open() as lock:  # another user's, or of a run that lives
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(file.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+
+
+def _base() -> Path:
+    """Where folders of Ray are made."""
+    base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    return base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")
+
+
+def _private_folder() -> tuple[Path, IO[str]]:
+    """A folder of mode 0700 and the lock that says its run lives; folders of dead runs are removed."""
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_base()))
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock

@@ -33,6 +33,7 @@ from rlpipe.algo.rule import CorrectionRule
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.optimizer import PolicyOptimizer
+from rlpipe.trainer.unpickling import nothing_executed
 
 
 class Resumable(Protocol):
@@ -136,10 +137,11 @@ def load(trainer: Resumable, directory: Path) -> None:
         raise ValueError(
             f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part."
         )
-    state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
+    with nothing_executed(directory):
+        state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
+        common = dist_checkpointing.load_common_state_dict(str(directory))
     trainer.model.load_state_dict(state["model"])
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
-    common = dist_checkpointing.load_common_state_dict(str(directory))
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
     if trainer.rule is not None:  # older checkpoints hold the calibration of OBRS alone

@@ -65,3 +65,29 @@ def test_ray_listens_on_loopback_asks_for_a_token_and_leaves_nothing(tmp_path, h
     assert told["in_our_group"] == [], "a signal to the driver's group would end Ray before the driver"
     assert told["left"] == [] and not told["folder"]
     assert Path(told["module"]) == tmp_path / "my_suite.py", "what the user put on PYTHONPATH is found"
+
+
+def test_code_of_the_user_that_imports_ray_finds_it_closed(tmp_path):
+    """The suite is imported before Ray starts; a run that began with an open Ray is refused."""
+    (tmp_path / "my_suite.py").write_text(
+        "import os, ray\nfrom rlpipe.envs.swe.suite import SweSuite\n"
+        "print('seen', os.environ['RAY_AUTH_MODE'], len(os.environ['RAY_AUTH_TOKEN']), flush=True)\n"
+        "def make(config, seed):\n    raise ValueError('enough')\n"
+    )
+    user = environment()
+    user["PYTHONPATH"] += f":{tmp_path}"
+    arguments = ["+recipe=swe_rl", "env.suite=my_suite:make", f"run.dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "rlpipe.run", *arguments]
+    done = subprocess.run(command, env=user, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert "seen token 64" in done.stdout and "enough" in done.stderr, done.stdout + done.stderr
+
+
+def test_ray_that_was_imported_open_is_refused():
+    script = (
+        "import ray\nfrom rlpipe.actors.ray_session import close_ray\nfrom rlpipe.config.run import Config\n"
+        "close_ray(Config())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before" in done.stderr

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rlpipe.config.env import SandboxBackend, SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
+from rlpipe.envs.sandbox.sweep import sweep
 from rlpipe.envs.sandbox.tree import scratch
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def check_sandbox(config: SandboxConfig) -> None:
             "(the tool bwrap is the package bubblewrap), or set env.sandbox.backend=docker. "
             "Commands written by a model never run without a sandbox."
         )
-    from rlpipe.envs.sandbox.bubblewrap import sweep
-
     sweep()
     _check_scratch()
     try:
@@ -110,9 +109,9 @@ def _check_container_tool(config: SandboxConfig) -> None:
             "give this user access to it."
         )
     if config.backend is SandboxBackend.DOCKER:
-        from rlpipe.envs.sandbox.container import sweep
+        from rlpipe.envs.sandbox.container import sweep as sweep_containers
 
-        sweep()
+        sweep_containers()
 
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:

@@ -47,6 +47,7 @@ from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.sandbox.process import FILTER_FD, STATUS_FD, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
+from rlpipe.envs.sandbox.sweep import NOBODY, prefix
 from rlpipe.envs.sandbox.tree import (
     Tree,
     TreeLimits,
@@ -59,11 +60,9 @@ from rlpipe.envs.sandbox.tree import (
 )
 
 WORK = "/work"
-_NOBODY = 65534
 _OPEN_FILES = 256
 _OUTSIDE = 4  # processes of bwrap's own
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
-_PREFIX = "rlpipe-sandbox-"
 _PROCESS_1 = 'echo 1000 > /proc/self/oom_score_adj; bash -c "$1"; exit $?'
 
 
@@ -76,9 +75,9 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     def __init__(self, limits: SandboxConfig, tree: Tree) -> None:
         self.limits = limits
         self.tree_limits = TreeLimits(max_bytes=limits.tree_mb << 20, max_entries=limits.tree_files)
-        self.working_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=scratch()))
+        self.working_dir = Path(tempfile.mkdtemp(prefix=prefix(), dir=scratch()))
         self.work, tmp = self.working_dir / "work", self.working_dir / "tmp"
-        owner = _NOBODY if os.geteuid() == 0 else None
+        owner = NOBODY if os.geteuid() == 0 else None
         for directory in (self.working_dir, self.work, tmp):
             directory.mkdir(exist_ok=True)
             if owner is not None:
@@ -154,7 +153,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
     def command_line(self, command: str) -> list[str]:
         """The whole argument vector, host side first."""
         limits = self.limits
-        drop = ["--reuid", str(_NOBODY), "--regid", str(_NOBODY), "--clear-groups"]
+        drop = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
         return [
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
             self.config.executable,
@@ -188,21 +187,6 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         if group.ran_out_of_memory() if counted else used > self.limits.memory_mb << 20:
             return Limit.MEMORY
         return Limit.FILES if exceeds(self.working_dir, self.tree_limits, sum(deleted.values())) else None
-
-
-def sweep() -> int:
-    """Remove the directories and groups of processes of ours that were killed; returns how many."""
-    swept = 0
-    ours = {os.geteuid(), _NOBODY} if os.geteuid() == 0 else {os.geteuid()}
-    left = [(path, remove_tree) for path in scratch().glob(f"{_PREFIX}*")]
-    left += [(path, cgroup.remove) for path in cgroup.groups(_PREFIX)]
-    for path, remove in left:
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):  # another start sweeps it as well
-            if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.lstat().st_uid in ours:
-                remove(path)
-                swept += 1
-    return swept
 
 
 def execute(

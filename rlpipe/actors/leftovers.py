@@ -1,0 +1,101 @@
+"""What a run leaves when its processes are killed, and the process that ends and removes it.
+
+    with watched_over():  # one process beside the run, in a session of its own
+        ...
+
+Owns no life of a part that still has an owner: a worker ends its sandboxes, `rollout/sglang/guard.py` a
+server whose worker is gone, `RaySession` Ray. Flow: the driver marks its environment, which all that it
+starts inherits; the process here waits until the driver has ended, however that was, kills what carries the
+mark, and removes what dead processes of ours left: folders, control groups, containers. The living of other
+runs are spared.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from rlpipe.actors.ray_session import sweep as sweep_folders
+from rlpipe.envs.sandbox.sweep import MARK, left
+from rlpipe.envs.sandbox.sweep import sweep as sweep_sandboxes
+
+_LOOK_S = 0.2
+_PATIENCE_S = 60.0
+
+
+@contextmanager
+def watched_over(containers: bool = False) -> Iterator[None]:
+    """Let nothing of the block survive it, nor this process. containers: they are swept as well."""
+    os.environ[MARK] = mark = uuid.uuid4().hex
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "rlpipe.actors.leftovers", str(os.getpid()), mark, str(containers)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": path, MARK: ""},
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.wait()
+        del os.environ[MARK]
+        clean_up(mark, containers)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes whose environment, at their start, carried the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def clean_up(mark: str, containers: bool) -> None:
+    """Kill all that carries the mark, then remove what the dead left behind."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (living := marked(mark)) and time.monotonic() < deadline:  # again: they may have started others
+        for process in living:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(living, timeout=_LOOK_S)
+    sweep_folders()
+    sweep_sandboxes(mark)
+    while left(mark) and time.monotonic() < deadline:  # a process in them was still dying
+        time.sleep(_LOOK_S)
+        sweep_sandboxes(mark)
+    if containers:
+        from rlpipe.envs.sandbox.container import sweep as sweep_containers
+
+        sweep_containers()
+
+
+def main() -> None:
+    """Wait for the end of process argv[1], then `clean_up(argv[2], argv[3])`."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(ProcessLookupError):
+        driver = os.pidfd_open(int(sys.argv[1]))
+        if os.getppid() == int(sys.argv[1]):  # else it is gone, and the number another's
+            select.select([driver], [], [])
+    clean_up(sys.argv[2], sys.argv[3] == "True")
+
+
+if __name__ == "__main__":
+    main()

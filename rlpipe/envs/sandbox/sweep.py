@@ -1,0 +1,47 @@
+"""Removes what killed processes left of their sandboxes: folders of commands, and control groups.
+
+Both are named after the process that made them and its run. Loads neither mini-swe-agent nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import psutil
+
+from rlpipe.envs.sandbox import cgroup
+from rlpipe.envs.sandbox.tree import remove_tree, scratch
+
+MARK = "RLPIPE_RUN_MARK"  # the variable that all processes of a run inherit
+NOBODY = 65534
+_PREFIX = "rlpipe-sandbox-"
+
+
+def prefix() -> str:
+    """What the names of this process begin with: its id, then the mark of its run, if it has one."""
+    return f"{_PREFIX}{os.getpid()}-{os.environ.get(MARK, '')}-"
+
+
+def left(mark: str = "") -> list[Path]:
+    """Folders and groups of processes of ours that were killed, or of the run of that mark."""
+    ours = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
+    found = []
+    for path in [*scratch().glob(f"{_PREFIX}*"), *cgroup.groups(_PREFIX)]:
+        pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
+        with contextlib.suppress(OSError):  # another start sweeps it as well
+            dead = pid.isdigit() and not psutil.pid_exists(int(pid))
+            if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in ours:
+                found.append(path)
+    return found
+
+
+def sweep(mark: str = "") -> int:
+    """Remove what is `left`; returns how many."""
+    swept = 0
+    for path in left(mark):
+        with contextlib.suppress(OSError):
+            (remove_tree if path.parent == scratch() else cgroup.remove)(path)
+            swept += 1
+    return swept
