@@ -69,6 +69,7 @@ class RayCluster:
         self._respawning = asyncio.Lock()
         self._newest: tuple[str, Any] | None = None  # how a worker is given the newest weights
         self._group: Rendezvous | None = None  # of trainer and servers, where the trainer broadcasts
+        self._members: list[str] = []  # the servers in it
         beside = {_WRITING: 1, _GIVING: 1}
         self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": beside}
         self._trainers: list[Any] = []
@@ -117,16 +118,19 @@ class RayCluster:
     async def _broadcast(self, version: int) -> dict[str, Value]:
         """From the trainer to all servers at once: neither here nor through the object store."""
         trainer = self._trainers[0]
-        members = await asyncio.gather(*self._on_workers("membership"))
-        if self._group is None or any(member.group != self._group.name for member in members):
+        found = await asyncio.gather(*self._on_workers("membership"))
+        members = [member for member in found if member.server]  # no other is waited for
+        servers = [member.server for member in members]
+        if self._group is None or servers != self._members or {m.group for m in members} - {self._group.name}:
             opening = trainer.open_group.remote(self._trainer_host, len(members))
             await self._on_trainers("__ray_ready__")  # behind it
             self._group, self._pieces = await opening
+            self._members = servers
         sending = [t.broadcast.remote(version) for t in self._trainers]
         offer = Offer(
             version=version,
             group=self._group,
-            members=[member.server for member in members],
+            members=servers,
             ranks=self._config.rollout.sglang.tp,
             pieces=self._pieces,
             sent=partial(_asked, "does not tell of its broadcast", sending[0]),

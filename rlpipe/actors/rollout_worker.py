@@ -107,7 +107,7 @@ class RolloutWorker:
         }
 
     async def membership(self) -> Member:
-        """The server of this worker and its group; waits until one serves."""
+        """The server of this worker, if it answers now, and its group."""
         return await asyncio.to_thread(self._in_group().membership)
 
     async def receive_weights(self, offer: Offer) -> dict[str, Value]:

@@ -37,7 +37,7 @@ class SglangConfig:
     draft_path: checkpoint of the draft; empty: the MTP layer of the model's own checkpoint.
     start_timeout: seconds until a server that is started must answer.
     request_timeout: seconds a turn may be without new tokens; a turn that still streams never ends for it.
-    update_timeout: seconds one request of a weight update may take.
+    update_timeout: seconds one request of a weight update may take, and the whole of a broadcast.
     health_interval, health_timeout: seconds between two questions to the server, and until one must be
         answered; a server that answers neither of two hangs, and is killed and replaced.
     max_restarts: dead or hung servers that are replaced between two weight updates; one more ends the run.

@@ -3,6 +3,10 @@
     once per membership:  Root and its store  <--/init_weights_update_group-->  each rank joins
     for each piece:       its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
 
+NCCL returns before it is done, and then hangs instead of raising. So each call is made on a thread of its own
+and waited for up to a deadline of the host; after that the communicator is aborted and the thread left
+behind, and whoever holds the weights goes on.
+
 Two holders: the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
 worker), and a rollout worker, for the ranks of its own server. Owns the group and what is said about pieces;
 sessions, versions and checks are `sync.py`'s.
@@ -10,8 +14,12 @@ sessions, versions and checks are `sync.py`'s.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +30,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from rlpipe.weights.buckets import Bucket
 from rlpipe.weights.canary import DRAFT
+
+_POLL_SECONDS = 0.0005  # between two looks at a broadcast
+_ABORT_SECONDS = 10.0  # for leaving a group
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +86,7 @@ class Sent:
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A server by its id, and the name of the group it is in (empty: none)."""
+    """A server by its id (empty: none answers), and the name of the group it is in (empty: none)."""
 
     server: str
     group: str
@@ -104,54 +115,38 @@ class Offer:
         return 1 + self.members.index(member) * self.ranks
 
 
-class Root:
-    """Rank 0 of a group with `ranks` others, in the process that holds the weights; its calls block.
+class Group:
+    """Rank 0's end of a torch process group apart from the default one. Its calls return at once."""
 
-    host: an address of this machine that they reach. timeout: seconds for joining and for each piece.
-    gloo broadcasts from host memory; nccl from the GPU, where no two ranks may share one.
-    """
-
-    def __init__(self, host: str, ranks: int, timeout: float, backend: str = "gloo") -> None:
+    def __init__(self, host: str, ranks: int, timeout: float, backend: str) -> None:
         self._timeout = timedelta(seconds=timeout)
         self._store = dist.TCPStore(
             host, 0, 1 + ranks, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         name = f"rlpipe-{uuid.uuid4().hex[:8]}"
-        self.rendezvous = Rendezvous(
-            host=host, port=self._store.port, name=name, size=1 + ranks, backend=backend
-        )
+        self.place = Rendezvous(host=host, port=self._store.port, name=name, size=1 + ranks, backend=backend)
         self._group: dist.ProcessGroup | None = None
+        self._left = False
 
-    def send(self, pieces: Iterable[Bucket]) -> None:
-        """Send pieces to every rank, one after the other; the first ever waits for all ranks to join.
+    def join(self) -> Future[None]:
+        """Done when all ranks have joined."""
+        return _on_thread(self._join)
 
-        Leaves the group and raises GroupBroken when a rank is missing.
-        """
-        try:
-            if self._group is None:
-                self._group = self._join()
-            for piece in pieces:
-                self._broadcast(piece)
-        except (RuntimeError, dist.DistError) as error:
-            self.close()
-            raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {error}") from error
+    def broadcast(self, flat: torch.Tensor) -> Future[None]:
+        """Done when every rank has the bytes, and not before: the device is asked."""
+        return _on_thread(self._broadcast, flat)
 
-    def _broadcast(self, piece: Bucket) -> None:
-        flat = torch.cat(
-            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(piece)]
-        )
-        on_gpu = self.rendezvous.backend == "nccl"
-        dist.broadcast(flat if on_gpu else flat.cpu(), src=0, group=self._group)
+    def leave(self) -> Future[None]:
+        """Abort what is under way and leave; a server leaves when it is told to, or with its process."""
+        self._left = True
+        group, self._group = self._group, None
+        return _on_thread(_end, group)
 
-    def close(self) -> None:
-        """Leave the group; a server leaves when it is told to, or with its process."""
-        if self._group in c10d._world.pg_map:  # a trainer in this process ends all groups when it stops
-            dist.destroy_process_group(self._group)
-        self._group = None
-
-    def _join(self) -> dist.ProcessGroup:
-        """Join a group apart from the default one (SGLang's `init_custom_process_group`)."""
-        place = self.rendezvous
+    def _join(self) -> None:
+        """What SGLang's `init_custom_process_group` does, as rank 0."""
+        place = self.place
+        # the watchdog of NCCL ends the process: our deadline comes first
+        timeout = timedelta(days=1) if place.backend == "nccl" else self._timeout
         group, _ = c10d._new_process_group_helper(
             place.size,
             0,
@@ -159,10 +154,94 @@ class Root:
             dist.Backend(place.backend),
             dist.PrefixStore(place.name, self._store),
             group_name=place.name,
-            timeout=self._timeout,
+            timeout=timeout,
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.size)}
-        return group
+        if self._left:
+            _end(group)
+        else:
+            self._group = group
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        while not (self._left or work.is_completed()):
+            time.sleep(_POLL_SECONDS)
+        if not self._left:
+            work.wait()  # raises what it failed of
+
+
+class Root:
+    """Rank 0 of a group with `ranks` others, in the process that holds the weights; its calls block.
+
+    host: an address of this machine that they reach. timeout: seconds for joining and sending, where `send`
+    is given no deadline. gloo broadcasts from host memory; nccl from the GPU, where no two ranks may share
+    one.
+    """
+
+    def __init__(self, host: str, ranks: int, timeout: float, backend: str = "gloo") -> None:
+        self._timeout, self._group = timeout, Group(host, ranks, timeout, backend)
+        self.rendezvous = self._group.place
+        self._joined = self._left = False
+
+    def send(self, pieces: Iterable[Bucket], deadline: float | None = None) -> None:
+        """Send pieces to every rank, one after the other; the first ever waits for all ranks to join.
+
+        deadline: of the monotonic clock, until which the ranks have all of them. Leaves the group and raises
+        GroupBroken when a rank is missing, and when there was no group any more.
+        """
+        until = time.monotonic() + self._timeout if deadline is None else deadline
+        try:
+            if self._left:
+                raise RuntimeError("it was left")
+            if not self._joined:
+                self._wait(self._group.join(), until)
+                self._joined = True
+            for piece in pieces:
+                self._wait(self._group.broadcast(self._flat(piece)), until)
+        except (RuntimeError, dist.DistError, TimeoutError) as error:
+            self.close()
+            reason = str(error) or "a rank did not answer in time"
+            raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {reason}") from error
+
+    def _wait(self, call: Future[None], until: float) -> None:
+        call.result(max(0.0, until - time.monotonic()))
+
+    def _flat(self, piece: Bucket) -> torch.Tensor:
+        flat = torch.cat(
+            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(piece)]
+        )
+        return flat if self.rendezvous.backend == "nccl" else flat.cpu()
+
+    def close(self) -> None:
+        """Leave the group, aborting what hangs there; an abort that hangs itself is left behind."""
+        if not self._left:
+            self._left = True
+            with contextlib.suppress(Exception):
+                self._group.leave().result(_ABORT_SECONDS)
+
+
+def _end(group: dist.ProcessGroup | None) -> None:
+    """Abort and destroy a group, unless a trainer in this process ended all of them when it stopped."""
+    if group in c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # not every backend can
+            group.abort()
+        dist.destroy_process_group(group)
+
+
+def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
+    """Call it on a thread that may be left behind."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            future.set_exception(error.with_traceback(None))  # whose frames would keep the group alive
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="rlpipe-broadcast", daemon=True).start()
+    return future
 
 
 def described(piece: Bucket, group: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class ReceivesBroadcasts(ReceivesWeights, Protocol):
     """An engine whose server can also be a member of the group to which the trainer broadcasts."""
 
     def membership(self) -> Member:
-        """The server, and the group it is in; waits until one serves. Raises RuntimeError if none will."""
+        """The server, if it answers now, and the group it is in."""
         ...
 
     def receive_weights(self, offer: Offer) -> None:

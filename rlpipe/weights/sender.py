@@ -9,6 +9,7 @@ version. What the servers are asked is the rollout workers' business (`weights.s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -61,12 +62,16 @@ class WeightSender:
         return self._root.rendezvous, [*plan, *self._served(self._trainer.bucket_plan(**self._form))]
 
     def send(self, version: int) -> Sent:
-        """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept."""
+        """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept.
+
+        Servers have `update_timeout` seconds for all of it, so one that hangs keeps the trainer no longer.
+        """
+        deadline = time.monotonic() + self._config.sglang.update_timeout
         kept: dict[str, torch.Tensor] = {}
         checksums = Checksums(ranks=[{} for _ in range(self._config.sglang.tp)])
         failure = ""
         for bucket in self._buckets():
-            failure = failure or self._sent(bucket)
+            failure = failure or self._sent(bucket, deadline)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
             kept |= copies
             made = rank_fingerprints(
@@ -114,12 +119,12 @@ class WeightSender:
             if bucket:
                 yield bucket
 
-    def _sent(self, bucket: Bucket) -> str:
+    def _sent(self, bucket: Bucket, deadline: float) -> str:
         """Why it was not; empty when it was."""
         if self._root is None:
             return "there is no group to send to"
         try:
-            self._root.send([bucket])
+            self._root.send([bucket], deadline)
         except GroupBroken as error:
             return str(error)
         return ""

@@ -146,12 +146,22 @@ class WeightSync:
         Raises ServerError when either breaks off: some of its weights may be new then.
         """
         place = offer.first_rank(member)
+        taking = asyncio.ensure_future(
+            self._take(client, offer.group, place, offer.pieces, offer.version, flush)
+        )
+        sending = asyncio.ensure_future(offer.sent())
         try:
-            await self._take(client, offer.group, place, offer.pieces, offer.version, flush)
-            sent = await offer.sent()
-            if sent.failure:
+            await asyncio.wait({taking, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if taking.done():
+                await taking
+            sent = await sending
+            if sent.failure:  # what the server still waits for does not come
                 raise ServerError(f"the trainer's broadcast of version {offer.version}: {sent.failure}")
-        except ServerError:
+            await taking
+        except BaseException:
+            for one in (taking, sending):
+                one.cancel()
+            await asyncio.gather(taking, sending, return_exceptions=True)
             await self._leave(client)
             raise
         return sent
@@ -203,7 +213,8 @@ class WeightSync:
         """Have the server leave its group; one that broke off cannot always be left in order."""
         if name := self.group_of(client):
             with contextlib.suppress(ServerError):
-                await client.post("/destroy_weights_update_group", {"group_name": name}, self._patience)
+                body = {"group_name": name}
+                await client.post("/destroy_weights_update_group", body, self._config.sglang.health_timeout)
         self._joined = None
 
     def close(self) -> None:
@@ -212,18 +223,18 @@ class WeightSync:
             self._root.close()
             self._root = None
 
-    @staticmethod
     @contextlib.asynccontextmanager
-    async def _session(client: Server) -> AsyncIterator[None]:
+    async def _session(self, client: Server) -> AsyncIterator[None]:
         """An update session; closed also when it fails, so that another can be opened."""
-        await client.post("/begin_weight_update", {"selector": "all"})
+        patience = self._config.sglang.health_timeout
+        await client.post("/begin_weight_update", {"selector": "all"}, patience)
         try:
             yield
         except BaseException:
             with contextlib.suppress(ServerError):  # the first failure is the one to tell
-                await client.post("/end_weight_update", {})
+                await client.post("/end_weight_update", {}, patience)
             raise
-        await client.post("/end_weight_update", {})
+        await client.post("/end_weight_update", {}, patience)
 
     @property
     def _patience(self) -> float:

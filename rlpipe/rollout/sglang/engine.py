@@ -213,14 +213,9 @@ class SglangEngine:
         self._call(self._updates.bring(Goal(weights=offer.weights, version=offer.version, offer=offer)))
 
     def membership(self) -> Member:
-        """The server, and the group it is in; waits until one serves. Raises RuntimeError if none will."""
+        """The server, if it answers now, and the group it is in; no other is waited for by a broadcast."""
         self._require_open()
-
-        async def serving() -> Member:
-            client = await self._replica.serving()
-            return Member(server=self._replica.server_id, group=self._sync.group_of(client))
-
-        return self._call(serving())
+        return self._call(self._updates.membership())
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> CanaryReport:
         """Compare what the server holds, target and draft, with `weights`."""
@@ -299,7 +294,9 @@ class SglangEngine:
         self._replica.paused = paused
         client = await self._replica.serving()
         try:
-            await client.post(*(PAUSE if paused else CONTINUE))
+            async with self._replica.pausing:
+                if paused or not self._replica.stale:  # else the update that makes it whole lets it go on
+                    await client.post(*(PAUSE if paused else CONTINUE), self._sglang.health_timeout)
         except ServerUnreachable as error:  # the next server starts paused, or not
             if not await self._replica.recover(client, error):
                 raise

@@ -41,7 +41,7 @@ from rlpipe.weights.sync import WeightSync
 _POLL_SECONDS = 0.5  # between two looks at the process
 _END_SECONDS = 1.0  # a process is seen to end a moment after its connections broke
 PAUSE = "/pause_generation", {"mode": "in_place"}
-_PROBE = "/server_info"  # answered by the scheduler, paused or not
+PROBE = "/server_info"  # answered by the scheduler, paused or not
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,6 +64,8 @@ class Replica:
         `weights_lost`.
 
     spec: how the server decodes; set it before `restart` to change it. paused: a new server starts paused.
+    stale: the server is paused, and may hold the weights of two versions until an update arrives.
+    pausing: held by who pauses the server or lets it go on.
     restarts: since the beginning. server_id: of the server that is there now, new with each.
     """
 
@@ -79,14 +81,14 @@ class Replica:
         version: int,
         on_event: Callable[..., None],
     ) -> None:
-        self.spec, self.paused, self.restarts = spec, False, 0
+        self.spec, self.paused, self.stale, self.restarts = spec, False, False, 0
         self.server_id = ""
         self.goal = self.loaded = self._first = Goal(weights=None, version=version)
         self._config, self._model_path, self._environment = config, model_path, environment
         self._sync, self._log_dir, self._on_event = sync, log_dir, on_event
         self._server: ServerProcess | None = None
         self._client: SglangClient | None = None
-        self._gate, self._lock = asyncio.Event(), asyncio.Lock()
+        self._gate, self._lock, self.pausing = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
         self._failure: RuntimeError | None = None
         self._strikes = 0  # faults since an update arrived without one
         self._loading = self._stopped = False
@@ -183,7 +185,7 @@ class Replica:
 
     def arrived(self, goal: Goal) -> None:
         """The running server was brought to `goal` by an update."""
-        self.loaded, self._strikes = goal, 0
+        self.loaded, self.stale, self._strikes = goal, False, 0
 
     async def stop(self) -> None:
         """Stop watching and serving; ends a restart that is under way."""
@@ -212,7 +214,7 @@ class Replica:
             if self.server.is_running():
                 if time.monotonic() - probed < self._config.sglang.health_interval:
                     continue
-                answered = await client.answers(_PROBE, self._patience)
+                answered = await client.answers(PROBE, self._patience)
                 probed, said = time.monotonic(), "it does not answer"
                 if answered:
                     continue
@@ -232,7 +234,7 @@ class Replica:
         deadline = time.monotonic() + _END_SECONDS
         while self.server.is_running():
             if time.monotonic() > deadline:
-                if await self.client.answers(_PROBE, patience):
+                if await self.client.answers(PROBE, patience):
                     return None
                 return "server_hung" if self.server.is_running() else "server_died"
             await asyncio.sleep(0.05)
@@ -327,7 +329,7 @@ class Replica:
             )
         if self.paused:
             await client.post(*PAUSE)
-        self.loaded = goal
+        self.loaded, self.stale = goal, False
         self._gate.set()
 
     async def _expected(

@@ -17,10 +17,10 @@ from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.sglang import CanaryReaction
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.sglang.client import SglangClient
-from rlpipe.rollout.sglang.replica import Goal, Replica
+from rlpipe.rollout.sglang.replica import PROBE, Goal, Replica
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Checksums
+from rlpipe.weights.collective import Checksums, Member
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 
@@ -45,6 +45,15 @@ class Updates:
         self._config, self._sglang, self._on_event = config, config.sglang, on_event
         self._replica, self._sync, self._turns = replica, sync, turns
         self.last: dict[str, float] = {}
+
+    async def membership(self) -> Member:
+        """Our server as a member of a broadcast: nobody, unless it answers now."""
+        replica = self._replica
+        if replica.is_serving():
+            client, server = replica.client, replica.server_id
+            if await client.answers(PROBE, self._sglang.health_timeout) and server == replica.server_id:
+                return Member(server=server, group=self._sync.group_of(client))
+        return Member(server="", group="")
 
     async def bring(self, goal: Goal) -> None:
         """Have the server hold `goal`, or replaced by one that was started on it.
@@ -92,7 +101,9 @@ class Updates:
                 weights = await goal.weights()
                 staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
             started, mode = time.monotonic(), self._pause_mode
-            await client.post("/pause_generation", {"mode": mode})
+            async with replica.pausing:
+                await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
+                replica.stale = True  # until its fingerprints agree
             for attempt in range(self._sglang.canary_retries + 1):
                 with replica.loading():
                     await self._send(client, goal, staged, flush=mode != "in_place")
