@@ -96,7 +96,8 @@ def filled(text: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every document that this script writes or fills in, with what it should say."""
-    sources = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    recipes = (ROOT / "recipes").glob("*/README.md")
+    sources = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(recipes)]
     texts = {path: path.read_text() for path in sources if path != PAGE}
     return {path: filled(text) for path, text in texts.items() if BLOCK.search(text)} | {PAGE: page()}
 
