@@ -42,11 +42,10 @@ _QUESTION, _ANSWER = "question-marker", "answer-marker"
 
 
 def check_surroundings(config: Config) -> None:
-    """Everything of this module. Raises ValueError."""
+    """Everything of this module but sizes. Raises ValueError."""
     check_checkpoint("model.path", config.model.path, config)
     if config.decoupled.active:
         check_checkpoint("decoupled.path", config.decoupled.path, config)
-    check_sizes(config)
     check_machine(config)
     check_algorithm(config.algo)
 

@@ -57,11 +57,12 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
         config = OmegaConf.to_object(composition)
         check(config)
         from rlpipe.actors.ray_session import set_ray_environment
-        from rlpipe.preflight import check_surroundings
+        from rlpipe.preflight import check_sizes, check_surroundings
 
+        check_sizes(config)
+        check_memory(config)
         set_ray_environment(config)  # before code of the user's, or verl, imports Ray
         check_surroundings(config)
-        check_memory(config)
         if work is None:
             from rlpipe.launch import launch as work
         return work(config, resolved)

@@ -84,12 +84,12 @@ print(taken)
 def test_deleted_files_that_stay_open_count_as_files_of_the_tree(runner):
     script = """
 held = []
-for n in range(60):
+for n in range(20):  # 160 MiB: below the limit of memory, of which such files take part, above that of files
     held.append(open("/tmp/f", "wb"))
     held[-1].write(bytes(8 << 20))
     held[-1].flush()
     os.unlink("/tmp/f")
-import time; time.sleep(5)
+import time; time.sleep(15)
 print("kept", len(held))
 """
     result = play(runner, script)

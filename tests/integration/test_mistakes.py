@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -44,6 +45,7 @@ def play(folder, given, module="rlpipe.run"):
     pid = os.fork()
     if pid == 0:
         status = 70
+        signal.alarm(300)  # ends a child that hangs
         with contextlib.suppress(BaseException):
             out = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
             os.dup2(out, 1)

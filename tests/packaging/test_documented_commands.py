@@ -48,6 +48,8 @@ NOT_RUN = {
     "python recipes/jackpot/simulate.py": "rewrites the shipped figures",
     "python recipes/mtp_adapt/figures.py": "needs longer runs; test_figures_script draws made-up ones",
     "python recipes/mtp_adapt/slopes.py": HOURS,
+    "python recipes/mtp_adapt/interventional.py": HOURS,
+    "python recipes/eagle3/rl_study.py": HOURS,
     "python recipes/mtp_adapt/speed.py": "a bench, of drafts that were adapted before",
     "python recipes/jackpot/decoupled.py": HOURS,
     "python recipes/drafters/compare.py": "half an hour; test_drafters_compare plays untrained arms",

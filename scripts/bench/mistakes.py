@@ -1,0 +1,92 @@
+"""Is every mistake of the table refused before anything starts, how fast, and does the message help?
+
+Plays each row of tests/helpers/mistakes.py as the command that a user types, in a folder and with a HOME of
+its own. A message helps when it says what is wrong, the value, and the remedy, without a traceback. Goals:
+all of them, each under 10 s.
+
+    python scripts/bench/mistakes.py --json OUT [--processes 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers.cli import environment  # noqa: E402
+from tests.helpers.mistakes import Mistake, mistakes  # noqa: E402
+
+
+def play(mistake: Mistake) -> dict[str, Any]:
+    """One mistake: exit status, seconds, what its message lacks, and whether a folder was left."""
+    with tempfile.TemporaryDirectory(prefix="rlpipe-mistake-") as name:
+        folder = Path(name) / "work"
+        (Path(name) / "home").mkdir()
+        folder.mkdir()
+        mistake.files(folder)
+        before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+        env = environment(HOME=f"{name}/home", NETRC=f"{name}/netrc")
+        env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], str(folder)))
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "rlpipe.run", *mistake.given]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        seconds = time.perf_counter() - started
+        left = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
+    said = done.stdout + done.stderr
+    return {
+        "mistake": mistake.name,
+        "caught": done.returncode == mistake.status and "Traceback" not in said,
+        "seconds": round(seconds, 2),
+        "lacks": mistake.lacks(said),
+        "left": sorted(str(path.relative_to(folder)) for path in left),
+    }
+
+
+def main() -> None:
+    """Play all, print the table, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    with ThreadPoolExecutor(args.processes) as threads:
+        rows = list(threads.map(play, mistakes()))
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds = [row["seconds"] for row in rows]
+    result = {
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "processes": args.processes,
+        "load before": round(load, 1),
+        "mistakes": len(rows),
+        "caught": sum(row["caught"] for row in rows),
+        "with what, value and remedy": sum(not row["lacks"] for row in rows),
+        "left nothing": sum(not row["left"] for row in rows),
+        "median seconds": statistics.median(seconds),
+        "longest seconds": max(seconds),
+        "rows": rows,
+    }
+    for row in rows:
+        marks = ("caught" if row["caught"] else "NOT CAUGHT", f"lacks {row['lacks']}" if row["lacks"] else "")
+        print(f"{row['seconds']:6.2f} s  {' '.join(marks):<28} {row['mistake'][:70]}")
+    print(json.dumps({name: value for name, value in result.items() if name != "rows"}, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
