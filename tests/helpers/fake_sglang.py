@@ -4,7 +4,7 @@
 
 It answers to the key in FILE alone, which it reads as SGLang does: put in front of the command line, all
 parsed by argparse. It decodes the token 7. FOLDER/broken makes it end at once; FOLDER/slow makes answers
-take long; FOLDER/trickle makes the tokens of a turn come one every tenth of a second; FOLDER/deadly makes it
+take long; FOLDER/trickle makes the tokens of a turn come one every fifth of a second; FOLDER/deadly makes it
 end when weights arrive; every weight update is a line in FOLDER/updates.
 """
 
@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         if (self.folder / "trickle").exists():
             for some in range(1, count):
                 self._tell(json.dumps(self._turn(some, None)))
-                time.sleep(0.1)
+                time.sleep(0.2)
         self._tell(json.dumps(self._turn(count, {"type": "length"})))
         self._tell("[DONE]")
 

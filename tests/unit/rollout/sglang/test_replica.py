@@ -342,7 +342,7 @@ def test_every_key_can_stand_behind_its_option(fake, monkeypatch):
 
 
 def test_a_turn_longer_than_the_timeout_ends_when_its_tokens_do(fake):
-    fake.settings.sglang.request_timeout = 3.0  # of the next server; the turn takes four seconds
+    fake.settings.sglang.request_timeout = 6.0  # of the next server; the turn takes eight seconds
     fake.restart()
     (fake.folder / "trickle").touch()
     result = generate(fake, request("long", [5], max_new_tokens=41))[0]
