@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlpipe.acceptance.regression import Estimate
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
@@ -46,6 +52,15 @@ def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
         "entropy": [round(r["rollout/entropy"], 4) for r in steps],
         "acceptance_length": [round(r["spec/acceptance_length"], 3) for r in steps],
     }
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of one value per seed, with Student's 95% interval; nan of a single seed."""
+    from rlpipe.acceptance.regression import Estimate  # most studies need nothing of rlpipe but its command
+
+    count = len(values)
+    error = statistics.stdev(values) / count**0.5 if count > 1 else math.nan
+    return Estimate(value=statistics.fmean(values), se=error, df=max(1, count - 1), level=0.95)
 
 
 def save(figure: Any, out: Path, fontsize: int) -> None:

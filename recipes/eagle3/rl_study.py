@@ -23,9 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from runs import play, records  # noqa: E402
-
-from rlpipe.acceptance.regression import t_quantile  # noqa: E402
+from runs import over_seeds, play, records  # noqa: E402
 
 SWEEP_SEED, DRAFT_SEED = 1000, 1001
 
@@ -42,16 +40,12 @@ def acceptance(directory: Path, gamma: int) -> dict[str, float]:
     return found | {"length": 1 + sum(reached[1:]) / reached[0]}
 
 
-def interval(differences: list[float]) -> dict[str, object]:
-    """Mean and 95% half width of Student's interval over seeds."""
-    half = None
-    if len(differences) > 1:
-        half = (
-            t_quantile(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-        )
+def plain(differences: list[float]) -> dict[str, object]:
+    """Mean and half width of the interval over seeds."""
+    found = over_seeds(differences)
     return {
-        "mean": round(statistics.fmean(differences), 4),
-        "half_width": half and round(half, 4),
+        "mean": round(found.value, 4),
+        "half_width": round(found.half, 4) if len(differences) > 1 else None,
         "by_seed": [round(one, 4) for one in differences],
     }
 
@@ -88,7 +82,7 @@ def study(args: argparse.Namespace, draft_steps: int) -> dict[str, object]:
         "sweep": {f"{rate:g}": round(found[deepest], 4) for rate, found in sweep.items()},
         "frozen": {f: round(statistics.fmean(c["frozen"][f] for c in cells), 4) for f in figures},
         "online": {f: round(statistics.fmean(c["online"][f] for c in cells), 4) for f in figures},
-        "online minus frozen": {f: interval(gap) for f, gap in gaps.items()},
+        "online minus frozen": {f: plain(gap) for f, gap in gaps.items()},
     }
 
 

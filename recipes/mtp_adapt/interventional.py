@@ -30,13 +30,12 @@ from transformers import Qwen2ForCausalLM
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from runs import play  # noqa: E402
+from runs import over_seeds, play  # noqa: E402
 
 from recipes.tiny_model.layer import MtpLayer  # noqa: E402
 from recipes.tiny_model.mtp import draft  # noqa: E402
 from rlpipe.acceptance.attribution import cross_section  # noqa: E402
 from rlpipe.acceptance.decomposition import decompose, paired  # noqa: E402
-from rlpipe.acceptance.regression import t_quantile  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.metrics.runs import load_run  # noqa: E402
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights  # noqa: E402
@@ -131,12 +130,10 @@ def measure(args: argparse.Namespace, reader: Reader, seed: int) -> dict[str, fl
     }
 
 
-def over_seeds(values: list[float]) -> dict[str, object]:
-    """Mean and Student's 95% interval."""
-    mean, half = statistics.fmean(values), float("nan")
-    if len(values) > 1:
-        half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    figures = {"mean": mean, "low": mean - half, "high": mean + half}
+def plain(values: list[float]) -> dict[str, object]:
+    """Mean and interval over seeds."""
+    found = over_seeds(values)
+    figures = {"mean": found.value, "low": found.low, "high": found.high}
     return {k: round(v, 4) for k, v in figures.items()} | {"by_seed": [round(v, 4) for v in values]}
 
 
@@ -152,7 +149,7 @@ def main() -> None:
     reader = Reader(resolve("shipped:models/tiny"))
     seeds = [measure(args, reader, seed) for seed in args.seeds]
     settings = {name: value for name, value in vars(args).items() if name != "runs"}
-    result = {"settings": settings, **{name: over_seeds([one[name] for one in seeds]) for name in seeds[0]}}
+    result = {"settings": settings, **{name: plain([one[name] for one in seeds]) for name in seeds[0]}}
     (HERE / "results" / "interventional.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
