@@ -51,6 +51,18 @@ class Interval:
         """Whether the interval contains a number."""
         return self.low <= truth <= self.high
 
+    def times(self, factor: float) -> Interval:
+        """The interval of a multiple; 0 times an unbounded end is 0."""
+        ends = [end * factor if factor else 0.0 for end in (self.low, self.high)]
+        return Interval(self.value * factor, min(ends), max(ends))
+
+    def __sub__(self, other: Interval) -> Interval:
+        """The interval of a difference of independent estimates (MOVER; of two rates, Newcombe 1998)."""
+        value = self.value - other.value
+        down = hypot(self.value - self.low, other.high - other.value)
+        up = hypot(self.high - self.value, other.value - other.low)
+        return Interval(value, value - down, value + up)
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Split:
@@ -119,8 +131,7 @@ def _along(
     y: np.ndarray, h: np.ndarray, weights: np.ndarray, slope: Interval, moved: float, level: float
 ) -> Split:
     """Errors of slope and means are independent and added as squares, side by side (MOVER)."""
-    ends = [end * moved if moved else 0.0 for end in (slope.low, slope.high)]
-    along = Interval(slope.value * moved, min(ends), max(ends))
+    along = slope.times(moved)
     own = contrast(y - slope.value * h, weights, level)
     down = hypot(own.value - own.low, along.high - along.value)
     up = hypot(own.high - own.value, along.value - along.low)

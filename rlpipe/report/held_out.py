@@ -7,7 +7,7 @@ standard error (Kish), never more than was played, and the number of instances w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import sqrt
 
 from rlpipe.acceptance.splits import Interval
 from rlpipe.metrics.runs import RunData
@@ -57,12 +57,7 @@ def _one(run: RunData, label: str, name: str) -> HeldOut:
     )
     change = None
     if len(steps) > 1:
-        moved = last.value - first.value
-        change = Interval(
-            moved,
-            moved - hypot(last.value - last.low, first.high - first.value),
-            moved + hypot(last.high - last.value, first.value - first.low),
-        )
+        change = last - first
     return HeldOut(name=label, steps=(steps[0], steps[-1]), first=first, last=last, change=change)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from rlpipe.acceptance.splits import FEWEST, Interval, contrast
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.held_out import HeldOut, held_out_sets
-from rlpipe.report.why import Finding, why_acceptance
+from rlpipe.report.why import Finding, thirds, why_acceptance
 from rlpipe.watch.advice import Setup, advise
 
 ENDS = 10  # steps that "at first" and "at the end" stand for
@@ -91,9 +91,7 @@ def _change(run: RunData, name: str) -> Interval | None:
     values = np.array(run.series(name)[1])
     if len(values) < FEWEST:
         return None
-    weights, third = np.zeros(len(values)), len(values) // 3
-    weights[:third], weights[-third:] = -1 / third, 1 / third
-    return contrast(values, weights)
+    return contrast(values, thirds(len(values)))
 
 
 # --- numbers ---------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _parts(run: RunData, splits: Splits | None) -> dict[str, Interval] | None:
     return hull | _without_slope(evaluations)
 
 
-def _spans(n: int) -> np.ndarray:
+def thirds(n: int) -> np.ndarray:
     """Weights of the mean of the last third minus that of the first."""
     weights, third = np.zeros(n), max(2, n // 3)
     weights[:third], weights[n - third :] = -1 / third, 1 / third
@@ -72,7 +72,7 @@ def _spans(n: int) -> np.ndarray:
 
 def _of_slope(e: Evaluations, fixed: object, slope: Interval) -> dict[str, Interval]:
     """entropy, mismatch and contexts with this slope."""
-    weights = _spans(len(e.observed))
+    weights = thirds(len(e.observed))
     moved = float(weights @ e.entropy)
     stays = float(weights @ e.fixed_entropy)
     beyond = float(weights @ (e.entropy - e.fixed_entropy))
@@ -80,26 +80,16 @@ def _of_slope(e: Evaluations, fixed: object, slope: Interval) -> dict[str, Inter
     draft = float(weights @ e.fixed)
     contexts = contrast(e.current - e.fixed, weights, LEVEL)
 
-    def less(part: Interval, change: float) -> Interval:
-        ends = sorted((slope.low * change, slope.high * change))
-        middle = slope.value * change
-        return Interval(
-            part.value - middle,
-            part.value - middle - np.hypot(part.value - part.low, ends[1] - middle),
-            part.value - middle + np.hypot(part.high - part.value, middle - ends[0]),
-        )
-
-    ends = sorted((slope.low * moved, slope.high * moved))
     return {
-        "entropy": Interval(slope.value * moved, *ends),
-        "mismatch": less(Interval(draft, draft - error, draft + error), stays),
-        "contexts": less(contexts, beyond),
+        "entropy": slope.times(moved),
+        "mismatch": Interval(draft, draft - error, draft + error) - slope.times(stays),
+        "contexts": contexts - slope.times(beyond),
     }
 
 
 def _without_slope(e: Evaluations) -> dict[str, Interval]:
     n = len(e.observed)
-    weights, stale = _spans(n), e.observed - e.current
+    weights, stale = thirds(n), e.observed - e.current
     return {
         "staleness": contrast(stale, weights, LEVEL),
         "change": contrast(e.observed, weights, LEVEL),
