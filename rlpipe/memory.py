@@ -64,15 +64,13 @@ class Memory:
 
 def parameters(arch: Architecture, tp: int = 1) -> tuple[int, int]:
     """Parameters of the model proper, and of its draft, that a rank of `tp` holds; matrices are cut."""
-    draft = 0
     sizes = {True: 0, False: 0}
     for name, shape in replace(arch, layers=1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
         size = prod(shape) // (tp if len(shape) > 1 else 1)
         times = arch.layers if ".layers." in name else 1
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
-    draft = sizes[True] * max(1, arch.mtp_layers)
-    return sizes[False], draft
+    return sizes[False], sizes[True] * max(1, arch.mtp_layers)
 
 
 def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
@@ -132,8 +130,7 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
 
 def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
     """One embedded engine."""
-    rollout, spec = config.rollout, config.spec
-    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
+    rollout, spec, size = config.rollout, config.spec, _element(config)
     given = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
     arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0, tied=False)
     ends = arch.vocab * arch.hidden * size  # embedding and head, a copy each
@@ -141,7 +138,7 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     packed = 0 if on_gpu else layers + ends  # oneDNN's copy of all products
     rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
     query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    cache = 2 * (arch.layers + spec.needs_model) * rows * slots * keys * size
+    cache = rows * conversation_bytes(arch, config)
     tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
     working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys + 3 * arch.intermediate)
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
@@ -166,10 +163,9 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
 
     Without a card it is sized by what `max_running` conversations of `max_context` tokens need.
     """
-    rollout, tp = config.rollout, config.rollout.sglang.tp
-    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
+    rollout, tp, size = config.rollout, config.rollout.sglang.tp, _element(config)
     weights = sum(parameters(arch if config.spec.needs_mtp else replace(arch, mtp_layers=0), tp)) * size
-    kv = conversation_bytes(arch, config) * rollout.max_running
+    kv = conversation_bytes(arch, config, tp) * rollout.max_running
     if card:
         kv = int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights
     tokens = max(rollout.prefill_tokens, rollout.max_running)
@@ -189,13 +185,17 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
     )
 
 
-def conversation_bytes(arch: Architecture, config: Config) -> int:
-    """Keys and values of one conversation of `max_context` tokens on one GPU of a server."""
-    rollout = config.rollout
-    size = 4 if rollout.dtype is Dtype.FLOAT32 else 2
-    heads = max(1, arch.kv_heads // rollout.sglang.tp)
+def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
+    """Keys and values of one conversation of `max_context` tokens on one of `tp` devices."""
+    heads = max(1, arch.kv_heads // tp)
     layers = arch.layers + config.spec.needs_model
-    return 2 * layers * heads * arch.head_dim * size * (rollout.max_context + config.spec.drafts + 2)
+    slots = config.rollout.max_context + config.spec.drafts + 2
+    return 2 * layers * heads * arch.head_dim * _element(config) * slots
+
+
+def _element(config: Config) -> int:
+    """Bytes of a number in the engine."""
+    return 4 if config.rollout.dtype is Dtype.FLOAT32 else 2
 
 
 def estimate(config: Config, card: int = 0) -> list[Memory]:
@@ -246,7 +246,7 @@ def excess(config: Config, card: int, host: int) -> str:
     for memory in on_gpu:
         if memory.process.startswith("SGLang"):
             arch = read_architecture(read_config(resolve(config.rollout_model)))
-            if memory.parts["kv"] < (need := conversation_bytes(arch, config)):
+            if memory.parts["kv"] < (need := conversation_bytes(arch, config, config.rollout.sglang.tp)):
                 return (
                     f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
                     f"conversation takes {need / GIB:.1f}"

@@ -21,10 +21,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 
+from rlpipe.actors.ray_session import module_path
 from rlpipe.actors.ray_session import sweep as sweep_folders
 from rlpipe.envs.sandbox.sweep import MARK, left
 from rlpipe.envs.sandbox.sweep import sweep as sweep_sandboxes
@@ -37,14 +37,12 @@ _PATIENCE_S = 60.0
 def watched_over(containers: bool = False) -> Iterator[None]:
     """Let nothing of the block survive it, nor this process. containers: they are swept as well."""
     os.environ[MARK] = mark = uuid.uuid4().hex
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     watcher = subprocess.Popen(
         [sys.executable, "-m", "rlpipe.actors.leftovers", str(os.getpid()), mark, str(containers)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path, MARK: ""},
+        env=os.environ | {"PYTHONPATH": module_path(), MARK: ""},
         cwd="/",
         start_new_session=True,
     )

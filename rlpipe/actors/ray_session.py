@@ -54,6 +54,12 @@ def close_ray(config: Config) -> None:
     set_ray_environment(config)
 
 
+def module_path() -> str:
+    """PYTHONPATH of a process that is to import this rlpipe, and what the user put there."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+
+
 class RaySession:
     """Started by its constructor, ended by `stop`. on_death: given one sentence once Ray itself has died."""
 
@@ -75,8 +81,6 @@ class RaySession:
         from ray._private import services
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        package_root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         popen, services.ConsolePopen = services.ConsolePopen, self._started
         try:
             try:
@@ -85,7 +89,7 @@ class RaySession:
                     include_dashboard=False,
                     logging_level="ERROR",
                     configure_logging=False,
-                    runtime_env={"env_vars": {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}},
+                    runtime_env={"env_vars": {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"}},
                     **local,
                 )
             finally:

@@ -195,7 +195,7 @@ def test_a_run_that_cannot_start_says_why_in_a_sentence_and_the_next_one_continu
 
 
 def test_attempts_that_all_fail_end_the_run_with_a_verdict_and_its_trained_checkpoints(run):
-    """As when the sandbox's scratch disk fills during the run."""
+    """The sandbox's scratch disk fills during the run."""
     status, output = played(run, 4, faults=Faults(environment=1.0))
     assert status == 1 and "Traceback" not in output, output
     assert "rlpipe: 12 of the last 12 attempts were masked (run.max_masked_share=0.5)" in output

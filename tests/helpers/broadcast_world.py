@@ -253,7 +253,7 @@ class Worker:
         return events
 
     async def resume(self) -> None:
-        """As `SglangEngine.resume`, whoever calls it when."""
+        """What `SglangEngine.resume` does, whoever calls it when."""
         with contextlib.suppress(ServerError):
             engine = types.SimpleNamespace(_replica=self.replica, _sglang=self.sglang)
             await SglangEngine._pause(engine, False)
