@@ -5,18 +5,18 @@ metrics and console are real; the cluster is the oracle of `dying_cluster`, whos
 it was trained on. Nothing is lost when at the end each prompt was trained once and each step recorded once.
 """
 
+import faulthandler
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import sqlite3
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-import reasoning_gym  # noqa: F401  (once here instead of in every forked process)
 from omegaconf import OmegaConf
 
 from rlpipe import launch
@@ -25,7 +25,8 @@ from rlpipe.pipeline import ledger_file
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.run import run_composed
 from rlpipe.run_directory import held
-from tests.helpers.dying_cluster import DyingCluster, Faults, in_a_process, state_of
+from tests.helpers.dying_cluster import DyingCluster, Faults, state_of
+from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.chaos
 PROMPTS = 3
@@ -61,6 +62,7 @@ def played(at, steps, *overrides, faults=None, before=lambda: None):
         launch._make_cluster = lambda config, bus: Cluster(luck=random.Random(0), faults=faults or Faults())
         before()
         with output.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+            faulthandler.enable(file)
             status = run_composed(resolved)
         os._exit(status)
 
@@ -206,21 +208,13 @@ def test_attempts_that_all_fail_end_the_run_with_a_verdict_and_its_trained_check
 
 
 def test_a_ledger_that_another_process_locks_for_good_goes_on_in_memory_and_loses_nothing(run):
-    locked, release = multiprocessing.Event(), multiprocessing.Event()
-
-    def hold():
-        db = sqlite3.connect(run / "out" / "ledger.sqlite", isolation_level=None)
-        db.execute("BEGIN EXCLUSIVE")
-        locked.set()
-        release.wait()
-        os._exit(0)
-
-    holder = multiprocessing.get_context("fork").Process(target=hold, daemon=True)
-    holder.start()
-    assert locked.wait(60)
-    status, output = played(run, 4, before=lambda: setattr(ledger_file, "_LOCK_S", 0.1))
-    release.set()
-    holder.join()
+    hold = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); "
+    hold += "db.execute('BEGIN EXCLUSIVE'); print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(run / "out" / "ledger.sqlite")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        status, output = played(run, 4, before=lambda: setattr(ledger_file, "_LOCK_S", 0.1))
+        holder.stdin.close()
     assert status == 0 and "[fault] ledger_in_memory" in output, output
     assert played(run, 5)[0] == 0
     check_whole(run, 5)

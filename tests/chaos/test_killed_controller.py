@@ -22,9 +22,9 @@ from tests.helpers.dying_cluster import (
     controller,
     die,
     finish,
-    in_a_process,
     state_of,
 )
+from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.chaos
 

@@ -1,4 +1,4 @@
-"""A cluster that dies on schedule, below the real controller, ledger and checkpoints; and processes to kill.
+"""A cluster that dies on schedule, below the real controller, ledger and checkpoints.
 
 The trainer is an oracle: its state names every group it was trained on, in order, and a number that depends
 on each token and each earlier step, bit for bit. What it learnt twice, or lost, is in its checkpoint.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import signal
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +28,6 @@ from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 INSTANCES = 12
-fork = multiprocessing.get_context("fork")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,31 +201,6 @@ def finish(run: Controller, then: Callable[[Ledger], None] = lambda ledger: None
     finally:
         run.ledger.close()
         run.bus.close()
-
-
-def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -> int:
-    """Exit status of `work` in a process of its own: -9 when it was killed after so many seconds."""
-
-    def child() -> None:
-        if kill_after is not None:
-            threading.Thread(target=_kill_me, args=(kill_after,), daemon=True).start()
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-
-    process = fork.Process(target=child)
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None, "it hangs"
-    return process.exitcode
-
-
-def _kill_me(seconds: float) -> None:
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "sqlite3.connect")

@@ -1,13 +1,10 @@
 """Every mistake of the table is refused before anything starts: status, what, value, remedy.
 
-One process imports what a command would, and forks for each mistake: the child is that command.
+A process that has imported what a command would is forked for each mistake: the child is that command.
 """
 
-import contextlib
-import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -15,47 +12,27 @@ import pytest
 
 from tests.helpers.cli import environment
 from tests.helpers.mistakes import ENVIRONMENT, mistakes
+from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.integration
 STARTED = 99
 MISTAKES = list(mistakes())
 
 
-@pytest.fixture(scope="module")
-def warm():
-    """The modules of a command, imported once."""
-    import numpy
-    import tokenizers
-    import torch
-
-    import rlpipe.algo.user_correction
-    import rlpipe.check
-    import rlpipe.envs.swe.suite
-    import rlpipe.launch
-    import rlpipe.preflight
-    from rlpipe.algo import verl_door
-
-    verl_door.core_algos()
-    gc.freeze()
-    return numpy, tokenizers, torch, rlpipe
-
-
 def play(folder, given, module="rlpipe.run"):
     """Exit status and output of a command in a folder; one that would start a run ends with STARTED."""
-    pid = os.fork()
-    if pid == 0:
-        status = 70
-        signal.alarm(300)  # ends a child that hangs
-        with contextlib.suppress(BaseException):
-            out = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            status = _command(folder, given, module)
-            sys.stdout.flush()
-            sys.stderr.flush()
+
+    def command():
+        out = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        status = _command(folder, given, module)
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    status = in_a_process(command)
     said = (folder / "said").read_text()
     (folder / "said").unlink()
     return status, said
@@ -86,7 +63,7 @@ def test_the_table_has_no_name_twice_and_at_least_150_mistakes():
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_refused_before_anything_starts(tmp_path, warm, mistake):
+def test_a_mistake_is_refused_before_anything_starts(tmp_path, mistake):
     mistake.files(tmp_path)
     before = files(tmp_path)
     status, said = play(tmp_path, mistake.given)
@@ -99,20 +76,20 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, warm, mistake):
 @pytest.mark.parametrize(
     "reward", ["numpy.float32(0.5)", "torch.tensor(0.5)", "True", "1", "numpy.int64(1)", "numpy.bool_(True)"]
 )
-def test_numbers_of_other_libraries_are_accepted(tmp_path, warm, reward):
+def test_numbers_of_other_libraries_are_accepted(tmp_path, reward):
     (tmp_path / "my_env.py").write_text(ENVIRONMENT.replace("reward=1.0", f"reward={reward}"))
     status, said = play(tmp_path, ["+recipe=reasoning_rl", "env.suite=my_env:make_suite"], "rlpipe.check")
     assert status == 0 and "16 steps with random answers" in said, said
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_sound_environment_starts(tmp_path, warm):
+def test_a_sound_environment_starts(tmp_path):
     (tmp_path / "my_env.py").write_text(ENVIRONMENT)
     given = ["+recipe=reasoning_rl", "env.suite=my_env:make_suite"]
     assert play(tmp_path, given)[0] == STARTED
 
 
-def test_ray_is_told_to_ask_for_a_token_before_code_of_the_users_is_imported(tmp_path, warm):
+def test_ray_is_told_to_ask_for_a_token_before_code_of_the_users_is_imported(tmp_path):
     told = "import json, os; open('told', 'w').write(json.dumps(os.environ.get('RAY_AUTH_MODE')))\n"
     (tmp_path / "my_env.py").write_text(told + ENVIRONMENT)
     given = [sys.executable, "-m", "rlpipe.check", "+recipe=reasoning_rl", "env.suite=my_env:make_suite"]

@@ -9,7 +9,7 @@ import pytest
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.run import Config
 from rlpipe.launch import run_task
-from tests.helpers.dying_cluster import in_a_process
+from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,21 @@
+"""What most processes of `in_a_process` need, imported once by the server that forks them."""
+
+import gc
+
+import numpy  # noqa: F401
+import pytest  # noqa: F401
+import reasoning_gym  # noqa: F401
+import tokenizers  # noqa: F401
+import torch  # noqa: F401
+
+import rlpipe.algo.user_correction
+import rlpipe.check
+import rlpipe.envs.swe.suite
+import rlpipe.launch
+import rlpipe.preflight
+import rlpipe.run  # noqa: F401
+import tests.helpers.dying_cluster  # noqa: F401
+from rlpipe.algo import verl_door
+
+verl_door.core_algos()
+gc.freeze()
