@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 
 import pytest
 
@@ -36,6 +38,25 @@ def test_output_exit_code_and_the_tree_a_command_leaves(runner):
         "new": EmptyDirectory(),
         "link": Link("/etc/passwd"),
     }
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+def test_every_process_has_the_limits_whatever_shell_sets_them(shell):
+    config = SandboxConfig(memory_mb=300, file_mb=7, cpu_s=9, processes=33)
+    names = ("NPROC", "AS", "FSIZE", "CPU", "NOFILE", "CORE")
+    ask = f"import resource as r; print(*(r.getrlimit(getattr(r, 'RLIMIT_' + n)) for n in {names}))"
+    box = bubblewrap.ContainedBubblewrap(config, {})
+    try:
+        words = box.command_line(["python3", "-c", ask])
+        inside = words[words.index("--") + 1 :]
+        done = subprocess.run(
+            inside, executable=shutil.which(shell), capture_output=True, text=True, check=True
+        )
+        contained = box.run(["python3", "-c", ask], timeout_s=60).output
+    finally:
+        box.cleanup()
+    values = (33, 300 << 20, 7 << 20, 9, 256, 0)
+    assert done.stdout == contained == " ".join(str((value, value)) for value in values) + "\n"
 
 
 def test_equal_commands_on_equal_trees_give_equal_results(runner):

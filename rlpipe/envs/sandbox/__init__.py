@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")  # mini-swe-agent prints a banner when it is imported
-_PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}
+_PACKAGES = {"bwrap": "bubblewrap", "setpriv": "util-linux"}
 _SCRATCH_PROBE = 4 << 20  # bytes
 _NAMESPACES = (
     "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu 24.04 also "
@@ -56,7 +56,7 @@ def check_sandbox(config: SandboxConfig) -> None:
             f"env.sandbox.backend=bubblewrap needs Linux, this is {sys.platform}: "
             "run in a Linux machine or container, or set env.sandbox.backend=docker."
         )
-    tools = ["bwrap", "prlimit"] + (["setpriv"] if os.geteuid() == 0 else [])
+    tools = ["bwrap"] + (["setpriv"] if os.geteuid() == 0 else [])
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_PACKAGES[tool] for tool in missing}))

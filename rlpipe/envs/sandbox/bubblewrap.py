@@ -2,7 +2,7 @@
 
 Owns what contains one command on this machine; a fresh directory and fresh namespaces every time:
 
-    host -> setpriv (only when we are root) -> bwrap -> prlimit -> sh (process 1) -> bash -c COMMAND
+    host -> setpriv (only when we are root) -> bwrap -> sh (process 1) -> bash -c COMMAND, or a program
 
 | threat               | what contains it                                                          |
 | fork bomb            | RLIMIT_NPROC, counted per user namespace; it does not bind root: setpriv  |
@@ -63,7 +63,11 @@ WORK = "/work"
 _OPEN_FILES = 256
 _OUTSIDE = 4  # processes of bwrap's own
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
-_PROCESS_1 = 'echo 1000 > /proc/self/oom_score_adj; bash -c "$1"; exit $?'
+# the limits of every process, by the shell itself: bash names processes otherwise than dash and busybox
+_PROCESS_1 = """
+u=-p; [ -z "$BASH_VERSION" ] || u=-u
+ulimit $u {} && ulimit -v {} && ulimit -f {} && ulimit -t {} && ulimit -n {} && ulimit -c 0 || exit 125
+echo 1000 > /proc/self/oom_score_adj; "$@"; exit $?"""
 
 
 class ContainedBubblewrap(BubblewrapEnvironment):
@@ -94,14 +98,14 @@ class ContainedBubblewrap(BubblewrapEnvironment):
 
     def run(
         self,
-        command: str,
+        command: str | list[str],
         *,
         timeout_s: float,
         stdin: bytes = b"",
         pass_fds: Sequence[int] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> CommandResult:
-        """Run a shell command.
+        """Run a shell command, or the words of a program without a shell.
 
         pass_fds: descriptors of ours that it gets as well. stop: ends it soon after it turns true.
         Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
@@ -150,22 +154,19 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             "exception_info": result.exceeded or "",
         }
 
-    def command_line(self, command: str) -> list[str]:
+    def command_line(self, command: str | list[str]) -> list[str]:
         """The whole argument vector, host side first."""
         limits = self.limits
+        # in processes, KiB, blocks of 512 bytes, seconds, descriptors
+        bounds = limits.processes, limits.memory_mb << 10, limits.file_mb << 11, limits.cpu_s, _OPEN_FILES
+        process_1 = _PROCESS_1.format(*bounds)
         drop = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
         return [
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
             self.config.executable,
             *self.config.wrapper_args,
-            *("--json-status-fd", STATUS_FD, "--seccomp", FILTER_FD, "--", "prlimit"),
-            f"--nproc={limits.processes}",
-            f"--as={limits.memory_mb << 20}",
-            f"--fsize={limits.file_mb << 20}",
-            f"--cpu={limits.cpu_s}",
-            f"--nofile={_OPEN_FILES}",
-            "--core=0",
-            *("--", "sh", "-c", _PROCESS_1, "sh", command),
+            *("--json-status-fd", STATUS_FD, "--seccomp", FILTER_FD, "--", "sh", "-c", process_1, "sh"),
+            *(["bash", "-c", command] if isinstance(command, str) else command),
         ]
 
     def tree(self) -> dict[str, Any]:
@@ -190,7 +191,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
 
 
 def execute(
-    config: SandboxConfig, tree: Tree, command: str, *, timeout_s: float, **options: Any
+    config: SandboxConfig, tree: Tree, command: str | list[str], *, timeout_s: float, **options: Any
 ) -> tuple[CommandResult, Tree]:
     """Run a command on a tree: its result and the tree it leaves. options: see `ContainedBubblewrap.run`.
 

@@ -2,8 +2,7 @@
 
 Owns the objects of that code. Answers requests over a socket (see `proxy`) until it is closed; knows no
 test, no test id and no result. Nothing here is trusted: whatever this process answers is decoded strictly.
-Requests come from a trusted process and are read by marshal. Answers are JSON, written here: importing json
-costs as much as all the rest of this process.
+Requests come from a trusted process and are read by marshal. Answers are JSON.
 """
 
 import importlib
@@ -12,7 +11,7 @@ import os
 import sys
 
 from rlpipe.envs.swe.grader import late
-from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, encode
+from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, dumps, encode
 
 _OPERATIONS = {
     "str": str,
@@ -42,24 +41,6 @@ _OPERATIONS = {
     "setattr": setattr,
     "delattr": delattr,
 }
-
-
-_ESCAPES = {n: f"\\u{n:04x}" for n in (*range(32), ord('"'), ord("\\"))}
-
-
-def dumps(form):
-    """JSON in UTF-8, for what `encode` makes: None, bool, int, str and lists of these."""
-    return _text(form).encode("utf-8", "surrogatepass")
-
-
-def _text(form):
-    if form is None:
-        return "null"
-    if type(form) is str:
-        return f'"{form.translate(_ESCAPES)}"'
-    if type(form) is list:
-        return f"[{','.join(map(_text, form))}]"
-    return {True: "true", False: "false"}[form] if type(form) is bool else repr(form)
 
 
 class Objects:

@@ -9,13 +9,13 @@ beside the tests; then `intact`, false when the test machinery was changed, is a
 verdict, and code that looks for the nonce in this process is not stopped.
 """
 
-import json
+import marshal
 import os
 import sys
 
 from rlpipe.envs.swe.grader import late
 
-late.install("argparse", "difflib", "pprint", "traceback")  # two thirds of what unittest imports
+late.install("argparse", "difflib", "pprint", "signal", "traceback")  # two thirds of what unittest imports
 
 import unittest  # noqa: E402
 import unittest.case  # noqa: E402
@@ -24,6 +24,7 @@ import unittest.result  # noqa: E402
 import unittest.suite  # noqa: E402
 
 from rlpipe.envs.swe.grader import proxy  # noqa: E402
+from rlpipe.envs.swe.grader.codec import dumps  # noqa: E402
 
 _WATCHED = (
     unittest.case.TestCase,
@@ -105,7 +106,7 @@ def finds_faults():
 
 
 def main():
-    order = json.load(sys.stdin)
+    order = marshal.load(sys.stdin.buffer)
     report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -122,7 +123,7 @@ def main():
         except BaseException:  # SystemExit and the like, raised on import: this test did not pass
             continue
     intact = same_machinery(before) and (alone or finds_faults())
-    line = json.dumps({"passed": passed, "intact": intact})
-    with os.fdopen(report, "w") as output:
-        output.write(f"\n{order['nonce']} {line}\n")
+    line = b'{"passed": %b, "intact": %b}' % (dumps(passed), dumps(intact))
+    with os.fdopen(report, "wb") as output:
+        output.write(b"\n%b %b\n" % (order["nonce"].encode(), line))
     os._exit(0)

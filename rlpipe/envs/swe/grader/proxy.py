@@ -11,12 +11,11 @@ place are changed here too. Callbacks, subclassing and identity of values are no
 
 import builtins
 import importlib.machinery
-import json
 import marshal
 import sys
 import types
 
-from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, encode
+from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, encode, loads
 
 
 class Remote:
@@ -87,9 +86,7 @@ class Code:
     """The code server, as seen from the tests."""
 
     def __init__(self, descriptor):
-        self._channel = Channel(
-            descriptor, marshal.dumps, lambda text: json.loads(text.decode("utf-8", "surrogatepass"))
-        )
+        self._channel = Channel(descriptor, marshal.dumps, loads)
         self._remotes, self._exceptions = {}, {}
 
     def ask(self, what, target, args, kwargs):

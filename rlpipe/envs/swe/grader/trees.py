@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import marshal
 import secrets
-import shlex
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +82,7 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
     """
     nonce, tests = secrets.token_hex(16), tree_of(_tests(instance))
     order = {"nonce": nonce, "tests": instance.tests, "modules": modules_of(code)}
-    stdin = _program(_TESTS) + json.dumps(order).encode()
+    stdin = _program(_TESTS) + marshal.dumps(order)
     if instance.graded_in_process:
         result, _ = execute(runner.config, code | tests, _command(), timeout_s=timeout_s, stdin=stdin)
         return passed_tests(result, nonce, instance.tests)
@@ -165,6 +164,5 @@ module.main()
 """
 
 
-def _command(*arguments: int) -> str:
-    words = ["python3", "-I", "-S", "-B", "-c", _START, *map(str, arguments)]
-    return "exec " + shlex.join(words)
+def _command(*arguments: int) -> list[str]:
+    return ["python3", "-I", "-S", "-B", "-c", _START, *map(str, arguments)]
