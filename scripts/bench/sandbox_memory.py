@@ -185,8 +185,12 @@ def measured(arm: str, attack: str) -> dict[str, float | str | None]:
     group = cgroup.Group(f"rlpipe-bench-{os.getpid()}", parents, memory=ROOM, processes=10**5, cores=64.0)
     try:
         command = [sys.executable, __file__, "--arm", arm, "--attack", attack, "--json", os.devnull]
-        done = subprocess.run(group.enter(command), stdout=subprocess.PIPE, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        waiting = ["sh", "-c", 'read line; exec "$@"', "sh", *command]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(waiting, **pipes) as process:
+            group.add(process.pid)
+            told, _ = process.communicate("\n")
+        return json.loads(told.splitlines()[-1])
     finally:
         group.remove()
 

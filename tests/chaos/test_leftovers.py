@@ -40,7 +40,8 @@ with watched_over():
     folder = scratch() / name
     (folder / "work").mkdir(parents=True)
     group = cgroup.Group(name, cgroup.controllers(), memory=1 << 30, processes=99, cores=1.0)
-    inside = subprocess.Popen(group.enter([sys.executable, "-c", SERVER]), stdout=subprocess.PIPE)
+    inside = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE)
+    group.add(inside.pid)
     inside.stdout.readline()
     told = {"port": port, "mark": os.environ[MARK], "paths": [str(folder), *map(str, group.paths)]}
     print(json.dumps(told), flush=True)

@@ -152,6 +152,7 @@ def test_the_kernel_holds_a_group_to_its_bounds(tmp_path):
     group = cgroup.Group(f"rlpipe-test-{os.getpid()}", parents, memory=96 << 20, processes=5, cores=1.0)
     script = (
         "import os\n"
+        "input()\n"
         "def fork():\n"
         "    try:\n"
         "        return os.fork() or os.execvp('sleep', ['sleep', '60'])\n"
@@ -163,7 +164,10 @@ def test_the_kernel_holds_a_group_to_its_bounds(tmp_path):
     )
     try:
         with (tmp_path / "out").open("w") as out:  # no pipe: those that are left would hold it open
-            subprocess.run(group.enter([sys.executable, "-c", script]), stdout=out, check=False)
+            command = [sys.executable, "-c", script]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as process:
+                group.add(process.pid)
+                process.communicate(b"\n")
         started, *took = (tmp_path / "out").read_text().splitlines()
         assert started == ("4" if "pids" in parents else "20")
         assert took == ([] if "memory" in parents else ["took 160 MiB"])

@@ -45,7 +45,7 @@ from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox import cgroup
 from rlpipe.envs.sandbox.base import CommandResult, Limit
-from rlpipe.envs.sandbox.process import FILTER_FD, STATUS_FD, Ended, run_bounded
+from rlpipe.envs.sandbox.process import FILTER_FD, GATE_FD, STATUS_FD, Ended, run_bounded
 from rlpipe.envs.sandbox.seccomp import program
 from rlpipe.envs.sandbox.sweep import NOBODY, prefix
 from rlpipe.envs.sandbox.tree import (
@@ -61,7 +61,6 @@ from rlpipe.envs.sandbox.tree import (
 
 WORK = "/work"
 _OPEN_FILES = 256
-_OUTSIDE = 4  # processes of bwrap's own
 _PATH = ("/usr/local/bin", "/usr/bin", "/bin")
 # the limits of every process, by the shell itself: bash names processes otherwise than dash and busybox
 _PROCESS_1 = """
@@ -113,12 +112,13 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         group = self._group()
         try:
             ended = run_bounded(
-                group.enter(self.command_line(command)) if group else self.command_line(command),
+                self.command_line(command),
                 timeout_s=timeout_s,
                 max_output=self.limits.output_kb << 10,
                 stdin=stdin,
                 env={},
                 filter_program=program(),
+                admit=lambda status: _admit(status, group),
                 watch=lambda pid: Limit.TIME if stop() else self._watch(pid, group),
                 end=_end,
                 pass_fds=pass_fds,
@@ -139,7 +139,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             self.working_dir.name,
             parents,
             memory=limits.memory_mb << 20,
-            processes=limits.processes + _OUTSIDE,
+            processes=limits.processes,
             cores=max(1.0, limits.cpu_s / limits.timeout_s),
         )
 
@@ -165,7 +165,8 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
             self.config.executable,
             *self.config.wrapper_args,
-            *("--json-status-fd", STATUS_FD, "--seccomp", FILTER_FD, "--", "sh", "-c", process_1, "sh"),
+            *("--json-status-fd", STATUS_FD, "--seccomp", FILTER_FD, "--block-fd", GATE_FD),
+            *("--", "sh", "-c", process_1, "sh"),
             *(["bash", "-c", command] if isinstance(command, str) else command),
         ]
 
@@ -238,14 +239,29 @@ def _undone(result: CommandResult) -> CommandResult:
     return CommandResult(output=result.output, exit_code=137, exceeded=Limit.FILES, seconds=result.seconds)
 
 
+def _admit(status: bytes, group: cgroup.Group | None) -> bool:
+    """Put process 1 into its group, as bwrap waits for before it runs the command; whether there is one yet.
+
+    So the kernel moves it, which may take long on a busy machine, while bwrap mounts.
+    """
+    process_1 = _process_1(status)
+    if process_1 and group:
+        with contextlib.suppress(ProcessLookupError):  # it failed, and bwrap says why
+            group.add(process_1)
+    return process_1 is not None
+
+
 def _end(process: subprocess.Popen[bytes], status: bytes) -> None:
     """Kill process 1 of the sandbox, so that bwrap reaps it; bwrap itself when it has none yet."""
-    for document in _documents(status):
-        if "child-pid" in document:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(document["child-pid"], signal.SIGKILL)
-            return
-    process.kill()
+    if process_1 := _process_1(status):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_1, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def _process_1(status: bytes) -> int | None:
+    return next((one["child-pid"] for one in _documents(status) if "child-pid" in one), None)
 
 
 def _result(ended: Ended) -> CommandResult:

@@ -22,7 +22,6 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
 _DEATH_S = 10.0
-_ENTER = 'n=$1; shift; while [ $n -gt 0 ]; do echo 0 > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
 # a kernel may account for no swap; version 2 counts TCP with the rest
 _OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
 _numbers = itertools.count()
@@ -52,10 +51,10 @@ class Group:
             self.remove()
             raise
 
-    def enter(self, command: list[str]) -> list[str]:
-        """The command, which enters the groups first; it ends with 125 if it cannot."""
-        files = [str(path / "cgroup.procs") for path in self.paths]
-        return ["/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command]
+    def add(self, pid: int) -> None:
+        """Put a process into the groups; its later children are in them, too. Raises OSError."""
+        for path in self.paths:
+            (path / "cgroup.procs").write_text(str(pid))
 
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel ended a process of the group because it reached its limit."""
@@ -124,8 +123,14 @@ def controllers() -> dict[str, Path]:
     except OSError:
         return {}
     try:
-        done = subprocess.run(group.enter(["true"]), capture_output=True, timeout=60, check=False)
-        return found if done.returncode == 0 else {}
+        with subprocess.Popen(["sleep", "60"]) as process:
+            try:
+                group.add(process.pid)
+            finally:
+                process.kill()
+        return found
+    except OSError:
+        return {}
     finally:
         group.remove()
 

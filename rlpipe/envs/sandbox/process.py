@@ -20,6 +20,7 @@ from rlpipe.envs.sandbox.base import Limit
 
 STATUS_FD = "{status-fd}"  # this word in argv becomes the number of the status pipe
 FILTER_FD = "{filter-fd}"  # and this one the number of a pipe that `filter_program` is read from
+GATE_FD = "{gate-fd}"  # and this one that of a pipe which can be read from once the process is admitted
 _CHUNK = 65536
 _TICK_S = 0.1
 _DEATH_S = 10.0
@@ -48,12 +49,14 @@ def run_bounded(
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
     filter_program: bytes = b"",
+    admit: Callable[[bytes], bool] = lambda status: True,
     watch: Callable[[int], Limit | None] = lambda pid: None,
     end: Callable[[subprocess.Popen[bytes], bytes], None] = lambda process, status: process.kill(),
     pass_fds: Sequence[int] = (),
 ) -> Ended:
     """Run `argv` until it ends or exceeds a limit.
 
+    admit: given what the status pipe said so far, until it returns true; raises OSError.
     watch: given the process id every 0.1 s; the Limit it names ends the process.
     end: ends the process, given also what the status pipe said so far.
     env: the whole environment; None inherits ours. filter_program: less than a pipe holds (64 KiB).
@@ -61,7 +64,7 @@ def run_bounded(
     Raises InfrastructureError when the process cannot be started or does not die.
     """
     with contextlib.ExitStack() as resources:
-        run = _Run(argv, stdin, env, filter_program, pass_fds, resources)
+        run = _Run(argv, stdin, env, filter_program, admit, pass_fds, resources)
         exceeded = run.supervise(timeout_s, max_output, watch, end)
         returncode = run.process.wait()
         run.drain(max_output)
@@ -85,17 +88,20 @@ class _Run:
         stdin: bytes,
         env: Mapping[str, str] | None,
         filter_program: bytes,
+        admit: Callable[[bytes], bool],
         pass_fds: Sequence[int],
         resources: contextlib.ExitStack,
     ) -> None:
         self.started = time.monotonic()
         self.output, self.status, self._input = bytearray(), bytearray(), memoryview(stdin)
+        self._admit: Callable[[bytes], bool] | None = admit
         with contextlib.ExitStack() as ours:
             try:
                 self._output_fd, output_write = _pipe(resources, ours)
                 self._status_fd, status_write = _pipe(resources, ours)
-                words = {STATUS_FD: str(status_write)}
-                passed = [status_write]
+                gate_read, self._gate_fd = _pipe(ours, resources)
+                words = {STATUS_FD: str(status_write), GATE_FD: str(gate_read)}
+                passed = [status_write, gate_read]
                 if filter_program:
                     passed.append(_readable(filter_program, ours))
                     words[FILTER_FD] = str(passed[-1])
@@ -110,6 +116,8 @@ class _Run:
             except OSError as error:
                 raise InfrastructureError(f"cannot start {argv[0]}: {error}") from error
         resources.callback(self._reap)
+        for descriptor in (self._output_fd, self._status_fd):
+            os.set_blocking(descriptor, False)
         self._exit_fd = os.pidfd_open(self.process.pid)
         resources.callback(os.close, self._exit_fd)
         self._selector = resources.enter_context(selectors.DefaultSelector())
@@ -151,10 +159,20 @@ class _Run:
             if key.fd == self._output_fd:
                 self._read(self._output_fd, self.output)
             elif key.fd == self._status_fd:
-                self._read(self._status_fd, self.status)
+                if self._read(self._status_fd, self.status):
+                    self._open_the_gate()
             else:
                 self._write()
         return False
+
+    def _open_the_gate(self) -> None:
+        try:
+            if self._admit and self._admit(bytes(self.status)):
+                self._admit = None
+                with contextlib.suppress(BrokenPipeError):  # it ended just now
+                    os.write(self._gate_fd, b"1")
+        except OSError as error:
+            raise InfrastructureError(f"cannot admit process {self.process.pid}: {error}") from error
 
     def _read(self, descriptor: int, into: bytearray) -> bool:
         try:
@@ -208,10 +226,9 @@ def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
     return read
 
 
-def _pipe(until_read: contextlib.ExitStack, until_started: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe whose reading end does not block; each end is closed by its own stack."""
+def _pipe(until_read: contextlib.ExitStack, until_written: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe; each end is closed by its own stack."""
     read, write = os.pipe()
     until_read.callback(os.close, read)
-    until_started.callback(os.close, write)
-    os.set_blocking(read, False)
+    until_written.callback(os.close, write)
     return read, write
