@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from rlpipe.types import Group, Trajectory
 from rlpipe.weights.payload import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
-    from rlpipe.drafts.eagle3_trainer import Eagle3Trainer, SavingDraft
+    from rlpipe.drafts.trainer import DraftTrainer, SavingDraft
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.collective import Rendezvous, Sent
@@ -42,7 +41,7 @@ class TrainerWorker:
         self._saving: list[Saving | SavingHf | SavingDraft] = []
         self._sender: WeightSender | None = None
         self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
-        self._draft: Eagle3Trainer | None = None  # on the first rank, which sees the whole batch
+        self._draft: DraftTrainer | None = None  # on the first rank, which sees the whole batch
         self._draft_learns = config.trains_beside
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
@@ -57,7 +56,7 @@ class TrainerWorker:
         )
         if self._config.trains_beside and self._rank == 0:
             spec = self._config.spec
-            self._draft = resolve_name(spec.drafter.kind.trainer)(self._config, spec.draft_path)
+            self._draft = spec.drafter.kind.trainer(self._config, spec.draft_path)
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender
@@ -109,7 +108,7 @@ class TrainerWorker:
         self._draft_learns = False
 
     def _train_draft(self, trajectories: list[Trajectory]) -> dict[str, Value]:
-        """One optimizer step of an EAGLE-3 draft on all trajectories, for the policy before its own step."""
+        """One optimizer step of a draft apart on all trajectories, for the policy before its own step."""
         due = (self._trainer.policy_version + 1) % self._config.mtp.interval == 0
         if not (self._draft_learns and due):
             return {}
@@ -178,7 +177,7 @@ class TrainerWorker:
     def begin_save(self, directory: Path) -> None:
         """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`.
 
-        That of an EAGLE-3 draft goes to `draft_trainer/` and, as servers read it, to `draft/`.
+        That of a draft apart goes to `draft_trainer/` and, as servers read it, to `draft/`.
         """
         with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
             self._saving = self._trainer.begin_save(directory / "trainer", directory / "hf")
@@ -201,10 +200,12 @@ class TrainerWorker:
         """Trainer state of a checkpoint directory. Raises ValueError when it is of other drafts."""
         draft = directory / "draft_trainer"
         if draft.is_dir() != self._config.trains_beside:
-            holds, train = ("a", "online") if draft.is_dir() else ("no", "off")
+            holds, train = (
+                ("a", "its spec.drafter and mtp.train=online") if draft.is_dir() else ("no", "mtp.train=off")
+            )
             raise ValueError(
-                f"{directory} holds {holds} co-trained EAGLE-3 draft: continue with spec.drafter=eagle3 "
-                f"mtp.train={train}, or choose another run.dir."
+                f"{directory} holds {holds} draft co-trained beside the policy: continue with {train}, or "
+                "choose another run.dir."
             )
         if self._draft is not None:
             self._draft.load(draft)

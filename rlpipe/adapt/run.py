@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.adapt.conversations import ConversationFormat, read_conversations
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     import torch
 
     from rlpipe.batch import PackedBatch
-    from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
     from rlpipe.drafts.loss.stats import MtpStats
+    from rlpipe.drafts.trainer import DraftTrainer
     from rlpipe.trainer.megatron import MegatronTrainer
 
 
@@ -64,7 +63,7 @@ class Adaptation:
     bus: MetricsBus = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     _stop: bool = False
-    _trainer: MegatronTrainer | Eagle3Trainer = field(init=False)
+    _trainer: MegatronTrainer | DraftTrainer = field(init=False)
     _domains: list[Domain] = field(init=False)
 
     def __post_init__(self, done: int | None) -> None:
@@ -289,7 +288,7 @@ def _objective(mtp: MtpConfig) -> dict[str, str]:
     return {"loss": mtp.objective.value} | anchors
 
 
-def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> MegatronTrainer | Eagle3Trainer:
+def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> MegatronTrainer | DraftTrainer:
     """A trainer of the draft alone, with a short warm-up and a constant learning rate."""
     mtp = replace(
         config.mtp,
@@ -297,7 +296,7 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
         lr_schedule=LrSchedule.CONSTANT,
     )
     if trainer := config.adapt.drafter.kind.trainer:
-        return resolve_name(trainer)(replace(config, mtp=mtp), "", trajectories)
+        return trainer(replace(config, mtp=mtp), "", trajectories)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     return MegatronTrainer(

@@ -27,7 +27,7 @@ class _Drafter(Choice):
 
 
 Drafter = _Drafter("Drafter", {name.upper(): name for name in DRAFTERS}, module=__name__)
-"""What proposes the drafts of a chain; verification does not know. See `config.drafters`."""
+"""What proposes the drafts of a chain; verification does not know. One file of `rlpipe/drafters` each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,9 +88,9 @@ class SpecConfig:
         return self.needs_model and not self.drafter.kind.draft
 
     @property
-    def needs_eagle3(self) -> bool:
-        """Whether an EAGLE-3 draft drafts."""
-        return self.mode is not SpecMode.NONE and self.drafter is Drafter.EAGLE3
+    def needs_draft(self) -> bool:
+        """Whether a draft with a directory of its own drafts."""
+        return self.mode is not SpecMode.NONE and bool(self.drafter.kind.draft)
 
     @property
     def needs_model(self) -> bool:

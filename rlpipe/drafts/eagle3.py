@@ -21,16 +21,19 @@ loss is finite over the whole vocabulary; the engine drafts it never.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlpipe.config.eagle3 import Eagle3Shape, read_shape
+from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
+from rlpipe.config.run import Config
 from rlpipe.models.rope import Rope
+from rlpipe.types import Trajectory
 
 OUTSIDE = -60.0  # log-probability of a token that the draft does not know
 
@@ -40,6 +43,8 @@ class Eagle3(nn.Module):
 
     shape: dimensions. ids: [draft_vocab] int64, ascending target ids of its vocabulary; None for all.
     """
+
+    prefix = PREFIX
 
     def __init__(self, shape: Eagle3Shape, ids: Tensor | None = None) -> None:
         super().__init__()
@@ -97,9 +102,12 @@ class Eagle3(nn.Module):
         whole = outside.expand(*own.shape[:-1], self.shape.vocab)
         return whole.index_copy(-1, self.ids, own)
 
-    def save(self, path: str | Path) -> None:
-        """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them."""
-        write_draft(path, self.shape, self.state_dict())
+    def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them.
+
+        weights: a state dict, its own unless one is given.
+        """
+        write_draft(path, self.shape, self.state_dict() if weights is None else weights)
 
     @classmethod
     def load(cls, path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3:
@@ -275,3 +283,26 @@ def read_draft(
                 f"{shape.vocab}, or two of them to one. Export the draft again."
             )
     return shape, weights
+
+
+def new_draft(
+    config: Config,
+    target: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    trajectories: Sequence[Trajectory],
+) -> Eagle3:
+    """An untrained draft as `config.eagle3` wants it; target: its `config.json`, weights: by HF name."""
+    shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
+    counts = _token_counts(trajectories, shape.vocab)
+    draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
+    draft.initialize(weights, config.run.seed)
+    return draft
+
+
+def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> Tensor:
+    """How often each token was sampled, [vocab]."""
+    counts = np.zeros(vocab, np.int64)
+    for trajectory in trajectories:
+        ids = np.asarray(trajectory.token_ids)[np.asarray(trajectory.loss_mask) > 0]
+        counts += np.bincount(ids, minlength=vocab)
+    return torch.from_numpy(counts)

@@ -1,8 +1,9 @@
-"""What the trainer of a draft asks of the target: a Protocol, so that drafts import no engine."""
+"""What the trainer of a draft asks of both models: Protocols, so that drafts import no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,4 +48,34 @@ class Target(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V]."""
+        ...
+
+
+class Shape(Protocol):
+    """layers: of the target whose outputs a draft reads. vocab: of the target."""
+
+    layers: Sequence[int]
+    vocab: int
+
+
+class TrainableDraft(Protocol):
+    """A torch module that drafts; `drafts.eagle3.Eagle3` is one, with what PPOW needs besides.
+
+    prefix: before the names of its state dict where they travel with the target's.
+    """
+
+    prefix: str
+    shape: Shape
+
+    def unroll(self, features: torch.Tensor, embeddings: torch.Tensor) -> list[torch.Tensor]:
+        """K states [B, T, H] of all anchors; features: [B, T, layers * H], embeddings: [K, B, T, H] of what
+        follows each."""
+        ...
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V]."""
+        ...
+
+    def save(self, path: str | Path, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write a directory for engines, `spec.draft_path`; weights: its state dict."""
         ...

@@ -119,7 +119,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         weights.update(load_file(file))
-    if "lm_head.weight" not in weights:
+    if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
 

@@ -4,11 +4,11 @@ Syncing the target and forgetting the draft is silent: outputs stay right, accep
 SGLang's `/weights_checker` hashes each parameter where it lies, per rank and role. The same hashes are
 computed here from the weights that were sent, fused and named as SGLang keeps them:
 
-    q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 or eagle3 -> draft.model
+    q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
 
 so a difference is a tensor that did not arrive. Names and layouts are those of the family's table
-(`rlpipe/models`) and of `EAGLE3_DRAFT`, the hashes are `fingerprint.py`'s; the shapes that a rank keeps are
-made here.
+(`rlpipe/models`) and of the drafter's declaration, the hashes are `fingerprint.py`'s; the shapes that a rank
+keeps are made here.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from typing import Any
 
 import torch
 
-from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import Drafter
 from rlpipe.models import family_of
-from rlpipe.models.base import DENSE_LAYER, EMBEDDING, FINAL_NORM, HEAD, Layout, Part
-from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight
+from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Layout, Part
+from rlpipe.models.checkpoint import is_mtp_weight
 from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
-EAGLE3_DRAFT = (  # what an EAGLE-3 draft has besides its head and its decoder layer
-    Part((), ("fc.weight",)),
-    Part((), ("norm.weight",)),
-    Part((), ("midlayer.hidden_norm.weight",), served="layers.0.hidden_norm.weight"),
-)
-_VOCABULARY = (f"{PREFIX}d2t", f"{PREFIX}t2d")  # of a draft: read when a server starts, and never trained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,8 +110,8 @@ def server_parts(
             f"No table says where an SGLang server keeps {', '.join(sorted(unknown))}: add it to the "
             "family's table (rlpipe/models), or send the weights of this model only."
         )
-    shared = {Drafter.MTP: (EMBEDDING, HEAD), Drafter.EAGLE3: (EMBEDDING,)}  # tensors of the target
-    names = [part.served_name for part in shared.get(drafter, ())]
+    shared = drafter.kind.served.shared if drafter else ()
+    names = [part.served_name for part in shared]
     return found | {DRAFT + name: found[name] for name in names if name in found}
 
 
@@ -144,9 +137,10 @@ def is_served(name: str, drafter: Drafter | None) -> bool:
     >>> is_served("model.mtp_layers.0.norm.weight", Drafter.EAGLE3), is_served("eagle3.d2t", Drafter.EAGLE3)
     (False, False)
     """
+    draft = drafter and drafter.kind.served
     if is_mtp_weight(name):
-        return drafter is Drafter.MTP and name.startswith(MTP_PREFIX)
-    return name not in _VOCABULARY
+        return bool(draft) and name.startswith(draft.prefix)
+    return not draft or name.removeprefix(draft.prefix) not in draft.fixed
 
 
 def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tuple[str, str, Part]]:
@@ -156,12 +150,9 @@ def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tu
         yield part.served_name, "", part
     layers = [f"model.layers.{index}." for index in range(int(hf_config["num_hidden_layers"]))]
     places = [(prefix, prefix, family.layer) for prefix in layers]
-    if drafter is Drafter.MTP:
-        places += [(f"{DRAFT}model.", MTP_PREFIX, family.draft)]
-        places += [(f"{DRAFT}model.mtp_block.", MTP_PREFIX, family.layer)]
-    elif drafter is Drafter.EAGLE3:
-        places += [(DRAFT, PREFIX, (HEAD,)), (f"{DRAFT}model.", PREFIX, EAGLE3_DRAFT)]
-        places += [(f"{DRAFT}model.layers.0.", f"{PREFIX}midlayer.", DENSE_LAYER)]
+    if drafter:
+        draft = drafter.kind.served
+        places += [(DRAFT + at, draft.prefix + prefix, parts) for at, prefix, parts in draft.tables(family)]
     for place, prefix, parts in places:
         for part in parts:
             yield place + part.served_name, prefix, part

@@ -28,7 +28,7 @@ class WeightSender:
     """config: of the rollout side, whose type the weights are sent in. trainer: this rank.
 
     on_gpu: whether the servers are on GPUs. drafter: what they draft with. draft: on rank 0, the trainer of
-    an EAGLE-3 draft, whose weights go first.
+    a draft apart, whose weights go first.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WeightSender:
     def _served(self, found: Iterable[Bucket]) -> Iterator[Bucket]:
         """Buckets without the MTP layer where another draft is served."""
         for bucket in found:
-            if self._drafter is Drafter.EAGLE3:
+            if self._drafter not in (None, Drafter.MTP):
                 bucket = [pair for pair in bucket if is_served(pair[0], self._drafter)]
             if bucket:
                 yield bucket

@@ -6,8 +6,8 @@
 what is sent and checked; pausing, and what to do about a failed check, are the engine's.
 
 An MTP layer is part of its target's checkpoint, and each model of the server picks what it knows. Names of
-an EAGLE-3 draft mean other tensors in the target, so each piece is for one of the two. A draft that is not
-trained is not sent; the server is checked to hold the one it was started with.
+a draft with a directory of its own, may mean other tensors in the target, so each piece is for one of
+the two. A draft that is not trained is not sent; the server is checked to hold the one it was started with.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from typing import Any
 
 import torch
 
-from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecConfig
-from rlpipe.drafts.eagle3 import read_draft, write_draft
-from rlpipe.models.checkpoint import is_mtp_weight, read_config, weight_shapes, write_checkpoint
+from rlpipe.models.checkpoint import (
+    is_mtp_weight,
+    read_config,
+    read_weights,
+    weight_shapes,
+    write_checkpoint,
+)
 from rlpipe.weights import canary
 from rlpipe.weights.buckets import Bucket, buckets, serialize
 from rlpipe.weights.canary import CanaryReport
@@ -55,28 +59,29 @@ class WeightSync:
         self, config: RolloutConfig, spec: SpecConfig, model_path: Path, *, on_gpu: bool, folder: Path
     ) -> None:
         self._config, self._model_path = config, model_path
-        self._drafter = Drafter.EAGLE3 if spec.needs_eagle3 else Drafter.MTP
-        self._draft_path = resolve(spec.draft_path) if spec.needs_eagle3 else None
+        self._drafter = spec.drafter if spec.needs_draft else Drafter.MTP
+        self._draft_path = resolve(spec.draft_path) if spec.needs_draft else None
+        self._prefix = self._drafter.kind.served.prefix
         self.on_gpu, self._folder = on_gpu, folder
         self._hf_config = read_config(model_path)
         self._tied = bool(self._hf_config.get("tie_word_embeddings"))
         self._shapes = weight_shapes(model_path)
         self._draft_shapes: dict[str, tuple[int, ...]] = {}
         if self._draft_path is not None:
-            shapes = read_shape(self._draft_path, self._hf_config).weight_shapes()
-            self._draft_shapes = {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
-        self._started_with: Checksums | None = None  # of an EAGLE-3 draft
+            shapes = weight_shapes(self._draft_path, "spec.draft_path")
+            self._draft_shapes = {self._prefix + name: shape for name, shape in shapes.items()}
+        self._started_with: Checksums | None = None  # of a draft apart
         self._root: Root | None = None  # of the group with this server alone
         self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
         """Refuse weights of another model before anything is touched; they may be on the meta device.
 
-        draft: whether an MTP layer is served, and so must be there. An EAGLE-3 draft is there as a whole or
-        not at all. Raises ValueError.
+        draft: whether an MTP layer is served, and so must be there. A draft apart is there as a whole or not
+        at all. Raises ValueError.
         """
         expected = self._shapes
-        if any(name.startswith(PREFIX) for name in weights):
+        if any(name.startswith(self._prefix) for name in weights):
             expected = expected | self._draft_shapes
         optional = {"lm_head.weight"} if self._tied else set()
         optional |= {name for name in expected if not canary.is_served(name, self._drafter)}
@@ -284,33 +289,37 @@ class WeightSync:
 
     @contextlib.contextmanager
     def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-        """`weights` as a Hugging Face directory, an EAGLE-3 draft's in `draft` there; gone at the end."""
+        """`weights` as a Hugging Face directory, a draft apart in `draft` there; gone at the end."""
         folder = self._folder / f"sglang-weights-{uuid.uuid4().hex[:8]}"
-        trained = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
-        target = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
+        target, draft = self._split(weights)
         write_checkpoint(folder, target, like=self._model_path)
-        if trained:
-            shape, start = self._read_draft()
-            write_draft(folder / "draft", shape, start | trained)
+        if draft:
+            trained = {name.removeprefix(self._prefix): tensor for name, tensor in draft.items()}
+            start = read_weights(self._draft_path)
+            write_checkpoint(folder / "draft", start | trained, like=self._draft_path)
         try:
             yield folder
         finally:
             shutil.rmtree(folder)
 
-    def _read_draft(self) -> tuple[Eagle3Shape, dict[str, torch.Tensor]]:
-        return read_draft(self._draft_path, self._hf_config)
+    def _split(
+        self, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What goes to the target (an MTP layer with it), and what to a draft apart."""
+        apart = {n for n in weights if self._draft_path is not None and n.startswith(self._prefix)}
+        return {n: w for n, w in weights.items() if n not in apart}, {n: weights[n] for n in apart}
 
     def _draft_checksums(self) -> Checksums:
-        return self._checksums({f"{PREFIX}{name}": tensor for name, tensor in self._read_draft()[1].items()})
+        weights = read_weights(self._draft_path)
+        return self._checksums({self._prefix + name: tensor for name, tensor in weights.items()})
 
     def _pieces(self, weights: Mapping[str, torch.Tensor]) -> list[Bucket]:
-        """What is sent, in order: an EAGLE-3 draft first, and in pieces of its own."""
+        """What is sent, in order: a draft apart first, and in pieces of its own."""
         megabytes = self._config.sglang.bucket_mb
-        if self._drafter is Drafter.MTP:
+        if self._draft_path is None:
             return list(buckets(weights, megabytes))
         served = {name: w for name, w in weights.items() if canary.is_served(name, self._drafter)}
-        draft = {name: w for name, w in served.items() if name.startswith(PREFIX)}
-        target = {name: w for name, w in served.items() if name not in draft}
+        target, draft = self._split(served)
         return [*buckets(draft, megabytes), *buckets(target, megabytes)]
 
     def _requests(
@@ -320,10 +329,11 @@ class WeightSync:
         update."""
         for number, piece in enumerate(pieces, 1):
             selector, last = "all", number == len(pieces)
-            if self._drafter is Drafter.EAGLE3:
-                selector = "draft" if piece[0][0].startswith(PREFIX) else "target"
+            if self._draft_path is not None:
+                selector = "draft" if piece[0][0].startswith(self._prefix) else "target"
+                piece = [(name.removeprefix(self._prefix), tensor) for name, tensor in piece]
             yield (
-                [(name.removeprefix(PREFIX), tensor) for name, tensor in piece],
+                piece,
                 {
                     "selector": selector,
                     "flush_cache": flush and last,

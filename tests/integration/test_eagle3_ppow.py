@@ -10,20 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlpipe.actors.drafts as maker
-import rlpipe.drafts.eagle3_trainer as eagle3
-from rlpipe.actors.drafts import make_eagle3
+import rlpipe.drafters as maker
+import rlpipe.drafts.eagle3 as eagle3
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
+from rlpipe.drafters.eagle3 import make_trainer
 from rlpipe.drafts.objectives.windows.ppow import group_advantages
+from rlpipe.drafts.ppow.eagle3 import draft_cost
 from rlpipe.drafts.ppow.windows import criticality, window_scores
+from rlpipe.drafts.trainer import DraftTrainer
 from rlpipe.metrics.values import reduce
-from rlpipe.models.checkpoint import read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
@@ -58,7 +59,7 @@ def trajectories():
     return [t for group in make_groups(seed=3, groups=3, common=6, longest=16) for t in group.trajectories]
 
 
-def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Eagle3Trainer:
+def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> DraftTrainer:
     settings = {"objective": "ppow", "depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
     config = Config(
         model=ModelConfig(path=str(target)),
@@ -69,7 +70,7 @@ def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Eagl
         run=RunSettings(steps=steps, seed=seed),
         trainer=TrainerConfig(micro_batch_tokens=4096),
     )
-    return make_eagle3(config, "", trajectories)
+    return make_trainer(config, "", trajectories)
 
 
 def packed(trajectories, budget=4096):
@@ -122,7 +123,7 @@ class Oracle:
 
 
 def test_the_reference_of_these_tests_drafts_with_the_probabilities_of_the_engine(target, start):
-    oracle, prompt = Oracle(target, eagle3.Eagle3.load(start, maker.read_config(target))), [5, 9, 2, 33]
+    oracle, prompt = Oracle(target, eagle3.Eagle3.load(start, read_config(target))), [5, 9, 2, 33]
     with driven_engine(target, "rejection", drafter="eagle3", draft_path=start) as driven:
         (result,) = driven.generate(request(1, prompt, max_new_tokens=24, temperature=T, record_drafts=True))
     assert len(result.drafts) > 5
@@ -232,10 +233,10 @@ def test_twenty_steps_raise_the_reward(target, start, trajectories, exact):
 def test_the_cost_of_a_draft_leaves_embedding_and_heads_out(target, start):
     """By hand: fc and one layer whose attention reads twice the width, against four layers of the target."""
     weights = read_weights(target)
-    draft = eagle3.Eagle3.load(start, maker.read_config(target))
+    draft = eagle3.Eagle3.load(start, read_config(target))
     own = sum(p.numel() for p in (*draft.fc.parameters(), *draft.midlayer.parameters())) + 32
     layers = sum(w.numel() for n, w in weights.items() if "embed_tokens" not in n and "lm_head" not in n)
-    assert maker.draft_cost(draft, weights) == pytest.approx(own / layers)
+    assert draft_cost(draft, weights) == pytest.approx(own / layers)
 
 
 def test_turns_too_short_for_a_window_change_nothing(target, start, trajectories):

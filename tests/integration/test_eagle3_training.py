@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlpipe.drafts.eagle3_trainer as eagle3
-from rlpipe.actors.drafts import make_eagle3
+import rlpipe.drafts.trainer as eagle3
 from rlpipe.config.checks import check
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
@@ -19,8 +18,9 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.drafts.eagle3_trainer import Eagle3Trainer
+from rlpipe.drafters.eagle3 import make_trainer
 from rlpipe.drafts.loss import depth_targets, mtp_loss
+from rlpipe.drafts.trainer import DraftTrainer
 from rlpipe.metrics.values import reduce
 from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
@@ -46,7 +46,7 @@ def trajectories():
     return [t for group in make_groups(seed=3, common=6) for t in group.trajectories]
 
 
-def make(target, trajectories, draft=None, **mtp) -> Eagle3Trainer:
+def make(target, trajectories, draft=None, **mtp) -> DraftTrainer:
     settings = {"depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
     config = Config(
         model=ModelConfig(path=str(target)),
@@ -55,7 +55,7 @@ def make(target, trajectories, draft=None, **mtp) -> Eagle3Trainer:
         rollout=RolloutConfig(max_context=64, device="cpu"),
         trainer=TrainerConfig(micro_batch_tokens=96),
     )
-    return make_eagle3(config, "", trajectories)
+    return make_trainer(config, "", trajectories)
 
 
 def packed(trajectories):

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: an objective and a drafter are one file, an engine is one and two edits."""
+"""What CONTRIBUTING promises: objectives and drafters are one file each, an engine is one and two edits."""
 
 import json
 import shutil
@@ -39,13 +39,115 @@ from rlpipe.config.spec import Drafter, SpecConfig
 from rlpipe.rollout.embedded import EmbeddedEngine
 from tests.helpers.engines import generate, request
 outputs = []
-for spec in (SpecConfig(mode="greedy", drafter="echo"), SpecConfig(mode="none")):
+name, path = ("mix", sys.argv[2]) if sys.argv[2:] else ("echo", "")
+for spec in (SpecConfig(mode="greedy", drafter=name, draft_path=path), SpecConfig(mode="none")):
     engine = EmbeddedEngine(RolloutConfig(max_running=8, max_context=128, device="cpu"), spec, sys.argv[1])
     outputs += generate(engine, request(1, [5, 9, 2, 33], max_new_tokens=24, temperature=0.0))
     engine.close()
 assert outputs[0].output_ids == outputs[1].output_ids
 assert outputs[0].spec.proposed and not outputs[1].spec.proposed
-assert Drafter("echo").kind.title == "echo"
+assert Drafter(name).kind.title == name
+"""
+
+MODEL_DRAFTER = '''
+"""A linear layer that reads a layer of the target and the token; the target's head predicts."""
+import json
+from pathlib import Path
+import torch
+from safetensors.torch import load_file, save_file
+from rlpipe.config.drafters import DrafterKind, ServedDraft
+from rlpipe.config.paths import resolve
+from rlpipe.drafters import train_beside
+from rlpipe.models.base import EMBEDDING, Part
+from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.rollout.embedded.span import flat_index
+PREFIX = "mix."
+
+class Shape:
+    def __init__(self, target):
+        self.layers, self.vocab = [target["num_hidden_layers"] - 2], target["vocab_size"]
+
+class Mix(torch.nn.Module):
+    """The one that is trained."""
+    prefix = PREFIX
+    def __init__(self, target, weights):
+        super().__init__()
+        width = target["hidden_size"]
+        self.shape, self.fc = Shape(target), torch.nn.Linear(2 * width, width, bias=False)
+        torch.nn.init.zeros_(self.fc.weight)
+        self.norm = torch.nn.Parameter(weights["model.norm.weight"].clone())
+        self.register_buffer("head", weights["lm_head.weight"], persistent=False)
+    def unroll(self, features, embeddings):
+        states = [features]
+        for embedded in embeddings:
+            states.append(states[-1] + self.fc(torch.cat((states[-1], embedded), -1)))
+        return states[1:]
+    def logits(self, states):
+        return torch.nn.functional.rms_norm(states, states.shape[-1:], self.norm, 1e-6) @ self.head.T
+    def save(self, path, weights):
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_file({n: w.detach().contiguous() for n, w in weights.items()}, f"{path}/model.safetensors")
+        Path(path, "config.json").write_text(json.dumps({"architectures": ["Mix"]}))
+
+class MixDraft:
+    """The one that drafts."""
+    prefix = PREFIX
+    def __init__(self, target, weights):
+        self.layers, self._weights = Shape(target).layers, weights
+        self.shapes = {PREFIX + name: tuple(w.shape) for name, w in weights.items()}
+    @classmethod
+    def read(cls, path, target):
+        return cls(target, load_file(f"{path}/model.safetensors"))
+    def attach(self, model):
+        self.load(model, self._weights)
+    def load(self, model, weights):
+        self._fc, self._norm = model.getter(weights)("fc.weight"), model.getter(weights)("norm")
+    def fuse(self, features):
+        return features[0]
+    def step(self, model, tokens, state, spans, selects):
+        state = state + torch.cat((state, model.embedding[tokens]), -1) @ self._fc.T
+        return state if selects is None else state[flat_index(spans, selects)]
+    def logits(self, model, state):
+        return model.logits(torch.nn.functional.rms_norm(state, state.shape[-1:], self._norm, 1e-6))
+
+def make(config, start, trajectories=()):
+    path = resolve(config.model.path)
+    target, weights = read_config(path), read_weights(path)
+    draft = Mix(target, weights)
+    if start:
+        draft.load_state_dict(load_file(f"{resolve(start)}/model.safetensors"))
+    return train_beside(config, draft, target, weights)
+
+DRAFTER = DrafterKind(
+    title="mix",
+    draft=f"{__name__}:MixDraft",
+    trainer=make,
+    sglang="EAGLE3",
+    served=ServedDraft(
+        prefix=PREFIX,
+        tables=lambda _: [("", "", [Part((), ("fc.weight",)), Part((), ("norm",), served="norm.weight")])],
+        shared=(EMBEDDING,),
+    ),
+)
+'''
+SERVE = """
+import sys
+import torch
+from rlpipe.config.spec import Drafter
+from rlpipe.models.checkpoint import read_config, read_weights
+from rlpipe.weights.canary import Shard, compare, server_parts
+from rlpipe.weights.fingerprint import fingerprints
+model, draft = sys.argv[1:]
+hf_config, kind = read_config(model), Drafter("mix").kind
+weights = read_weights(model) | {"mix." + name: w for name, w in read_weights(draft).items()}
+shard = Shard(kv_heads=hf_config["num_key_value_heads"])
+parts = lambda: server_parts(weights, torch.float32, shard, hf_config, drafter=Drafter("mix"))
+served = fingerprints(parts(), False)
+assert {n for n in served if n.startswith("draft.")} == {
+    "draft.fc.weight", "draft.norm.weight", "draft.model.embed_tokens.weight"}
+assert weights["mix.fc.weight"].any()  # it learned
+weights["mix.fc.weight"][0, 0] += 1
+assert compare(fingerprints(parts(), False), served).draft == ["draft.fc.weight"]
 """
 
 ENGINE = '''
@@ -114,9 +216,30 @@ def test_a_file_among_the_objectives_is_an_objective(package):
 def test_a_file_among_the_drafters_is_a_drafter(package):
     model = str(write_random_checkpoint(package / "model", "qwen2"))
     assert "echo" in run(package, DECODE, model).stderr
-    (package / "rlpipe/config/drafters/echo.py").write_text(DRAFTER)
+    (package / "rlpipe/drafters/echo.py").write_text(DRAFTER)
     done = run(package, DECODE, model)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_with_a_small_model_is_a_drafter_that_learns_drafts_and_is_checked(package):
+    """It adapts to the model, is co-trained beside the policy, drafts losslessly, and the canary knows it."""
+    for shipped in ("configs", "models", "data"):
+        (package / shipped).symlink_to(ROOT / shipped)
+    (package / "rlpipe/drafters/mix.py").write_text(MODEL_DRAFTER)
+    few = [f"adapt.{name}" for name in ("prompts=4", "samples=1", "batch=4", "eval_prompts=1")]
+    adapt = ["+recipe=mtp_adapt", "adapt.drafter=mix", "adapt.out_of_domain=[]", "mtp.objective=kl", *few]
+    done = run(package, RUN, *adapt, "run.dir=adapted", "run.steps=4", "adapt.eval_first=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    draft = ["spec.drafter=mix", "spec.draft_path=adapted/draft", "mtp.train=online", "mtp.objective=kl"]
+    job = ["+recipe=swe_rl", "cluster=inline", *draft, *SMALL, "run.dir=out", "run.steps=1"]
+    done = run(package, RUN, *job)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads((package / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["mtp/grad_norm"] > 0 and "spec/acceptance_rate" in last
+    checkpoint = package / "out/checkpoints/step_1"
+    for code, model in ((SERVE, checkpoint / "hf"), (DECODE, ROOT / "models/tiny")):
+        done = run(package, code, str(model), str(checkpoint / "draft"))
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_file_and_two_edits_are_a_rollout_engine(package):

@@ -22,9 +22,9 @@ from typing import Any
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_config, require_mtp
-from rlpipe.rollout.sglang.eagle3 import check_draft
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.weights.shared import LOADER, SERVED
 
@@ -45,8 +45,18 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
     target = read_config(model_path)
     if spec.mode is SpecMode.NONE:
         return
-    if spec.needs_eagle3:
-        check_draft(rollout, spec, target)
+    if spec.needs_draft:
+        if rollout.sglang.draft_path:
+            raise ValueError(
+                f"rollout.sglang.draft_path={rollout.sglang.draft_path!r} names an MTP layer, and "
+                f"spec.drafter={spec.drafter} drafts from spec.draft_path: leave the first empty."
+            )
+        if rollout.sglang.weight_transfer is WeightTransfer.DISK:  # one checkpoint is read into both models
+            raise ValueError(
+                f"rollout.sglang.weight_transfer=disk with spec.drafter={spec.drafter}: SGLang reads one "
+                "checkpoint into target and draft. Set weight_transfer=auto, shared, tensor or collective."
+            )
+        spec.drafter.kind.check_sglang(spec, target)
         return
     drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)

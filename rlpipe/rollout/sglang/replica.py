@@ -32,9 +32,9 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.sglang import arguments
 from rlpipe.rollout.sglang.client import SglangClient
-from rlpipe.rollout.sglang.eagle3 import served_target
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
+from rlpipe.rollout.sglang.target import served_target
 from rlpipe.weights.collective import Checksums, Offer
 from rlpipe.weights.sync import WeightSync
 
@@ -282,7 +282,7 @@ class Replica:
             if weights is not None:  # the draft of the goal, not the one that was started with
                 folder = stack.enter_context(self._sync.checkpoint(weights))
                 config = replace(config, sglang=replace(config.sglang, draft_path=""))
-                if spec.needs_eagle3 and (folder / "draft").is_dir():
+                if spec.needs_draft and (folder / "draft").is_dir():
                     spec = replace(spec, draft_path=str(folder / "draft"))
             served = stack.enter_context(served_target(folder, spec))
             await self._start_on(served, config, spec, goal, weights)

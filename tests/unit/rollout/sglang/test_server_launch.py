@@ -19,9 +19,9 @@ from rlpipe.rollout.sglang.arguments import (
     command,
     server_environment,
 )
-from rlpipe.rollout.sglang.eagle3 import served_target
 from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSION, find_environment
 from rlpipe.rollout.sglang.server import pick_port
+from rlpipe.rollout.sglang.target import served_target
 from rlpipe.weights.shared import SERVED
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpipe.config.drafters import DrafterKind, HfConfig
-from rlpipe.models.checkpoint import require_mtp
+from rlpipe.config.drafters import DrafterKind, HfConfig, ServedDraft
+from rlpipe.models.base import EMBEDDING, HEAD
+from rlpipe.models.checkpoint import MTP_PREFIX, require_mtp
 
 if TYPE_CHECKING:
     from rlpipe.config.run import Config
@@ -22,5 +23,13 @@ def check_trained(config: Config, target: HfConfig) -> None:
 
 
 DRAFTER = DrafterKind(
-    title="MTP draft", sglang="NEXTN", check_served=check_served, check_trained=check_trained
+    title="MTP draft",
+    sglang="NEXTN",
+    served=ServedDraft(
+        prefix=MTP_PREFIX,
+        tables=lambda family: (("model.", "", family.draft), ("model.mtp_block.", "", family.layer)),
+        shared=(EMBEDDING, HEAD),
+    ),
+    check_served=check_served,
+    check_trained=check_trained,
 )

@@ -1,4 +1,4 @@
-"""The trainer of an EAGLE-3 draft: plain torch beside its target, one process, one device.
+"""The trainer of a draft that is no part of the policy: plain torch beside its target, one process.
 
 Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.target`) is
 the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
@@ -10,15 +10,15 @@ weights. Layout of anchors and turns: `rlpipe.drafts.draft_batch`; objectives: `
                                                      +-----------> mtp_loss <------------+
 
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
-a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss (any of
-`mtp_loss`), and the starting point of norm and head (the target's). An objective on windows learns from those
-it drafts there instead (`drafts.ppow`).
+a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss
+(any of `mtp_loss`), and the starting point of norm and head (the target's). An objective on windows, which is
+for EAGLE-3 drafts alone, learns from those it drafts there instead (`drafts.ppow`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import reduce
@@ -32,26 +32,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rlpipe.batch import MicroBatch, PackedBatch, as_rows
-from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
 from rlpipe.drafts.draft_batch import draft_batch
-from rlpipe.drafts.eagle3 import Eagle3, frequent_ids, write_draft
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.drafts.ppow.eagle3 import Pair
 from rlpipe.drafts.ppow.step import WindowTraining
 from rlpipe.drafts.ppow.totals import PpowTotals
-from rlpipe.drafts.target import Target
+from rlpipe.drafts.target import Target, TrainableDraft
 from rlpipe.metrics.values import Last, Mean, Sum, Value
-from rlpipe.types import Trajectory
 
 LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one turn at least
 
 
-class Eagle3Trainer:
-    """What `adapt.run` asks of a trainer, for an EAGLE-3 draft.
+class DraftTrainer:
+    """What `adapt.run` asks of a trainer, and what the policy's worker does of one beside it.
 
     config: with `mtp` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
     draft, target: on one device. draft_cost: c of PPOW's reward unless it is set. updates: optimizer steps
@@ -60,7 +57,7 @@ class Eagle3Trainer:
 
     shares_prefixes = False
 
-    def __init__(self, config: Config, draft: Eagle3, target: Target, draft_cost: float) -> None:
+    def __init__(self, config: Config, draft: TrainableDraft, target: Target, draft_cost: float) -> None:
         self._config, self._mtp = config, config.mtp
         self._draft, self._target, self._device = draft, target, target.device
         self._pair = Pair(
@@ -117,11 +114,11 @@ class Eagle3Trainer:
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""
-        SavingDraft(self._state(), self._draft.shape, Path(directory)).write()
+        SavingDraft(self._state(), self._draft, Path(directory)).write()
 
     def begin_save(self, directory: Path, hf: Path) -> SavingDraft:
         """Copy what `save` and `save_hf` would write into these directories, to be written later."""
-        return SavingDraft(deepcopy(self._state()), self._draft.shape, directory, hf)
+        return SavingDraft(deepcopy(self._state()), self._draft, directory, hf)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -139,7 +136,7 @@ class Eagle3Trainer:
 
     def save_hf(self, directory: str | Path) -> None:
         """The draft as SGLang and vLLM read it."""
-        self._draft.save(directory)
+        self._draft.save(directory, self._draft.state_dict())
 
     def close(self) -> None:
         """Nothing is held that must be given back."""
@@ -150,7 +147,9 @@ class Eagle3Trainer:
 
     def export_weights(self) -> dict[str, torch.Tensor]:
         """The draft's weights as they travel with its target's."""
-        return {f"{PREFIX}{name}": tensor.detach() for name, tensor in self._draft.state_dict().items()}
+        return {
+            self._draft.prefix + name: tensor.detach() for name, tensor in self._draft.state_dict().items()
+        }
 
     def _apply(self, weight: float) -> dict[str, Value]:
         """Step on the summed gradient over `weight`."""
@@ -282,9 +281,9 @@ class SavingDraft:
     """State of a draft and its optimizer on its way to a checkpoint, and to `hf` as servers read it."""
 
     def __init__(
-        self, state: dict[str, Any], shape: Eagle3Shape, directory: Path, hf: Path | None = None
+        self, state: dict[str, Any], draft: TrainableDraft, directory: Path, hf: Path | None = None
     ) -> None:
-        self._state, self._shape, self._directory, self._hf = state, shape, directory, hf
+        self._state, self._draft, self._directory, self._hf = state, draft, directory, hf
 
     def write(self) -> None:
         """All of it; the directory appears when it is complete. Raises OSError."""
@@ -293,30 +292,7 @@ class SavingDraft:
         torch.save(self._state, part / "eagle3.pt")
         part.replace(self._directory)
         if self._hf is not None:
-            write_draft(self._hf, self._shape, self._state["draft"])
+            self._draft.save(self._hf, self._state["draft"])
 
     def finish(self) -> None:
         """Nothing is left to do."""
-
-
-def new_draft(
-    config: Config,
-    target: Mapping[str, Any],
-    weights: Mapping[str, torch.Tensor],
-    trajectories: Sequence[Trajectory],
-) -> Eagle3:
-    """An untrained draft as `config.eagle3` wants it; target: its `config.json`, weights: by HF name."""
-    shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
-    counts = _token_counts(trajectories, shape.vocab)
-    draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
-    draft.initialize(weights, config.run.seed)
-    return draft
-
-
-def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> torch.Tensor:
-    """How often each token was sampled, [vocab]."""
-    counts = np.zeros(vocab, np.int64)
-    for trajectory in trajectories:
-        ids = np.asarray(trajectory.token_ids)[np.asarray(trajectory.loss_mask) > 0]
-        counts += np.bincount(ids, minlength=vocab)
-    return torch.from_numpy(counts)

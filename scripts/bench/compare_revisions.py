@@ -1,0 +1,141 @@
+"""Does a revision train as an earlier one did, bit for bit?
+
+Runs each recipe for four synchronous steps at both revisions, with the same seeds, twice at the earlier one.
+What differs between those two is no result (seconds, bytes) and is left out; every other metric, and every
+number of an adaptation's `results.json`, is compared as it was written, at full precision. Requests are
+decoded one after another and keep no keys, so that no sum depends on which of them ran together.
+
+    python scripts/bench/compare_revisions.py --before 8f2a9b6 [--after HEAD] --json OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = ["cluster=inline", "run.steps=4", "run.seed=1", "trainer.threads=1", "rollout.threads=1"]
+RL = [
+    *COMMON,
+    "pipeline.max_staleness=0",
+    "pipeline.prompts_per_step=2",
+    "pipeline.group_size=4",
+    "val.every=4",
+    "val.instances=4",
+]
+ADAPTATION = [
+    *COMMON,
+    "adapt.prompts=8",
+    "adapt.samples=2",
+    "adapt.batch=4",
+    "adapt.eval_prompts=3",
+    "adapt.eval_samples=1",
+]
+RECIPES = dict.fromkeys(("swe_rl", "agent_rl", "reasoning_rl", "jackpot"), RL)
+RECIPES |= dict.fromkeys(("mtp_adapt", "eagle3", "ppow"), ADAPTATION)
+# The one thing changed in either revision; both have these names.
+RUN = """
+import asyncio, sys, weakref
+from rlpipe.rollout.embedded import EmbeddedEngine
+alone, generate = weakref.WeakKeyDictionary(), EmbeddedEngine.generate
+async def one_at_a_time(self, request):
+    lock = alone.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        result = await generate(self, request)
+        self.end_session(request.session_id)
+        return result
+EmbeddedEngine.generate = one_at_a_time
+from rlpipe.run import main
+sys.exit(main())
+"""
+
+
+def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
+    """Run a recipe in a checkout; every number it wrote, by step and name."""
+    keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    env = keep | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, f"+recipe={recipe}", f"run.dir={out}", *RECIPES[recipe]]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{recipe} at {tree}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    found: dict[str, Any] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        step = row.pop("training/global_step")
+        found |= {f"{step} {name}": value for name, value in row.items()}
+    results = out / "results.json"
+    return found | (leaves(json.loads(results.read_text()), "results") if results.exists() else {})
+
+
+def leaves(value: Any, path: str) -> dict[str, Any]:
+    """The numbers and words of nested JSON, by their path."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {k: v for key, item in items for k, v in leaves(item, f"{path}/{key}").items()}
+    return {path: value}
+
+
+def compare(before: dict[str, Any], again: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What is bit-equal, and each difference; a value that the earlier revision does not repeat is none."""
+    steady = {name for name, value in before.items() if json.dumps(again.get(name)) == json.dumps(value)}
+    shared = sorted(steady & after.keys())
+    differing = {n: [before[n], after[n]] for n in shared if json.dumps(before[n]) != json.dumps(after[n])}
+    return {
+        "equal": len(shared) - len(differing),
+        "differing": differing,
+        "unsteady": len(before) - len(steady),
+        "gone": sorted({name.split(" ")[-1] for name in steady - after.keys()}),
+        "new": sorted({name.split(" ")[-1] for name in after.keys() - before.keys()}),
+    }
+
+
+def checkout(revision: str, folder: Path) -> Path:
+    """A work tree of a revision."""
+    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", folder, revision], check=True)
+    return folder
+
+
+def main() -> None:
+    """Compare, print a line per recipe, write all."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--before", required=True)
+    parser.add_argument("--after", default="HEAD")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    named = [
+        subprocess.check_output(["git", "-C", ROOT, "rev-parse", "--short", revision], text=True).strip()
+        for revision in (args.before, args.after)
+    ]
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(args.workers) as pool:
+        folder = Path(made)
+        trees = [checkout(commit, folder / name) for name, commit in zip("ba", named, strict=True)]
+        try:
+            arms = {"before": trees[0], "again": trees[0], "after": trees[1]}
+            runs = {
+                recipe: [
+                    pool.submit(play, tree, recipe, folder / f"{recipe}_{arm}") for arm, tree in arms.items()
+                ]
+                for recipe in args.recipes
+            }
+            found = {recipe: compare(*(run.result() for run in three)) for recipe, three in runs.items()}
+        finally:
+            for tree in trees:
+                subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
+    for recipe, result in found.items():
+        print(f"{recipe}: {result['equal']} equal, {len(result['differing'])} differ")
+    if args.json:
+        answer = {"before": named[0], "after": named[1], "settings": RECIPES, "recipes": found}
+        args.json.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
