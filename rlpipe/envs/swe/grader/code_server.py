@@ -9,10 +9,12 @@ import importlib
 import marshal
 import os
 import sys
+import types
 
 from rlpipe.envs.swe.grader import late
 from rlpipe.envs.swe.grader.codec import Channel, Malformed, decode, dumps, encode
 
+_LENT = (type, types.FunctionType)
 _OPERATIONS = {
     "str": str,
     "repr": repr,
@@ -47,7 +49,18 @@ class Objects:
     """Objects by number; an object keeps its number, and lives as long as the process."""
 
     def __init__(self):
-        self._objects, self._numbers = [], {}
+        self._objects, self._numbers, self._lent = [], {}, []
+
+    def lend(self, module, names):
+        """The functions and classes among the names of a module, which the tests need not ask for again."""
+        space = vars(module)
+        lent = {name: space.get(name) for name in names if isinstance(space.get(name), _LENT)}
+        self._lent += [(space, name, value) for name, value in lent.items()]
+        return lent
+
+    def hold(self):
+        """Whether every name that was lent means what it meant."""
+        return all(space.get(name) is value for space, name, value in self._lent)
 
     def number(self, value):
         """The number of an object, a new one when it has none."""
@@ -81,7 +94,7 @@ class Objects:
 
 
 def answer(request, objects):
-    """What a request gives: ["value", value, arguments] or ["raise", class, derived, args]."""
+    """What a request gives: ["value", value, arguments, hold] or ["raise", class, derived, args, hold]."""
     try:
         what, target, args, kwargs = request
         args = decode(args, objects.value)
@@ -89,22 +102,22 @@ def answer(request, objects):
         before = encode([args, kwargs], objects.form)
         if what == "import":
             module = importlib.import_module(target)
-            names = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
-            value = [module, list(names)]
+            names = list(getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"]))
+            value = [module, names, objects.lend(module, names)]
         elif what == "call":
             value = decode(target, objects.value)(*args, **kwargs)
         else:
             value = _OPERATIONS[what](decode(target, objects.value), *args)
         form = encode(value, objects.form)
         after = encode([args, kwargs], objects.form)
-        return ["value", form, after if after != before else None]
+        return ["value", form, after if after != before else None, objects.hold()]
     except BaseException as error:  # SystemExit and the like are answers as well
         name, derived = objects.exception(type(error))
         try:
             args = encode(error.args, objects.form)
         except (Malformed, RecursionError):
             args = ["tuple", []]
-        return ["raise", name, derived, args]
+        return ["raise", name, derived, args, objects.hold()]
 
 
 def main():
@@ -124,4 +137,4 @@ def main():
         try:
             channel.send(answer(request, objects))
         except Malformed as error:
-            channel.send(["raise", "ValueError", [], ["tuple", [str(error)]]])
+            channel.send(["raise", "ValueError", [], ["tuple", [str(error)]], objects.hold()])

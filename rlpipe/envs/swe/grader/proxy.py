@@ -3,7 +3,8 @@
     import core; core.add(1, 2)   ->   {import core}, {getattr add}, {call (1, 2)}   ->   3
 
 Owns the imports that lead to the code server, and the stand-ins for its objects. Values of builtin types
-arrive as such; an object of another type is a `Remote`. So that no object decides by itself whether it
+arrive as such; an object of another type is a `Remote`; a module's functions and classes are asked for once,
+as long as the code says that their names hold. So that no object decides by itself whether it
 is what a test expects, a Remote is never equal to a value of the tests, and is refused as the operand
 of an operator with one: only two Remotes are compared where they live. Arguments that a call changed in
 place are changed here too. Callbacks, subclassing and identity of values are not carried.
@@ -87,7 +88,7 @@ class Code:
 
     def __init__(self, descriptor):
         self._channel = Channel(descriptor, marshal.dumps, loads)
-        self._remotes, self._exceptions = {}, {}
+        self._remotes, self._exceptions, self.names_hold = {}, {}, True
 
     def ask(self, what, target, args, kwargs):
         """The value of a request; raises what the code raised, RuntimeError when the answer is malformed."""
@@ -104,13 +105,15 @@ class Code:
 
     def _answer(self, message, args, kwargs):
         """(None, value) or (exception class, its arguments)."""
-        if type(message) is list and len(message) == 3 and message[0] == "value":
-            _, form, changed = message
+        if type(message) is list and message and message[-1] is not True:
+            self.names_hold = False
+        if type(message) is list and len(message) == 4 and message[0] == "value":
+            _, form, changed, _ = message
             if changed is not None:
                 renew([args, kwargs], decode(changed, self._value))
             return None, decode(form, self._value)
-        if type(message) is list and len(message) == 4 and message[0] == "raise":
-            _, name, derived, form = message
+        if type(message) is list and len(message) == 5 and message[0] == "raise":
+            _, name, derived, form, _ = message
             given = decode(form, self._value)
             if type(given) is not tuple:
                 raise Malformed("arguments of an exception must be a tuple")
@@ -179,7 +182,8 @@ class ProxyModule(types.ModuleType):
     def __getattr__(self, name):
         if "__remote__" not in self.__dict__:
             raise AttributeError(name)  # while it is being imported
-        return getattr(self.__dict__["__remote__"], name)
+        remote, lent = self.__dict__["__remote__"], self.__dict__["__lent__"]
+        return lent[name] if name in lent and remote._remote[0].names_hold else getattr(remote, name)
 
     def __setattr__(self, name, value):
         if name.startswith("__") or isinstance(value, types.ModuleType):
@@ -213,10 +217,10 @@ class Finder:
     def exec_module(self, module):
         """Import it where it lives."""
         answer = self._code.ask("import", module.__name__, (), {})
-        if type(answer) is not list or list(map(type, answer)) != [Remote, list]:
+        if type(answer) is not list or list(map(type, answer)) != [Remote, list, dict]:
             raise ImportError(f"the code under test gave no module {module.__name__}")
-        remote, names = answer
-        module.__dict__.update(__remote__=remote, __all__=names)
+        remote, names, lent = answer
+        module.__dict__.update(__remote__=remote, __all__=names, __lent__=lent)
 
 
 def install(descriptor, modules):
