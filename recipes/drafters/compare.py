@@ -171,7 +171,7 @@ def least_step_seconds(
 def price(seconds: dict[str, dict[tuple[int, int], float]], gamma: int) -> dict[str, dict[str, Any]]:
     """By drafter and batch, in decode steps without drafts: `step` of gamma drafts, and its parts.
 
-    step = gamma draft + verify (`rlpipe.spec.acceptance.step_cost`). A lookup runs no model, so its step is
+    step = gamma draft + verify (`recipes.theory.step_cost`). A lookup runs no model, so its step is
     `verify`, and what another drafter's takes beyond it is that of gamma drafts.
 
     >>> suffix, mtp = {(1, 0): 2.0, (1, 3): 3.0}, {(1, 0): 2.0, (1, 3): 4.5}

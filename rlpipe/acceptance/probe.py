@@ -195,7 +195,7 @@ def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
 
     1 + sum_j alpha_j prod_{i<j} a_i, with a_i = min(1, q_i / p_i) at the realised token for rejection and
     1[realised token = argmax q_i] for target-only: exact in expectation over tokens that the target sampled
-    (Leviathan et al. Alg. 1 by change of measure, see `rlpipe.spec.acceptance.chain_reach_target`).
+    (Leviathan et al. Alg. 1 by change of measure, see `recipes/theory.py`).
     """
     found = {}
     for rule, passed in (("rejection", "accept"), ("target_only", "top")):

@@ -40,11 +40,11 @@ sys.path.insert(0, str(ROOT))
 
 from rollout_speed import TURN_TOKENS, Workload, device_name, swe_workloads  # noqa: E402
 
+from recipes.theory import block_reach_drafted, chain_reach_drafted  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.rollout.embedded import EmbeddedEngine  # noqa: E402
-from rlpipe.spec.acceptance import block_reach_drafted, chain_reach_drafted  # noqa: E402
 from rlpipe.types import GenerateRequest, GenerateResult, SamplingParams, SpecCounts  # noqa: E402
 
 RULES = ("target_only", "rejection", "block", "tree")

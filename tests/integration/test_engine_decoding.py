@@ -10,11 +10,11 @@ import torch
 import rlpipe.rollout.embedded.attention as attention
 import rlpipe.rollout.embedded.drafting as drafting
 import rlpipe.rollout.embedded.model as model
+from recipes.theory import block_reach_drafted
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
-from rlpipe.spec.acceptance import block_reach_drafted
 from rlpipe.spec.sampling import Stream, request_uniforms
 from rlpipe.types import FinishReason
 from tests.helpers.driven_engine import GammaScript, RandomGamma, driven_engine

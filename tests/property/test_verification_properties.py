@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.spec.acceptance import (
+from recipes.theory import (
     block_reach_drafted,
     block_reach_target,
     chain_reach_drafted,

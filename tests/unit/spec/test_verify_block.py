@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.spec.acceptance import block_reach_drafted, chain_reach_drafted
+from recipes.theory import block_reach_drafted, chain_reach_drafted
 from rlpipe.spec.verify import verify_block, verify_chain
 from tests.helpers.verification_law import Process, accepted_law, all_drafts, emitted_law
 from tests.helpers.wrong_verifiers import plain_block

@@ -1,7 +1,7 @@
 """Acceptance theory: what verification accepts in expectation, from probabilities alone.
 
-Pure functions; no coins, no counting of what an engine did (that is `rlpipe.metrics`). p is the target,
-q the draft. Two kinds of sequences are judged, and their formulas differ:
+Pure functions that benches, studies and tests compare with; no coins, no counting of what an engine did (that
+is `rlpipe.metrics`). p is the target, q the draft. Two kinds of sequences are judged:
 
 - drafted tokens (what an engine verifies): `chain_reach_drafted`, `block_reach_drafted`;
 - tokens of the target (rollout data, replayed later): `chain_reach_target`, `block_reach_target`.
