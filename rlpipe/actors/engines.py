@@ -1,9 +1,10 @@
-"""Which engine a rollout worker has: the only place in the graph that picks one."""
+"""Which engine a rollout worker has: the one that `make` of `rlpipe.rollout.NAME` starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from rlpipe.config.paths import resolve
@@ -35,11 +36,7 @@ def make_engine(config: Config, on_event: Callable[..., None], model: str = "") 
     spec = config.spec
     if model and spec.needs_mtp and not has_mtp(read_config(path)):
         spec = replace(spec, mode=SpecMode.NONE)
-    if config.rollout.engine is EngineKind.SGLANG:
-        from rlpipe.rollout.sglang import SglangEngine
-
-        logs = resolve(config.run.dir) / "logs"
-        return SglangEngine(config.rollout, spec, path, log_dir=logs, on_event=on_event)
-    from rlpipe.rollout.embedded import EmbeddedEngine
-
-    return EmbeddedEngine(config.rollout, spec, path)
+    made_by = import_module(f"rlpipe.rollout.{config.rollout.engine.value}")
+    return made_by.make(
+        config.rollout, spec, path, log_dir=resolve(config.run.dir) / "logs", on_event=on_event
+    )

@@ -3,7 +3,7 @@
 Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.Engine`.
 
     arguments.py  settings -> command line, environment, and what the server must report about itself
-    eagle3.py     EAGLE-3 drafts that a server computes as they were trained, and the targets it drafts for
+    target.py     the directory that a server loads, where a draft needs outputs of the target's layers
     environment.py  the interpreter, and whether what it holds is what we know
     server.py     the process: start, wait, stop with everything it started
     client.py     HTTP: errors, retries
@@ -18,4 +18,5 @@ What travels, how, and the check that it arrived are `rlpipe.weights`.
 
 from rlpipe.rollout.sglang.engine import SglangEngine, check_launch
 
-__all__ = ["SglangEngine", "check_launch"]
+make = SglangEngine
+__all__ = ["SglangEngine", "check_launch", "make"]
