@@ -11,6 +11,7 @@ head, holds
     gradients    4 P            optimizer  8 P, in bf16 4 P more of master weights; divided by dp if sharded
     a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    kept for its gradient
     backward     N e (3 H + 4 F)                      beside it while that is computed
+    experts      F of those that read a token together; their inputs and two more products of F are kept too
     head         2 chunks of logits, 3 where there are several; its gradient, in float32
 
 Without recomputation every layer is kept; with it N e H of each, and one layer at a time.
@@ -90,6 +91,8 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
         if config.broadcasts_weights or on_gpu
         else size * (model + draft)
     )
+    if arch.experts:  # those of a layer travel together
+        sent = max(sent, 2 * size * 3 * arch.hidden * arch.inner * arch.experts.count)
     return Memory(
         process="trainer rank",
         count=trainer.world_size,
@@ -111,10 +114,14 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     size = 2 if trainer.precision is Precision.BF16 else 4
     tokens, hidden, tp = trainer.micro_batch_tokens, arch.hidden, trainer.tp
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
-    inner, vocab = arch.intermediate // tp, -(-arch.vocab // tp)
+    copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
+    inner, vocab = max(1, copies) * arch.inner // tp, -(-arch.vocab // tp)
     layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim + 3 * inner)
     layer += 4 * tokens * (2 + arch.heads // tp)
     backward = tokens * size * (3 * hidden + 4 * inner)
+    if arch.experts:
+        layer += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
+        backward += tokens * size * 2 * copies * hidden
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
     chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row
@@ -140,7 +147,7 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     cache = rows * conversation_bytes(arch, config)
     tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
-    working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys + 3 * arch.intermediate)
+    working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys) + _mlp_bytes(arch, tokens, size)
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
     host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
     replaced = layers + (0 if on_gpu else packed - ends + given)
@@ -170,7 +177,7 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
         kv = int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights
     tokens = max(rollout.prefill_tokens, rollout.max_running)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
-    working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys + 3 * arch.intermediate // tp)
+    working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp
     working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16 // tp
     return Memory(
         process="SGLang server, each GPU" if card else "SGLang server",
@@ -183,6 +190,13 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
             "bucket": rollout.sglang.bucket_mb * MIB,
         },
     )
+
+
+def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
+    """What an engine holds while one layer's MLP, or its experts, read so many tokens."""
+    if not arch.experts:
+        return 3 * tokens * size * arch.intermediate
+    return tokens * arch.experts.per_token * (size * (3 * arch.inner + arch.hidden) + 4 * arch.hidden)
 
 
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
@@ -274,7 +288,7 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         (tp, trainer.world_size * more // tp)
         for more in grown
         for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
-        if not (trainer.world_size * more % tp or arch.kv_heads % tp or arch.intermediate % tp)
+        if not (trainer.world_size * more % tp or arch.kv_heads % tp or arch.inner % tp)
     ]
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
     servers: list[dict[str, Any]] = [{}]

@@ -101,10 +101,11 @@ def check_parallel(
     Raises ValueError with what, the value and the remedy.
     """
     heads = int(hf_config["num_attention_heads"])
+    inner = "moe_intermediate_size" if hf_config.get("moe_intermediate_size") else "intermediate_size"
     sizes = {
         "num_attention_heads": heads,
         "num_key_value_heads": int(hf_config.get("num_key_value_heads") or heads),
-        "intermediate_size": int(hf_config["intermediate_size"]),
+        inner: int(hf_config[inner]),
         "hidden_size": int(hf_config["hidden_size"]),
     }
     for name, size in sizes.items():

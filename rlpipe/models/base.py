@@ -76,6 +76,7 @@ DENSE_LAYER = (
     ),
     Part(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
 )
+ROUTER = Part(("mlp.router.weight",), ("mlp.gate.weight",))
 MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer
     Part(("enorm.weight",), ("token_layernorm.weight",)),
     Part(("hnorm.weight",), ("hidden_layernorm.weight",)),
@@ -85,10 +86,35 @@ MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class Experts:
+    """A mixture of experts in place of each layer's MLP; a token's weights are a softmax of its scores.
+
+    count: of experts, each a gated MLP of `intermediate` channels. per_token: how many of them read a token,
+    those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    normed: bool
+
+    def parts(self) -> Iterator[Part]:
+        """Weights of a layer: the router, and of each expert what a server keeps fused with the others'."""
+        yield ROUTER
+        for index in range(self.count):
+            ours, theirs = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{index}."
+            gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+            yield Part((f"{ours}linear_fc1.weight",), gate_up, Layout.GATE_UP, "mlp.experts.w13_weight")
+            down = (f"{theirs}down_proj.weight",)
+            yield Part((f"{ours}linear_fc2.weight",), down, Layout.COLUMNS, "mlp.experts.w2_weight")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Architecture:
-    """Dimensions of a dense decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU.
+    """Dimensions of a decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
     mtp_layers: draft layers in MiMo's layout, one per depth if several; 0 without a draft.
+    experts: in every layer, which then has no MLP of `intermediate` channels; None in a dense model.
     """
 
     family: str
@@ -108,6 +134,12 @@ class Architecture:
     qk_norm: bool
     tied: bool
     mtp_layers: int
+    experts: Experts | None = None
+
+    @property
+    def inner(self) -> int:
+        """Channels of a layer's MLP, or of one of its experts."""
+        return self.experts.intermediate if self.experts else self.intermediate
 
     def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:
         """HF name -> shape of every weight, the draft's included when `mtp`."""
@@ -132,9 +164,7 @@ class Architecture:
             ("self_attn.k_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.v_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.o_proj", self.hidden, q, self.output_bias),
-            ("mlp.gate_proj", self.intermediate, self.hidden, self.mlp_bias),
-            ("mlp.up_proj", self.intermediate, self.hidden, self.mlp_bias),
-            ("mlp.down_proj", self.hidden, self.intermediate, self.mlp_bias),
+            *self._mlp_shapes(),
         )
         for name, rows, columns, bias in linears:
             yield f"{prefix}{name}.weight", (rows, columns)
@@ -146,6 +176,16 @@ class Architecture:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
 
+    def _mlp_shapes(self) -> Iterator[tuple[str, int, int, bool]]:
+        mlps = ["mlp"]
+        if self.experts:
+            mlps = [f"mlp.experts.{i}" for i in range(self.experts.count)]
+            yield "mlp.gate", self.experts.count, self.hidden, False
+        for name in mlps:
+            yield f"{name}.gate_proj", self.inner, self.hidden, self.mlp_bias
+            yield f"{name}.up_proj", self.inner, self.hidden, self.mlp_bias
+            yield f"{name}.down_proj", self.hidden, self.inner, self.mlp_bias
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Family:
@@ -154,7 +194,8 @@ class Family:
     name: `model_type` of its config.json. qkv_bias: whether query, key and value have biases where
     `attention_bias` is not written. output_bias: whether `attention_bias` means o_proj too.
     qk_norm: an RMSNorm on each query and key head. layer, draft: the table of one decoder layer, and of what
-    an MTP layer adds to it. sliding_window: whether a config asks for sliding-window attention.
+    an MTP layer adds to it; `layer_parts` adds the experts. sliding_window: whether a config asks for
+    sliding-window attention. experts: reads a mixture of experts, and refuses what of it is not supported.
     """
 
     name: str
@@ -166,6 +207,11 @@ class Family:
     sliding_window: Callable[[Mapping[str, Any]], bool] = lambda config: bool(
         config.get("use_sliding_window")
     )
+    experts: Callable[[Mapping[str, Any]], Experts] | None = None
+
+    def layer_parts(self, config: Mapping[str, Any]) -> tuple[Part, ...]:
+        """The table of one decoder layer of a model."""
+        return (*self.layer, *self.experts(config).parts()) if self.experts else self.layer
 
     def parse(self, config: Mapping[str, Any]) -> Architecture:
         """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
@@ -192,6 +238,7 @@ class Family:
             qk_norm=self.qk_norm,
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+            experts=self.experts(config) if self.experts else None,
         )
 
     def _refuse_incomplete(self, config: Mapping[str, Any]) -> None:

@@ -135,7 +135,7 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
 def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, Entry]:
     """Megatron parameter name (local or TransformerEngine spec) -> Entry, from the family's table."""
     family, arch = family_of(hf_config), read_architecture(hf_config)
-    table: dict[str, Entry] = {}
+    layer, table = family.layer_parts(hf_config), {}
 
     def add(parts: Iterable[Part], ours: str = "", theirs: str = "") -> None:
         for part in parts:
@@ -144,10 +144,10 @@ def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, E
 
     add([EMBEDDING, FINAL_NORM] + ([] if tied else [HEAD]))
     for i in range(arch.layers):
-        add(family.layer, f"decoder.layers.{i}.", f"model.layers.{i}.")
+        add(layer, f"decoder.layers.{i}.", f"model.layers.{i}.")
     for i in range(arch.mtp_layers):
         add(family.draft, f"mtp.layers.{i}.", f"model.mtp_layers.{i}.")
-        add(family.layer, f"mtp.layers.{i}.transformer_layer.", f"model.mtp_layers.{i}.")
+        add(layer, f"mtp.layers.{i}.transformer_layer.", f"model.mtp_layers.{i}.")
     return table
 
 
@@ -214,15 +214,20 @@ def _cut(full: torch.Tensor, entry: Entry, rank: int, size: int) -> torch.Tensor
 def _cut_into_buckets(
     model: PolicyModel, hf_config: Mapping[str, Any], megabytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[tuple[torch.nn.Parameter, Entry]]]:
-    """Consecutive parameters of one type, whose full tensors have at most `megabytes`; a larger one alone."""
+    """Consecutive parameters of one type, whose full tensors have at most `megabytes`; a larger one alone.
+
+    The experts of a layer stay together whatever they have: a server keeps them in one tensor.
+    """
     size = model.pg_collection.tp.size()
     table = name_table(hf_config, size, model.share_embeddings_and_output_weights)
     bucket: list[tuple[torch.nn.Parameter, Entry]] = []
-    held = 0
-    for _, parameter, entry in _pairs(model, table):
+    held, layer = 0, ""
+    for name, parameter, entry in _pairs(model, table):
         num_bytes = math.prod(_full_shape(parameter, entry, size)) * (dtype or parameter.dtype).itemsize
         full = held + num_bytes > megabytes * 2**20
-        if bucket and (full or parameter.dtype is not bucket[0][0].dtype):
+        before, (layer, *expert) = layer, name.split(".local_experts.")
+        together = expert and layer == before
+        if bucket and not together and (full or expert or parameter.dtype is not bucket[0][0].dtype):
             yield bucket
             bucket, held = [], 0
         bucket.append((parameter, entry))

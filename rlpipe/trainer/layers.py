@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlpipe.batch import Branch
 from rlpipe.trainer.attention import branch_attention, has_flash
+from rlpipe.trainer.experts import MixtureOfExperts, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 
 
@@ -137,11 +138,11 @@ Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and valu
 
 def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:
     """Specs of the decoder and of the MTP block (None without one)."""
-    layer = (
-        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        if te
-        else _local_layer(config.qk_layernorm)
-    )
+    options = {"qk_layernorm": config.qk_layernorm, "num_experts": config.num_moe_experts}
+    layer = get_gpt_layer_with_transformer_engine_spec(**options) if te else _local_layer(**options)
+    if config.num_moe_experts:
+        layer.submodules.mlp.module = MixtureOfExperts
+        layer.submodules.mlp.submodules.router = Router
     norm = TENorm if te else RmsNorm
     decoder = TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
     if not config.mtp_num_layers:
@@ -152,11 +153,12 @@ def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:
     return decoder, mtp
 
 
-def _local_layer(qk_layernorm: bool) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
+def _local_layer(qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-    parts.mlp = ModuleSpec(module=SwiGluMLP, submodules=parts.mlp.submodules)
+    if not num_experts:
+        parts.mlp = ModuleSpec(module=SwiGluMLP, submodules=parts.mlp.submodules)
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if qk_layernorm:

@@ -24,10 +24,11 @@ def use_onednn(block: torch.nn.Module) -> None:
     """Let the parallel linear layers inside a block on the CPU compute through this module.
 
     oneDNN prepares a kernel (2 ms) for every number of rows it meets and keeps about a thousand: a gain
-    for layers that read micro-batches filled up to a multiple, a loss where the number never comes back.
+    for layers that read micro-batches filled up to a multiple, a loss where the number never comes back, as
+    with experts.
     """
     for module in block.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
             module._forward_impl = _forward_impl
 
 

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.models import Architecture, read_architecture
+from rlpipe.models.base import Experts
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
@@ -141,5 +142,20 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        **_routing(arch.experts),
         **runtime.model_flags,
     )
+
+
+def _routing(experts: Experts | None) -> dict[str, Any]:
+    """Megatron's description of a mixture: no auxiliary loss, no token dropped, scores in float32."""
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normed,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }

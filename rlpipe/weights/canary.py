@@ -5,6 +5,7 @@ SGLang's `/weights_checker` hashes each parameter where it lies, per rank and ro
 computed here from the weights that were sent, fused and named as SGLang keeps them:
 
     q, k, v_proj -> qkv_proj;  gate, up_proj -> gate_up_proj;  mtp_layers.0 -> draft.model
+    gate, up_proj of all experts -> w13_weight;  down_proj of all -> w2_weight
 
 so a difference is a tensor that did not arrive. Names and layouts are those of the family's table
 (`rlpipe/models`) and of the drafter's declaration, the hashes are `fingerprint.py`'s; the shapes that a rank
@@ -13,8 +14,8 @@ keeps are made here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -149,13 +150,23 @@ def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tu
     for part in (EMBEDDING, FINAL_NORM, HEAD):
         yield part.served_name, "", part
     layers = [f"model.layers.{index}." for index in range(int(hf_config["num_hidden_layers"]))]
-    places = [(prefix, prefix, family.layer) for prefix in layers]
+    layer = _fused(family.layer_parts(hf_config))
+    places = [(prefix, prefix, layer) for prefix in layers]
     if drafter:
         draft = drafter.kind.served
         places += [(DRAFT + at, draft.prefix + prefix, parts) for at, prefix, parts in draft.tables(family)]
     for place, prefix, parts in places:
         for part in parts:
             yield place + part.served_name, prefix, part
+
+
+def _fused(parts: Sequence[Part]) -> list[Part]:
+    """The weights as a server keeps them: those of one name, the experts', are one, in their order."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        before = found.get(part.served_name)
+        found[part.served_name] = replace(part, hf=before.hf + part.hf) if before else part
+    return list(found.values())
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "mimo": ("qwen2", "MiMoForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
 }
@@ -48,12 +49,14 @@ def write_random_checkpoint(
     head_scale: float | None = None,
     rope_parameters: dict[str, Any] | None = None,
     mtp_layers: int = 1,
+    normed: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
 
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
+    normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -82,6 +85,11 @@ def write_random_checkpoint(
     }
     if family == "mistral":
         config["sliding_window"] = None
+    experts = 8 if family == "qwen3_moe" else 0
+    if experts:
+        config |= {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": normed}
+        config |= {"moe_intermediate_size": 12, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        config |= {"router_aux_loss_coef": 0.001}
     if family == "mimo":
         config["num_nextn_predict_layers"] = mtp_layers
     (path / "config.json").write_text(json.dumps(config, indent=1))
@@ -100,13 +108,17 @@ def write_random_checkpoint(
             matrix(f"{prefix}self_attn.{name}_proj.weight", size * head_dim, hidden)
             if model_type == "qwen2":
                 vector(f"{prefix}self_attn.{name}_proj.bias", size * head_dim, 0.0)
-        if model_type == "qwen3":
+        if model_type.startswith("qwen3"):
             vector(f"{prefix}self_attn.q_norm.weight", head_dim, 1.0)
             vector(f"{prefix}self_attn.k_norm.weight", head_dim, 1.0)
         matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
-        matrix(f"{prefix}mlp.gate_proj.weight", intermediate, hidden)
-        matrix(f"{prefix}mlp.up_proj.weight", intermediate, hidden)
-        matrix(f"{prefix}mlp.down_proj.weight", hidden, intermediate)
+        if experts:
+            matrix(f"{prefix}mlp.gate.weight", experts, hidden)
+        inner = 12 if experts else intermediate
+        for mlp in [f"mlp.experts.{index}" for index in range(experts)] or ["mlp"]:
+            matrix(f"{prefix}{mlp}.gate_proj.weight", inner, hidden)
+            matrix(f"{prefix}{mlp}.up_proj.weight", inner, hidden)
+            matrix(f"{prefix}{mlp}.down_proj.weight", hidden, inner)
         vector(f"{prefix}input_layernorm.weight", hidden, 1.0)
         vector(f"{prefix}post_attention_layernorm.weight", hidden, 1.0)
 

@@ -37,12 +37,13 @@ DRAFTS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Two families trained alone and split, and a run continued on other sizes; one launch per world size."""
+    """Three families trained alone and split, and a run continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
     models = {
         "mimo": write_random_checkpoint(folder / "mimo", "mimo", vocab=61),
         "qwen3": write_random_checkpoint(folder / "qwen3", "qwen3", vocab=64, tie=True),
+        "qwen3_moe": write_random_checkpoint(folder / "qwen3_moe", "qwen3_moe", vocab=61),
     }
     groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(3)]
 
@@ -79,7 +80,7 @@ def assert_same_steps(alone, other):
         assert theirs["perf/train_tokens"] == mine["perf/train_tokens"]
 
 
-CASES = [(model, split) for model in ("mimo", "qwen3") for split in SPLITS]
+CASES = [(model, split) for model in ("mimo", "qwen3", "qwen3_moe") for split in SPLITS]
 
 
 @pytest.mark.parametrize(("model", "split"), CASES)

@@ -31,6 +31,7 @@ from rlpipe.rollout.embedded.attention import (
     use_products,
 )
 from rlpipe.rollout.embedded.linear import Linear
+from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
 from rlpipe.rollout.embedded.span import Span, flat_index, join
 
 
@@ -44,8 +45,7 @@ class Layer:
     k_norm: torch.Tensor | None
     output: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: GatedMlp | Mixture
 
 
 class DraftModel(Protocol):
@@ -306,8 +306,7 @@ class Model:
                 attended.append(attend(query, keys, values, mask))
             start = stop
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
-        gate, up = layer.gate_up(self.norm(x, layer.post_norm)).chunk(2, -1)
-        return x.add_(layer.down(F.silu(gate).mul_(up)))
+        return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm; F.rms_norm runs about nine kernels on a CPU, this five."""
@@ -357,12 +356,19 @@ class Model:
             interleaved(get(f"{prefix}self_attn.{n}.weight")) if qk_norm else None
             for n in ("q_norm", "k_norm")
         ]
+
+        def mlp(name: str) -> GatedMlp:
+            return GatedMlp(fused((f"{name}.gate_proj", f"{name}.up_proj")), fused((f"{name}.down_proj",)))
+
+        def mixture() -> Mixture:
+            members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
+            return Mixture(arch.experts, get(f"{prefix}mlp.gate.weight"), members)
+
         return Layer(
             get(f"{prefix}input_layernorm.weight"),
             fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), rotated=2),
             *qk_norms,
             fused(("self_attn.o_proj",)),
             get(f"{prefix}post_attention_layernorm.weight"),
-            fused(("mlp.gate_proj", "mlp.up_proj")),
-            fused(("mlp.down_proj",)),
+            mixture() if f"{prefix}mlp.gate.weight" in weights else mlp("mlp"),
         )

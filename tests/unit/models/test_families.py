@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from rlpipe.memory import parameters
 from rlpipe.models import FAMILIES, family_of, read_architecture
 from rlpipe.models.checkpoint import check_weights, read_config, read_weights
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -39,6 +40,18 @@ MIMO_7B = {  # config.json of XiaomiMiMo/MiMo-7B-RL
 }
 
 
+EXPERTS = {  # of Qwen/Qwen3-30B-A3B; families without experts do not read them
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_nextn_predict_layers": None,
+}
+DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -57,6 +70,42 @@ def test_models_that_would_be_computed_wrongly_are_refused(tmp_path, change, mes
     config = read_config(write_random_checkpoint(tmp_path)) | change
     with pytest.raises(ValueError, match=message):
         read_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2.*not supported: use a Qwen3-MoE whose layers"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 beside experts.*spec.mode=none"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of num_experts=8"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob"),
+        ({"num_experts": None}, "num_experts=None: it must be a whole number"),
+        ({"moe_intermediate_size": 1.5}, "moe_intermediate_size=1.5: it must be a whole number"),
+        ({"use_sliding_window": True}, "sliding-window attention"),
+    ],
+)
+def test_mixtures_that_would_be_computed_wrongly_are_refused(tmp_path, change, message):
+    config = read_config(write_random_checkpoint(tmp_path, "qwen3_moe"))
+    assert read_architecture(config).experts.count == 8
+    with pytest.raises(ValueError, match=message):
+        read_architecture(config | change)
+
+
+def test_the_released_qwen3_30b_a3b_is_counted_with_all_its_experts():
+    released = EXPERTS | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 48,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    }
+    model, draft = parameters(read_architecture(released))
+    assert model == pytest.approx(30.53e9, rel=1e-3) and not draft
 
 
 @pytest.mark.parametrize("sliding_window", [{}, {"sliding_window": 4096}])
@@ -81,10 +130,14 @@ def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name):
     """The shapes are derived from the dimensions, the table is by hand: both name the same weights."""
     family = FAMILIES[name]
     arch = dataclasses.replace(
-        read_architecture(MIMO_7B | {"model_type": name, "sliding_window": None}), layers=1, qk_norm=True
+        read_architecture(MIMO_7B | EXPERTS | {"model_type": name, "sliding_window": None}),
+        layers=1,
+        qk_norm=True,
     )
     shapes = arch.weight_shapes(mtp=True)
-    listed = [n for part in family.layer for n in part.hf]
+    listed = [n for part in family.layer_parts(EXPERTS) for n in part.hf]
+    if family.experts:  # every layer has them
+        listed = [n for n in listed if not n.startswith(DENSE_MLP)]
     layer = {n.removeprefix("model.layers.0.") for n in shapes if n.startswith("model.layers.0.")}
     assert len(listed) == len(set(listed)) and layer - {"self_attn.o_proj.bias"} == {
         n for n in listed if arch.qkv_bias or not n.endswith(".bias")

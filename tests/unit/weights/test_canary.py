@@ -141,6 +141,26 @@ def test_part_of_a_fused_tensor_alone_is_refused(weights):
         tensors({other: tensor for other, tensor in weights.items() if other != name})
 
 
+def test_the_experts_of_a_layer_are_two_tensors_cut_along_their_channels(tmp_path):
+    weights = read_weights(write_random_checkpoint(tmp_path, "qwen3_moe", layers=1))
+    changed = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    changed |= {"moe_intermediate_size": 12}
+    names = ("gate_proj", "up_proj", "down_proj")
+    experts = [
+        [weights[f"model.layers.0.mlp.experts.{index}.{name}.weight"] for name in names] for index in range(8)
+    ]
+    for rank in range(2):
+        found = tensors(weights, Shard(rank=rank, size=2, kv_heads=2), drafter=None, **changed)
+        w13 = torch.stack([torch.cat([g.chunk(2)[rank], u.chunk(2)[rank]]) for g, u, _ in experts])
+        w2 = torch.stack([down.chunk(2, dim=1)[rank] for *_, down in experts])
+        assert torch.equal(found["model.layers.0.mlp.experts.w13_weight"].view(8, 12, 32), w13)
+        assert torch.equal(found["model.layers.0.mlp.experts.w2_weight"].view(8, 32, 6), w2)
+        assert torch.equal(found["model.layers.0.mlp.gate.weight"], weights["model.layers.0.mlp.gate.weight"])
+    del weights["model.layers.0.mlp.experts.7.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"w13_weight is made of .*not sent"):
+        tensors(weights, drafter=None, **changed)
+
+
 EAGLE3 = {"lm_head.weight", "model.embed_tokens.weight", "model.fc.weight", "model.norm.weight"}
 EAGLE3 |= {f"model.layers.0.{name}" for name in LAYER - {"self_attn.qkv_proj.bias"}}
 EAGLE3 |= {"model.layers.0.hidden_norm.weight"}

@@ -37,6 +37,8 @@ def _tokens(batch: int, length: int, vocab: int = 64) -> torch.Tensor:
 VARIANTS = {
     "qwen2": {"family": "qwen2"},
     "qwen3 with head_dim != hidden / heads": {"family": "qwen3", "head_dim": 16},
+    "experts": {"family": "qwen3_moe"},
+    "experts whose weights sum to less than 1": {"family": "qwen3_moe", "normed": False},
     "llama": {"family": "llama"},
     "mistral": {"family": "mistral"},
     "mimo backbone": {"family": "mimo"},

@@ -1,0 +1,48 @@
+"""Qwen3-MoE: Qwen3's decoder with a mixture of experts in every layer, and no MTP layer.
+
+The auxiliary loss that balances experts in pretraining (`router_aux_loss_coef`) is not part of RL's objective
+and stays off. The router computes in float32.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpipe.models.base import Experts, Family
+
+
+def read_experts(config: Mapping[str, Any]) -> Experts:
+    """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
+    renamed = {"num_experts": config.get("num_experts", config.get("num_local_experts"))}
+    sizes = {}
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        sizes[name] = value = renamed.get(name, config.get(name))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
+                "config.json again from the checkpoint that the model comes from."
+            )
+    count, per_token = sizes["num_experts"], sizes["num_experts_per_tok"]
+    normed = bool(config.get("norm_topk_prob", False))
+    step, dense, drafts = (
+        config.get(name) for name in ("decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers")
+    )
+    refused = {
+        f"decoder_sparse_step={step}": step not in (None, 1),
+        f"mlp_only_layers={dense}": bool(dense),
+        f"num_nextn_predict_layers={drafts} beside experts": bool(drafts),
+        f"num_experts_per_tok={per_token} of num_experts={count}": per_token > count,
+        "num_experts_per_tok=1 with norm_topk_prob, whose router learns nothing": per_token == 1 and normed,
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-MoE whose "
+                "layers are all mixtures of experts, as the released ones are, with spec.mode=none, "
+                "spec.drafter=eagle3 or spec.drafter=suffix."
+            )
+    return Experts(
+        count=count, per_token=per_token, intermediate=sizes["moe_intermediate_size"], normed=normed
+    )
+
+
+FAMILY = Family(name="qwen3_moe", qk_norm=True, experts=read_experts)
