@@ -1,9 +1,10 @@
 """The claim of this recipe, measured: three seeds, rejection against none, same everything else.
 
-Runs what is missing under `--runs`, then writes `results.json` (and `curves.svg` where matplotlib is
-installed) beside this file. A finished run is not repeated, an interrupted one is resumed.
+Runs what is missing under `--runs`, then writes `--out` (and `curves.svg` where matplotlib is installed), by
+default here; `--out` in another folder leaves the curves that are here. A finished run is not repeated, an
+interrupted one is resumed.
 
-    python recipes/swe_rl/study.py [--runs runs/swe_rl_study] [--seeds 0 1 2] [--modes rejection none]
+    python recipes/swe_rl/study.py [--runs DIR] [--seeds 0 1 2] [--modes rejection none] [--out JSON]
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/swe_rl_study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--modes", nargs="+", default=["rejection", "none"])
+    parser.add_argument("--out", type=Path, default=HERE / "results.json")
     args, overrides = parser.parse_known_args()
     results: dict[str, dict[str, object]] = {}
     for seed in args.seeds:
@@ -85,9 +87,9 @@ def main() -> None:
             directory = args.runs / f"{mode}-{seed}"
             play("swe_rl", directory, f"run.seed={seed}", f"spec.mode={mode}", *overrides)
             results[f"{mode}-{seed}"] = curve(directory)
-    (HERE / "results.json").write_text(json.dumps({"overrides": overrides, "runs": results}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"overrides": overrides, "runs": results}, indent=1) + "\n")
     try:
-        draw(results, HERE / "curves.svg")
+        draw(results, args.out.with_name("curves.svg"))
     except ImportError:
         print("matplotlib is not installed: curves.svg was not drawn (pip install matplotlib)")
 

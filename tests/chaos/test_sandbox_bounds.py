@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,28 @@ def test_the_kernel_holds_a_group_to_its_bounds(tmp_path):
     finally:
         group.remove()
     assert not any(path.exists() for path in group.paths), "with the processes that were left in it"
+
+
+def test_a_group_of_either_version_is_found_and_ended():
+    """Where both are mounted, version 2 lacks the controllers; processes are put into it and killed alike."""
+    prefix, ours = f"rlpipe-test-{os.getpid()}-", set(cgroup.CONTROLLERS)
+    places = [own for types, _, own in cgroup._hierarchies() if not types or types & ours]
+    groups = [own / f"{prefix}end" for own in places if os.access(own, os.W_OK)]
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        for group in groups:
+            group.mkdir()
+            (group / "cgroup.procs").write_text(str(process.pid))
+        assert set(cgroup.groups(prefix)) == set(groups)
+        if groups:  # else a machine that lends none
+            cgroup.remove(groups[-1])
+            assert process.wait(60) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        for group in groups:
+            cgroup.remove(group)
+    assert not list(cgroup.groups(prefix))
 
 
 def test_page_tables_are_counted():
