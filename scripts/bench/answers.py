@@ -403,3 +403,21 @@ def memory_estimate(r: Any) -> str:
     rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in r["rows"]]
     said = "\n\nOn a CPU, beyond what libraries take; a model of 60M parameters or less."
     return table(["process", "measured peak, MiB", "estimated", "ratio"], rows) + said
+
+
+def revisions(r: Any) -> str:
+    """Equal values of each recipe over each span of commits, and why the others differ."""
+    recipes = list(r["settings"])
+    rows = []
+    for part in r["spans"]:
+        found = part["recipes"]
+        cells = [f"{found[n]['equal']} of {found[n]['of']}" if n in found else "" for n in recipes]
+        rows.append([f"{part['before']} to {part['after']}", *cells])
+    return table(["commits", *recipes], rows) + (
+        "\n\nEvery difference is on purpose. A batch without a signal leaves policy, optimizer and learning "
+        "rate alone (6a9b81d) and counts no trained token (4993450); agent_rl and reasoning_rl have such "
+        "batches. Softmax denominators are exact (983aea2), shared prefixes go through flash attention "
+        "(e7d7a94), logprobs come from hidden states (d013196): gradients are rounded otherwise. Between "
+        "these all is equal, but for the hit rate of a sandbox's memory, a race. jackpot failed from d013196 "
+        "to a98a5de, where it begins again."
+    )

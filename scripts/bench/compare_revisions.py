@@ -83,58 +83,79 @@ def leaves(value: Any, path: str) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], again: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What is bit-equal, and each difference; a value that the earlier revision does not repeat is none."""
-    steady = {name for name, value in before.items() if json.dumps(again.get(name)) == json.dumps(value)}
-    shared = sorted(steady & after.keys())
-    differing = {n: [before[n], after[n]] for n in shared if json.dumps(before[n]) != json.dumps(after[n])}
-    return {
-        "equal": len(shared) - len(differing),
-        "differing": differing,
-        "unsteady": len(before) - len(steady),
-        "gone": sorted({name.split(" ")[-1] for name in steady - after.keys()}),
-        "new": sorted({name.split(" ")[-1] for name in after.keys() - before.keys()}),
-    }
+    """How many values are equal; of each metric that differs the first values and the largest gap.
+
+    What the earlier revision does not repeat is left out. Gaps are relative to the larger value.
+    """
+    steady = {name for name, value in before.items() if same(again.get(name), value)}
+    shared = [name for name in before if name in steady and name in after]
+    differing: dict[str, list[Any]] = {}
+    for name in shared:
+        if not same(before[name], after[name]):
+            metric = name.partition(" ")[2] or name
+            first = differing.setdefault(metric, [name.partition(" ")[0], before[name], after[name], 0.0])
+            first[3] = max(first[3], gap(before[name], after[name]))
+    values = sum(same(before[name], after[name]) for name in shared)
+    gone = sorted({name.partition(" ")[2] or name for name in steady - after.keys()})
+    return {"equal": values, "of": len(shared), "differing": differing, "gone": gone}
 
 
-def checkout(revision: str, folder: Path) -> Path:
-    """A work tree of a revision."""
-    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", folder, revision], check=True)
-    return folder
+def same(one: Any, other: Any) -> bool:
+    """Equal as they are written, NaN included."""
+    return json.dumps(one) == json.dumps(other)
+
+
+def gap(one: Any, other: Any) -> float:
+    """Relative difference of two numbers; 1 of anything else."""
+    if not (isinstance(one, int | float) and isinstance(other, int | float)):
+        return 1.0
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+
+
+def span(revisions: str, recipes: list[str], pool: ThreadPoolExecutor, folder: Path) -> dict[str, Any]:
+    """Compare the ends of BEFORE..AFTER in work trees of their own."""
+    ends = [git("rev-parse", "--short", end) for end in revisions.split("..")]
+    trees = [folder / f"{revisions.replace('/', '-')}-{name}" for name in ("before", "after")]
+    try:
+        for tree, commit in zip(trees, ends, strict=True):
+            git("worktree", "add", "--detach", str(tree), commit)
+        arms = {"before": trees[0], "again": trees[0], "after": trees[1]}
+        runs = {
+            recipe: [
+                pool.submit(play, tree, recipe, tree.parent / f"{revisions}-{recipe}-{arm}")
+                for arm, tree in arms.items()
+            ]
+            for recipe in recipes
+        }
+        found = {recipe: compare(*(run.result() for run in three)) for recipe, three in runs.items()}
+    finally:
+        for tree in trees:
+            git("worktree", "remove", "--force", str(tree))
+    return {"before": ends[0], "after": ends[1], "recipes": found}
+
+
+def git(*words: str) -> str:
+    """What git answers in this checkout."""
+    done = subprocess.run(["git", "-C", ROOT, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def main() -> None:
     """Compare, print a line per recipe, write all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--before", required=True)
-    parser.add_argument("--after", default="HEAD")
+    parser.add_argument("spans", nargs="+", metavar="BEFORE..AFTER")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    named = [
-        subprocess.check_output(["git", "-C", ROOT, "rev-parse", "--short", revision], text=True).strip()
-        for revision in (args.before, args.after)
-    ]
+    results = []
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(args.workers) as pool:
-        folder = Path(made)
-        trees = [checkout(commit, folder / name) for name, commit in zip("ba", named, strict=True)]
-        try:
-            arms = {"before": trees[0], "again": trees[0], "after": trees[1]}
-            runs = {
-                recipe: [
-                    pool.submit(play, tree, recipe, folder / f"{recipe}_{arm}") for arm, tree in arms.items()
-                ]
-                for recipe in args.recipes
-            }
-            found = {recipe: compare(*(run.result() for run in three)) for recipe, three in runs.items()}
-        finally:
-            for tree in trees:
-                subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
-    for recipe, result in found.items():
-        print(f"{recipe}: {result['equal']} equal, {len(result['differing'])} differ")
+        for revisions in args.spans:
+            results.append(span(revisions, args.recipes, pool, Path(made)))
+            for recipe, found in results[-1]["recipes"].items():
+                print(f"{revisions} {recipe}: {found['equal']} of {found['of']} values equal", flush=True)
     if args.json:
-        answer = {"before": named[0], "after": named[1], "settings": RECIPES, "recipes": found}
-        args.json.write_text(json.dumps(answer, indent=1) + "\n")
+        args.json.write_text(json.dumps({"settings": RECIPES, "spans": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
