@@ -50,13 +50,15 @@ def write_random_checkpoint(
     rope_parameters: dict[str, Any] | None = None,
     mtp_layers: int = 1,
     normed: bool = True,
+    expert_intermediate: int = 12,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
 
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
-    normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1.
+    normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
+    expert_intermediate: channels of one.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -88,7 +90,11 @@ def write_random_checkpoint(
     experts = 8 if family == "qwen3_moe" else 0
     if experts:
         config |= {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": normed}
-        config |= {"moe_intermediate_size": 12, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        config |= {
+            "moe_intermediate_size": expert_intermediate,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
         config |= {"router_aux_loss_coef": 0.001}
     if family == "mimo":
         config["num_nextn_predict_layers"] = mtp_layers
@@ -114,7 +120,7 @@ def write_random_checkpoint(
         matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
         if experts:
             matrix(f"{prefix}mlp.gate.weight", experts, hidden)
-        inner = 12 if experts else intermediate
+        inner = expert_intermediate if experts else intermediate
         for mlp in [f"mlp.experts.{index}" for index in range(experts)] or ["mlp"]:
             matrix(f"{prefix}{mlp}.gate_proj.weight", inner, hidden)
             matrix(f"{prefix}{mlp}.up_proj.weight", inner, hidden)

@@ -22,7 +22,7 @@ PROMPTS = [[5, 9, 33, 2, 17], [60, 3, 3, 41, 8, 11, 29, 7], [12, 50], [12, 50]]
 REDUCED = [0, 2, 3, 7, 8, 9, 12, 17, 29, 33, 41, 50, 51, 60, 63]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen3_moe"])
 def checkpoint(request, tmp_path_factory):
     """Qwen3 normalises queries and keys, which the draft does not."""
     return write_random_checkpoint(tmp_path_factory.mktemp("target"), request.param, layers=4)
