@@ -46,19 +46,15 @@ class RunTask(Protocol):
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
         """Start what the task needs. give_up: ends the run at once, from any thread, with this sentence."""
-        ...
 
     def run(self) -> bool:
         """Work to the end (True) or to a stop request (False), leaving a checkpoint."""
-        ...
 
     def request_stop(self) -> None:
         """Finish what is in progress, checkpoint, return from `run`; called by a signal handler."""
-        ...
 
     def close(self, at_once: bool) -> None:
         """Leave no process behind. at_once: wait for nobody."""
-        ...
 
 
 def launch(config: Config, resolved: str) -> int:

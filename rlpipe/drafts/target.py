@@ -22,7 +22,6 @@ class Target(Protocol):
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights, given by HF name."""
-        ...
 
     def span(
         self,
@@ -34,21 +33,17 @@ class Target(Protocol):
         unseen: torch.Tensor | None = None,
     ) -> Any:
         """Tokens at positions [B, q] of the cache's rows first, first + 1, ..."""
-        ...
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Any]) -> torch.Tensor:
         """tokens [N] -> hidden states [N, H]; writes keys."""
-        ...
 
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Any], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `forward`; returns also the outputs of some layers side by side [N, len(layers) * H]."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V]."""
-        ...
 
 
 class Shape(Protocol):
@@ -70,12 +65,9 @@ class TrainableDraft(Protocol):
     def unroll(self, features: torch.Tensor, embeddings: torch.Tensor) -> list[torch.Tensor]:
         """K states [B, T, H] of all anchors; features: [B, T, layers * H], embeddings: [K, B, T, H] of what
         follows each."""
-        ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., V]."""
-        ...
 
     def save(self, path: str | Path, weights: Mapping[str, torch.Tensor]) -> None:
         """Write a directory for engines, `spec.draft_path`; weights: its state dict."""
-        ...

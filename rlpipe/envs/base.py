@@ -38,21 +38,17 @@ class Episode(Protocol):
 
     def messages(self) -> list[dict[str, str]]:
         """Opening chat messages, [{'role': ..., 'content': ...}, ...]."""
-        ...
 
     def step(self, action: str) -> StepResult:
         """Play the text the model wrote this turn (may block on a sandbox).
 
         Raises InfrastructureError when the sandbox failed."""
-        ...
 
     def finish(self) -> StepResult:
         """End without a submission (out of turns or context); done=True with the reward."""
-        ...
 
     def close(self) -> None:
         """Free the sandbox and its files."""
-        ...
 
 
 class Suite(Protocol):
@@ -65,19 +61,15 @@ class Suite(Protocol):
 
     def splits(self) -> Sequence[str]:
         """Names of the held-out sets, the first of them the primary one."""
-        ...
 
     def instance_ids(self, split: str) -> Sequence[str]:
         """Ids of a split, in a fixed order."""
-        ...
 
     def episode(self, instance_id: str) -> Episode:
         """A fresh attempt at an instance."""
-        ...
 
     def sandbox_counts(self) -> tuple[int, int]:
         """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
-        ...
 
 
 class SplitTable:

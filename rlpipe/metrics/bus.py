@@ -54,11 +54,9 @@ class Sink(Protocol):
 
     def open(self) -> None:
         """Acquire files, processes, the terminal."""
-        ...
 
     def close(self) -> None:
         """Flush and release."""
-        ...
 
 
 class MetricsBus:

@@ -48,31 +48,24 @@ class Engine(ReceivesWeights, Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one turn; returns partial output with finish_reason ABORT after `abort`."""
-        ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Abort the named requests (all when None); their `generate` calls return what exists."""
-        ...
 
     def end_session(self, session_id: str) -> None:
         """Free what is cached for a conversation."""
-        ...
 
     def pause(self) -> None:
         """Stop decoding between two steps; returns once no step is running."""
-        ...
 
     def resume(self) -> None:
         """Continue decoding."""
-        ...
 
     def stats(self) -> EngineStats:
         """Counters since start."""
-        ...
 
     def close(self) -> None:
         """Stop the engine; pending requests end with ABORT."""
-        ...
 
 
 def check_request(request: GenerateRequest, vocab: int, mode: SpecMode) -> None:

@@ -22,11 +22,9 @@ class GammaPolicy(Protocol):
 
     def choose(self, batch: int) -> int:
         """Drafts per row for the next step of `batch` rows; 0 does not speculate."""
-        ...
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Sums of a finished step: rows that reached depth k, and those of them that accepted it."""
-        ...
 
 
 class FixedGamma:

@@ -57,7 +57,6 @@ class Companion(Protocol):
         self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
     ) -> tuple[torch.Tensor, dict[str, Value]]:
         """The loss to descend in place of the policy's, which is given, and further metrics."""
-        ...
 
 
 class Passes:

@@ -78,27 +78,21 @@ class WindowDrafter(Protocol):
 
     def criticality(self) -> torch.Tensor:
         """[R, L] of the first draft from each token of the turns; 0 where none is."""
-        ...
 
     def start(self, drawn: Drawn, group: int) -> torch.device:
         """Get ready to go on from the anchors of W windows, `group` times from each; where that is done."""
-        ...
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
         """[W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
-        ...
 
     def first(self) -> torch.Tensor:
         """[W, V] of the target where the first draft stands."""
-        ...
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
-        ...
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
         """[W, V] of the target after one token more, [W], of each greedy window."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

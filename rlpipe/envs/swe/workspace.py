@@ -54,15 +54,12 @@ class Workspace(Protocol):
 
     def run(self, command: str) -> CommandResult:
         """Run a command in it. Raises InfrastructureError."""
-        ...
 
     def grade(self) -> Grade:
         """Judge its present state. Raises InfrastructureError."""
-        ...
 
     def close(self) -> None:
         """Free it."""
-        ...
 
 
 class TreeWorkspace:

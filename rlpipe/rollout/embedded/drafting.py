@@ -90,11 +90,9 @@ class Drafting(Protocol):
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
         """Draft `gamma` tokens deep."""
-        ...
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
         """choices: [A, nodes + 1, V], what the target samples from after each node."""
-        ...
 
 
 class _RowDrafting:

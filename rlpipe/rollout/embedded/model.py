@@ -61,11 +61,9 @@ class DraftModel(Protocol):
 
     def attach(self, model: Model) -> None:
         """Bring the weights to the model's device and layout."""
-        ...
 
     def load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights, by the names of the draft's checkpoint."""
-        ...
 
     def step(
         self,
@@ -76,15 +74,12 @@ class DraftModel(Protocol):
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
         """Draft one token a row; see `Model.draft`."""
-        ...
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
         """[N, H] of each layer in `layers` -> what the first step reads."""
-        ...
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V] of the target's vocabulary."""
-        ...
 
 
 class Model:

@@ -18,6 +18,7 @@ tolerance.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,49 +31,6 @@ WARPS = 4
 
 
 def verify_chain(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor,
-    target_probs: torch.Tensor,
-    accept_uniforms: torch.Tensor,
-    residual_uniforms: torch.Tensor,
-) -> Verdict:
-    """`rlpipe.spec.verify.verify_chain` on the device.
-
-    draft_tokens: [B, gamma] int64. draft_probs: [B, gamma, V]. target_probs: [B, gamma + 1, V].
-    accept_uniforms: [B, gamma] and residual_uniforms: [B], float64. gamma may be 0: only the bonus row
-    is sampled.
-
-    Raises ValueError for shapes, dtypes or devices that do not fit, RuntimeError where no kernel can run.
-    """
-    return _verify(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
-
-
-def verify_block(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor,
-    target_probs: torch.Tensor,
-    accept_uniforms: torch.Tensor,
-    residual_uniforms: torch.Tensor,
-) -> Verdict:
-    """`rlpipe.spec.verify.verify_block` on the device. Arguments and errors as in `verify_chain`."""
-    return _verify(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms, block=True)
-
-
-def verify_target_only(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    accept_uniforms: torch.Tensor,
-    residual_uniforms: torch.Tensor,
-) -> Verdict:
-    """`rlpipe.spec.verify.verify_target_only` on the device; draft_probs is not used and may be None.
-
-    Arguments and errors as in `verify_chain`.
-    """
-    return _verify(draft_tokens, None, target_probs, accept_uniforms, residual_uniforms)
-
-
-def _verify(
     tokens: torch.Tensor,
     draft: torch.Tensor | None,
     target: torch.Tensor,
@@ -81,7 +39,14 @@ def _verify(
     *,
     block: bool = False,
 ) -> Verdict:
-    """Any of the rules; a draft of None stands for target-only."""
+    """`rlpipe.spec.verify.verify_chain` on the device; block: `verify_block` instead.
+
+    tokens: [B, gamma] int64, drafted. draft: [B, gamma, V] probabilities; None for `verify_target_only`.
+    target: [B, gamma + 1, V]. coins: [B, gamma] and uniforms: [B], float64, of acceptance and residual. gamma
+    may be 0: only the bonus row is sampled.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit, RuntimeError where no kernel can run.
+    """
     _check(tokens, draft, target, coins, uniforms)
     programs, interpreted = _programs(target.device)
     batch, gamma = tokens.shape
@@ -149,6 +114,14 @@ def _verify(
             **find,
         )
     return verdict
+
+
+verify_block = partial(verify_chain, block=True)
+
+
+def verify_target_only(tokens: torch.Tensor, _: torch.Tensor | None, *others: torch.Tensor) -> Verdict:
+    """`rlpipe.spec.verify.verify_target_only` on the device; the draft's probabilities are not used."""
+    return verify_chain(tokens, None, *others)
 
 
 def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
