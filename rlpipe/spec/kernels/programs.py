@@ -25,15 +25,9 @@ import triton.language as tl
 
 @triton.jit
 def _drafted(
-    b,
-    tokens,
-    coins,
-    probs,
-    GAMMA: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    b, tokens, coins, probs, GAMMA: tl.constexpr, DEPTHS: tl.constexpr, COMPUTE: tl.constexpr,
     ONE_HOT: tl.constexpr,
-):
+):  # fmt: skip
     """Per depth of row b: p and q at the draft [DEPTHS] COMPUTE, and the coin float64.
 
     A draft outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
@@ -75,17 +69,9 @@ def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
 
 @triton.jit
 def _weights(
-    v,
-    b,
-    row,
-    scale,
-    token,
-    probs,
-    GAMMA: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    v, b, row, scale, token, probs, GAMMA: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
     ONE_HOT: tl.constexpr,
-):
+):  # fmt: skip
     """The residual's weights and the target's of tokens v in row `row` of b, float64.
 
     Row GAMMA has no draft; there token must be -1 and scale 1.
@@ -108,23 +94,10 @@ def _weights(
 
 @triton.jit
 def prefix_mass_kernel(
-    tokens,
-    coins,
-    draft,
-    target,
-    draft_row,
-    draft_depth,
-    target_row,
-    target_depth,
-    vocab,
-    prefix_mass,
-    GAMMA: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
+    tokens, coins, draft, target, draft_row, draft_depth, target_row, target_depth, vocab, prefix_mass,
+    GAMMA: tl.constexpr, DEPTHS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
     COMPUTE: tl.constexpr,
-):
+):  # fmt: skip
     """prefix_mass[b, i - 1, tile]: the tile's sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
@@ -142,31 +115,11 @@ def prefix_mass_kernel(
 
 @triton.jit
 def residual_kernel(
-    tokens,
-    coins,
-    draft,
-    target,
-    draft_row,
-    draft_depth,
-    target_row,
-    target_depth,
-    vocab,
-    prefix_mass,
-    num_accepted,
-    accept_prob,
-    row_scale,
-    residual_mass,
-    target_mass,
-    GAMMA: tl.constexpr,
-    DEPTHS: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-):
+    tokens, coins, draft, target, draft_row, draft_depth, target_row, target_depth, vocab, prefix_mass,
+    num_accepted, accept_prob, row_scale, residual_mass, target_mass, GAMMA: tl.constexpr,
+    DEPTHS: tl.constexpr, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
+):  # fmt: skip
     """num_accepted, accept_prob, row_scale; residual_mass and target_mass [B, TILES] of the sampled row.
 
     The bonus row has no draft; its scale is 1.
@@ -221,28 +174,11 @@ def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
 
 @triton.jit
 def locate_kernel(
-    tokens,
-    draft,
-    target,
-    draft_row,
-    draft_depth,
-    target_row,
-    target_depth,
-    vocab,
-    residual_uniforms,
-    num_accepted,
-    row_scale,
-    residual_mass,
-    target_mass,
-    next_token,
-    GAMMA: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE_SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-):
+    tokens, draft, target, draft_row, draft_depth, target_row, target_depth, vocab, residual_uniforms,
+    num_accepted, row_scale, residual_mass, target_mass, next_token, GAMMA: tl.constexpr,
+    TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
+):  # fmt: skip
     """next_token[b]: the inverse CDF of the residual; of the target row where the residual has no mass."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
