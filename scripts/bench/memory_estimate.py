@@ -7,7 +7,7 @@ trainer during its second step (the first one touches the optimizer's pages), of
 are replaced and its rows, all full, decode. The kernel keeps that maximum (VmHWM, reset by clear_refs), so
 that no peak is missed; the allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so that what
 is resident is what is held. With a GPU the large trainer can be chosen (`--only large`): there it is the
-most that torch had allocated.
+most that torch had allocated. Mixtures of experts play with `--only experts`.
 
     python scripts/bench/memory_estimate.py --json OUT [--only NAME ...]
 """
@@ -49,6 +49,14 @@ MODEL = {
     "num_nextn_predict_layers": 1,
 }
 TINY = MODEL | {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_nextn_predict_layers": None,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+}
 TRAINER: dict[str, Any] = {"micro_batch_tokens": 1024, "threads": 1}
 ROLLOUT: dict[str, Any] = {"device": "cpu", "max_running": 16, "max_context": 1024, "max_new_tokens": 8}
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -65,6 +73,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": 1024},
         "trainer": TRAINER | {"micro_batch_tokens": 2048},
     },
+    "experts: trainer fp32": {"model": EXPERTS, "trainer": TRAINER},
+    "experts: trainer bf16 recompute": {
+        "model": EXPERTS,
+        "trainer": TRAINER | {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 2048},
+    },
     "large trainer": {
         "model": {
             **{"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "head_dim": 128},
@@ -73,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 16384},
     },
     "engine, float32": {"rollout": ROLLOUT, "spec": {"mode": "none"}},
+    "experts: engine float32": {"model": EXPERTS, "rollout": ROLLOUT, "spec": {"mode": "none"}},
     "engine, bfloat16, drafts": {"rollout": ROLLOUT | {"dtype": "bfloat16", "max_running": 32}},
 }
 
@@ -97,7 +111,8 @@ def write_model(path: Path, config: dict[str, Any]) -> Path:
 
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    shapes = read_architecture(config).weight_shapes(mtp=True)
+    arch = read_architecture(config)
+    shapes = arch.weight_shapes(mtp=bool(arch.mtp_layers))
     if config.get("tie_word_embeddings"):
         del shapes["lm_head.weight"]
     save_file(
