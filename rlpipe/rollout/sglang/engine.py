@@ -279,6 +279,8 @@ class SglangEngine:
                     yield done
                 return
             except ServerUnreachable as failure:
+                if self._turns.ends(request.request_id):
+                    break
                 error = failure
         yield done or nothing(request, FinishReason.ABORT)
 

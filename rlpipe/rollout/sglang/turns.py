@@ -13,7 +13,7 @@ import contextlib
 import copy
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Turns:
         self._config, self._spec, self._vocab = config, spec, vocab
         self._running: dict[str, str] = {}  # request id -> its id inside the server
         self._waiting: dict[str, asyncio.Future[None]] = {}  # request id -> done when aborted
+        self._aborted: set[str] = set()  # of those that ran, until the server has answered
         self._stats = EngineStats()
         self._busy_since: float | None = None
 
@@ -97,14 +98,24 @@ class Turns:
             if one in self._waiting and not self._waiting[one].done():
                 self._waiting[one].set_result(None)
 
-    async def abort(self, client: SglangClient, request_ids: Iterable[str] | None) -> None:
+    async def abort(self, client: SglangClient, request_ids: Sequence[str] | None) -> None:
         """End the named requests (all when None) with what they have."""
         self.abort_waiting(request_ids)
+        running = {
+            one: rid for one, rid in self._running.items() if request_ids is None or one in request_ids
+        }
+        self._aborted.update(running)
         if request_ids is None:
             await self.abort_running(client)
             return
-        for rid in [self._running[one] for one in request_ids if one in self._running]:
+        for rid in running.values():
             await client.post("/abort_request", {"rid": rid})
+
+    def ends(self, request_id: str) -> bool:
+        """Whether a request whose server was lost had been aborted there, so that no other plays it."""
+        ended = request_id in self._aborted
+        self._aborted.discard(request_id)
+        return ended
 
     async def abort_running(self, client: SglangClient) -> None:
         """End all that the server has with what they have; those that wait for one keep waiting."""
@@ -143,6 +154,7 @@ class Turns:
         rid = self._running[request_id] = uuid.uuid4().hex
         try:
             yield rid
+            self._aborted.discard(request_id)
         finally:
             del self._running[request_id]
             if not self._running:
