@@ -128,6 +128,11 @@ class Group:
         self._group: dist.ProcessGroup | None = None
         self._left = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was left, also with all groups of this process, which a trainer ends when it stops."""
+        return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
+
     def join(self) -> Future[None]:
         """Done when all ranks have joined."""
         return _on_thread(self._join)
@@ -183,6 +188,11 @@ class Root:
         self.rendezvous = self._group.place
         self._joined = self._left = False
 
+    @property
+    def left(self) -> bool:
+        """Whether there is no group any more."""
+        return self._left or self._group.ended
+
     def send(self, pieces: Iterable[Bucket], deadline: float | None = None) -> None:
         """Send pieces to every rank, one after the other; the first ever waits for all ranks to join.
 
@@ -191,7 +201,7 @@ class Root:
         """
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
-            if self._left:
+            if self.left:
                 raise RuntimeError("it was left")
             if not self._joined:
                 self._wait(self._group.join(), until)

@@ -177,22 +177,25 @@ class WeightSync:
 
     async def _broadcast(self, client: Server, pieces: Sequence[Bucket], version: int, flush: bool) -> None:
         """Be rank 0 ourselves, for this server alone."""
-        if self._root is None or self.group_of(client) != self._root.rendezvous.name:
+        if self._root is None or self._root.left or self.group_of(client) != self._root.rendezvous.name:
             self.close()
             sglang = self._config.sglang
             self._root = await asyncio.to_thread(Root, sglang.host, sglang.tp, self._patience)
         root = self._root
-        sending = asyncio.create_task(asyncio.to_thread(root.send, pieces))
-        # seen, also where `_take` fails first
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        sending = asyncio.ensure_future(asyncio.to_thread(root.send, pieces))
+        taking = asyncio.ensure_future(self._take(client, root.rendezvous, 1, pieces, version, flush))
         try:
-            await self._take(client, root.rendezvous, 1, pieces, version, flush)
-            await sending
-        except GroupBroken as error:
-            self.close()
-            raise ServerUnreachable(str(error)) from error
-        except BaseException:
-            self.close()
+            await asyncio.wait({sending, taking}, return_when=asyncio.FIRST_EXCEPTION)
+            for one in (sending, taking):
+                if one.done():
+                    await one
+        except BaseException as error:
+            self.close()  # first, so that neither waits for the other
+            for one in (sending, taking):
+                one.cancel()
+            await asyncio.gather(sending, taking, return_exceptions=True)
+            if isinstance(error, GroupBroken):
+                raise ServerUnreachable(str(error)) from error
             raise
 
     async def _take(

@@ -64,6 +64,8 @@ class Call:
 class SimGroup:
     """In place of `collective.Group`: a piece is over when all ranks have it; some hang, some raise."""
 
+    ended = False  # by no trainer of this process
+
     def __init__(self, world: World, host: str, ranks: int, timeout: float, backend: str) -> None:
         self.world, self.ranks = world, ranks
         world.groups += 1

@@ -109,7 +109,7 @@ def test_requests_can_end_at_an_update_with_what_they_have(sglang, weights):
     assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions == [3] * 4
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "shared"])
+@pytest.mark.parametrize("transfer", ["tensor", "shared", "collective"])
 def test_a_dropped_draft_update_trips_the_canary_in_the_same_step(sglang, weights, transfer):
     """Eleven of the draft's thirteen: embedding and head are the target's own tensors."""
     lossy(sglang, target_only)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import Drafter, SpecConfig
@@ -139,6 +140,34 @@ def test_a_worker_whose_broadcast_broke_off_makes_another_group(config, weights,
     finally:
         sync.close()
     assert_holds(receiver, weights)
+
+
+def test_a_worker_whose_group_was_ended_with_a_trainer_makes_another(config, weights, tmp_path):
+    (sync,), receiver = syncs(config, tmp_path, 1), Receiver()
+    try:
+        asyncio.run(sync.send(receiver, weights, 1, flush=False))
+        for group in list(c10d._world.pg_map):  # as a trainer in this process does when it stops
+            torch.distributed.destroy_process_group(group)
+        asyncio.run(sync.send(receiver, weights, 2, flush=False))
+    finally:
+        sync.close()
+    assert_holds(receiver, weights)
+    assert receiver.asked.count("/init_weights_update_group") == 2
+
+
+def test_a_broadcast_that_fails_does_not_wait_for_the_server(config, weights, tmp_path, monkeypatch):
+    class Waiting:
+        async def post(self, path, body, timeout=None):
+            if path == "/update_weights_from_distributed":
+                await asyncio.Event().wait()
+
+    def fails(root, pieces):
+        raise GroupBroken("a rank was lost")
+
+    monkeypatch.setattr(Root, "send", fails)
+    (sync,) = syncs(config, tmp_path, 1)
+    with pytest.raises(ServerUnreachable, match="a rank was lost"):
+        asyncio.run(asyncio.wait_for(sync.send(Waiting(), weights, 1, flush=False), 60))
 
 
 def test_a_rank_that_does_not_join_is_missed():
