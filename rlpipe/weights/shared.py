@@ -4,8 +4,9 @@
     server:              | map and load piece 1 | map and load piece 2 | ...
 
 A bucket is memory without a name (memfd): the server opens it as a file of our process. So nothing is left in
-/dev/shm however either process ends, and the size of /dev/shm, 64 MB in many containers, is no limit. What a
-bucket holds is said in JSON, which `served/rlpipe_shared_weights.py` reads inside the server.
+/dev/shm however either process ends, and the size of /dev/shm, 64 MB in many containers, is no limit. Both
+sides keep a bucket from one update to the next: first writes to new memory take four times as long as others.
+What a bucket holds is said in JSON, which `served/rlpipe_shared_weights.py` reads inside the server.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ALIGNMENT = 64
 
 
 class SharedBuckets:
-    """Two buckets, each as large as the largest piece it was given; a context that frees them.
+    """Two buckets, each as large as the largest piece it was given, until they are closed; also a context.
 
     dtype: in which floating-point weights are laid.
     """
@@ -41,6 +42,10 @@ class SharedBuckets:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the buckets."""
         with self._laying:  # in another thread, when the server failed meanwhile
             for file in self._files:
                 os.close(file)

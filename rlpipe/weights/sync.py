@@ -72,6 +72,7 @@ class WeightSync:
             self._draft_shapes = {self._prefix + name: shape for name, shape in shapes.items()}
         self._started_with: Checksums | None = None  # of a draft apart
         self._root: Root | None = None  # of the group with this server alone
+        self._memory: SharedBuckets | None = None
         self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
@@ -132,7 +133,8 @@ class WeightSync:
     async def _share(self, client: Server, pieces: Sequence[Bucket], version: int, flush: bool) -> None:
         """Lay each piece into shared memory while the server loads the one before."""
         requests = list(self._requests(pieces, version, flush))
-        with SharedBuckets(getattr(torch, self._config.dtype)) as memory:
+        memory = self._memory = self._memory or SharedBuckets(getattr(torch, self._config.dtype))
+        try:
             async with self._session(client):
                 loading: Awaitable[None] = asyncio.sleep(0)
                 for piece, body in requests:
@@ -140,6 +142,9 @@ class WeightSync:
                     body["load_format"] = LOADER
                     loading = self._post_tensors(client, serialize([("bucket", description)]), body)
                 await loading
+        except BaseException:
+            self.close()  # what the server still reads must not be written over
+            raise
 
     async def _post_tensors(self, client: Server, serialized: str, body: dict[str, Any]) -> None:
         body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
@@ -226,10 +231,13 @@ class WeightSync:
         self._joined = None
 
     def close(self) -> None:
-        """Leave the group with the server, if we are its rank 0."""
+        """Leave the group with the server, if we are its rank 0, and free the memory shared with it."""
         if self._root is not None:
             self._root.close()
             self._root = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     @contextlib.asynccontextmanager
     async def _session(self, client: Server) -> AsyncIterator[None]:

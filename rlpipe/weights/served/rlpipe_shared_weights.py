@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_mapped: dict[int, torch.Tensor] = {}  # by inode: the two buckets, whose pages are found again
 
 
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -18,11 +21,23 @@ def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     description: what `SharedBuckets.lay` returned.
     """
     said = json.loads(bytes(description.tolist()))
-    memory = torch.from_file(said["path"], shared=False, size=said["bytes"], dtype=torch.uint8)
+    memory = _map(said["path"], said["bytes"])
     for laid in said["tensors"]:
         dtype, shape = getattr(torch, laid["dtype"]), torch.Size(laid["shape"])
         end = laid["offset"] + shape.numel() * dtype.itemsize
         yield laid["name"], memory[laid["offset"] : end].view(dtype).view(shape)
+
+
+def _map(path: str, size: int) -> torch.Tensor:
+    file = Path(path).stat()
+    inode = file.st_ino
+    memory = _mapped.pop(inode, torch.empty(0, dtype=torch.uint8))
+    if len(memory) < size:
+        memory = torch.from_file(path, shared=True, size=file.st_size, dtype=torch.uint8)
+    for other in list(_mapped)[:-1]:
+        del _mapped[other]
+    _mapped[inode] = memory
+    return memory
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

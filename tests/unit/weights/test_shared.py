@@ -152,6 +152,21 @@ def test_an_update_brings_every_tensor_and_the_version_last(sync):
     assert {path for path, _, _ in pieces} == {"/update_weights_from_tensor"}
     assert {kind for _, _, kind in pieces} == {LOADER}
     assert [version for _, version, _ in pieces] == [None] * (len(pieces) - 1) + ["7"]
+    sync.close()
+    assert open_files() == []
+
+
+def test_both_sides_keep_their_buckets_from_one_update_to_the_next(sync):
+    for version in (7, 8, 9):  # either bucket has held the largest piece after two
+        server, weights = Server(), perturbed(read_weights(TINY), 0.02, seed=version)
+        asyncio.run(sync.send(server, weights, version, flush=True))
+        assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+        memory = [tensor.data_ptr() for tensor in sync._memory._memory]
+        mapped = {inode: tensor.data_ptr() for inode, tensor in served._mapped.items()}
+        if version == 8:
+            before = set(memory), mapped
+    assert (set(memory), mapped) == before and len(mapped) == 2
+    sync.close()
     assert open_files() == []
 
 
