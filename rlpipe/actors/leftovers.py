@@ -28,6 +28,7 @@ from rlpipe.actors.ray_session import module_path
 from rlpipe.actors.ray_session import sweep as sweep_folders
 from rlpipe.envs.sandbox.sweep import MARK, left
 from rlpipe.envs.sandbox.sweep import sweep as sweep_sandboxes
+from rlpipe.rollout.shared_entries import sweep as sweep_servers
 
 _LOOK_S = 0.2
 _PATIENCE_S = 60.0
@@ -56,13 +57,22 @@ def watched_over(containers: bool = False) -> Iterator[None]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Living processes whose environment, at their start, carried the mark."""
-    found = []
+    """Living processes whose environment carries the mark, and their descendants.
+
+    Ray's agents and SGLang's schedulers write their titles over their environment.
+    """
+    family: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+            if process.environ().get(MARK) == mark:
+                family |= {process, *process.children(recursive=True)}
+    return [process for process in family if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def clean_up(mark: str, containers: bool) -> None:
@@ -74,6 +84,7 @@ def clean_up(mark: str, containers: bool) -> None:
                 process.kill()
         psutil.wait_procs(living, timeout=_LOOK_S)
     sweep_folders()
+    sweep_servers()
     sweep_sandboxes(mark)
     while left(mark) and time.monotonic() < deadline:  # a process in them was still dying
         time.sleep(_LOOK_S)

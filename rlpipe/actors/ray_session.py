@@ -9,6 +9,7 @@ ended whatever became of Ray. A thread watches them: without gcs_server or rayle
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ import psutil
 from rlpipe.config.run import ClusterMode, Config
 
 _PREFIX = "rlpipe-ray-"
+_SESSIONS = "sessions"  # the file in the folder that names them, for whoever sweeps it
 _WATCHED = ("gcs_server", "raylet")
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
@@ -65,7 +67,7 @@ class RaySession:
 
     def __init__(self, config: Config, on_death: Callable[[str], None]) -> None:
         self._stopped = threading.Event()
-        self._sessions: set[int] = set()
+        self._sessions: dict[int, float] = {}  # process id of the leader -> when it started
         self._folder: Path | None = None
         local = {}
         if not config.cluster.address:
@@ -106,7 +108,9 @@ class RaySession:
     def _started(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
         """In the place of Ray's own Popen: a session for each of its processes."""
         process = subprocess.Popen(*args, **kwargs, start_new_session=True)
-        self._sessions.add(process.pid)
+        self._sessions[process.pid] = psutil.Process(process.pid).create_time()
+        if self._folder is not None:
+            (self._folder / _SESSIONS).write_text(json.dumps(self._sessions))
         return process
 
     def stop(self, at_once: bool = False) -> None:
@@ -115,13 +119,7 @@ class RaySession:
         ray = sys.modules.get("ray")
         if ray is not None and not at_once:
             ray.shutdown()
-        killed = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(process.pid) in self._sessions:
-                    process.kill()
-                    killed.append(process)
-        psutil.wait_procs(killed, timeout=3)
+        _end(self._sessions)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
@@ -139,11 +137,32 @@ class RaySession:
 
 
 def sweep() -> None:
-    """Remove the folders of runs that are dead."""
+    """End what is left of Ray's sessions of runs that are dead, and remove their folders."""
     for file in _base().glob(f"{_PREFIX}*/lock"):
         with suppress(OSError), file.open() as lock:  # another user's, or of a run that lives
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError, ValueError):  # killed before Ray started, or in writing it
+                told = json.loads((file.parent / _SESSIONS).read_text())
+                _end({int(leader): started for leader, started in told.items()})
             shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _end(sessions: Mapping[int, float]) -> None:
+    """Kill all processes of sessions, unless the id of a dead leader is another's by now."""
+    killed = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            leader = os.getsid(process.pid)
+            if leader in sessions and _started_at(leader) in (None, sessions[leader]):
+                process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, timeout=3)
+
+
+def _started_at(pid: int) -> float | None:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).create_time()
+    return None
 
 
 def _base() -> Path:

@@ -19,6 +19,7 @@ from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT, SMALL, marked_processes, prompt_states, start
 from tests.helpers.engines import recomputed, request, transformers_logits
+from tests.helpers.killed_runs import Held
 from tests.helpers.sglang import configured, lossy, needs_sglang, perturbed
 
 pytestmark = pytest.mark.chaos
@@ -145,6 +146,7 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
     def told(kind):
         return [e for e in map(json.loads, events.read_text().splitlines()) if e["kind"] == kind]
 
+    lost, held = [], []
     for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         deadline = time.monotonic() + 240
         while len(told("server_restarted")) < restarts:
@@ -152,10 +154,13 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
             time.sleep(0.1)
         servers = [p for p in marked_processes(marker) if "sglang.launch_server" in " ".join(p.cmdline())]
         assert servers
+        lost += servers
+        held.append(Held(server.pid for server in servers))
         for server in servers:
             server.send_signal(number)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+    assert not any(server.is_running() for server in lost) and not any(one.left() for one in held)
     faults = [*told("server_died"), *told("server_hung"), *told("rollout_worker_died")]
     assert [fault["kind"] for fault in faults] == ["server_died", "server_hung"], faults
     restarted = told("server_restarted")

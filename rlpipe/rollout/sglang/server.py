@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from rlpipe.rollout import shared_entries
+
 _LOG_LINES = 12
 _LOWEST_PORT = 20000  # that is chosen
 _PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to outgoing connections: first, last
@@ -63,6 +65,7 @@ class ServerProcess:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
+        self._entries: Path | None = None
         guard = Path(__file__).with_name("guard.py")
         # SGLang writes its settings there, the key among them
         with os.fdopen(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as output:
@@ -100,6 +103,7 @@ class ServerProcess:
                     f"{self._log_end()}"
                 )
             await asyncio.sleep(0.1)
+        self._entries = shared_entries.note(self.pid)
 
     def stop(self, grace: float | None = None) -> None:
         """End the whole group: SIGTERM, then SIGKILL; returns when none of it is left to kill.
@@ -114,6 +118,9 @@ class ServerProcess:
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)
+        if self._entries:
+            shared_entries.remove(self._entries)
+            self._entries = None
 
     def _log_end(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
