@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from rlpipe.config.paths import shipped
-
 MODULES = {
     "run": "rlpipe.run",
     "report": "rlpipe.report.__main__",
@@ -26,7 +24,7 @@ USAGE = """usage: rlpipe COMMAND ...
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
   analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)
-  doctor [--json]                    what this machine lacks, with remedies (in a checkout)
+  doctor [--json]                    what this machine lacks, with remedies
   completion bash|zsh                completion, by eval "$(rlpipe completion bash)" there"""
 
 
@@ -62,7 +60,15 @@ def _runs(arguments: Sequence[str]) -> int:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    return subprocess.call([sys.executable, str(shipped("scripts/doctor")), *arguments])
+    script = Path(__file__).resolve().parent.parent / "scripts" / "doctor"
+    if not script.is_file():
+        raise ValueError(
+            "doctor compares a machine with the pinned versions of a checkout, and rlpipe in "
+            f"{script.parent.parent} is an installed wheel. `rlpipe check +recipe=NAME` says if a run can "
+            "start, `python -m pip check` whether packages fit; for the rest clone the repository and run "
+            f"{sys.executable} scripts/doctor there."
+        )
+    return subprocess.call([sys.executable, str(script), *arguments])
 
 
 def _completion(arguments: Sequence[str]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 
 from rlpipe.config.limits import at_least
 
@@ -14,12 +15,22 @@ class ProbeConfig:
     every: steps between two readings; 0 never. Only runs that draft with an MTP layer are probed.
     contexts: positions of the fixed set, and as many of the step's own rollouts besides, in whole
     trajectories (three at least); the cost of a reading is a forward pass over them (`timing_s/probe`).
+    slope: change of the first draft's acceptance rate per nat of the target's entropy, measured by
+    intervention, with its 95% interval: [value, low, high]. The verdict splits by it in place of slopes that
+    it reads off the run. [] where none was measured (recipes/mtp_adapt/interventional.py measures one).
     """
 
     every: int = 5
     contexts: int = 256
+    slope: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.probe", "every", remedy="0 is never")
         remedy = "fewer leave nothing to draft; metrics.probe.every=0 is no probe"
         at_least(2, self, "metrics.probe", "contexts", remedy=remedy)
+        value, low, high = self.slope if len(self.slope) == 3 else (0.0, 1.0, 0.0)
+        if self.slope and not (isfinite(low) and low <= value <= high and isfinite(high)):
+            raise ValueError(
+                f"metrics.probe.slope={self.slope} is no slope with its interval. Set [value, low, high] "
+                "with low <= value <= high, e.g. [-0.03,-0.05,-0.015]; [] where none was measured."
+            )

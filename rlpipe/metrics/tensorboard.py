@@ -1,7 +1,8 @@
 """The TensorBoard sink: `tensorboard --logdir RUN/tensorboard`.
 
 Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). A resumed run hides
-what it writes again: the first record of every start purges the steps from its own on.
+what it writes again: the first record of every start purges the steps from its own on. `LAYOUT` is the tab
+"Custom scalars": what answers most questions about a run, side by side.
 """
 
 from __future__ import annotations
@@ -11,6 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.metrics.bus import STEP
+
+# {category: {title: ["Multiline", [regular expressions of tags]]}}
+LAYOUT = {
+    category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in charts.items()}
+    for category, charts in {
+        "Training": {
+            "Reward": ["critic/rewards/mean"],
+            "Held-out reward": ["val/([^/]+/)?reward"],
+            "Entropy of the target": ["rollout/entropy"],
+            "Staleness of trained trajectories": ["training/off_policy/trajectory_staleness/(mean|max)"],
+        },
+        "Acceptance": {
+            "Acceptance rate by depth": [r"spec/acceptance_rate/depth_\d+"],
+            "Tokens per verify step": ["spec/acceptance_length"],
+            "Same contexts, newest draft: how it fits": ["probe/fixed/(rejection|target_entropy)/depth_1"],
+            "Same drafts: engine against newest weights": ["probe/visited/(observed|current)_rate"],
+            "Engines against the newest weights": ["probe/staleness"],
+        },
+        "Time": {
+            "Seconds of a step": ["timing_s/(step|wait_rollout|update_actor|update_weights|gen)"],
+            "Utilisation": ["perf/utilisation/(rollout|trainer)"],
+        },
+    }.items()
+}
 
 
 class TensorBoardSink:
@@ -38,6 +63,7 @@ class TensorBoardSink:
         step, wall = int(record[STEP]), record["time"]
         if self._writer is None:
             self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
+            self._writer.add_custom_scalars(LAYOUT)
         for name, value in record.items():
             if isinstance(value, dict):
                 self._histogram(name, value["edges"], value["counts"], step, wall)

@@ -22,7 +22,6 @@ from rlpipe.report.drawing import (
     Figure,
     bars,
     line,
-    line_with_errors,
     smooth,
 )
 from rlpipe.report.figures_acceptance import acceptance_figures
@@ -70,6 +69,8 @@ def splits(*runs: RunData) -> list[str]:
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:
+    from rlpipe.report.held_out import reward_line  # needs numpy, which a run can do without until here
+
     traces = []
     one = len(runs) == 1
     for n, run in enumerate(runs):
@@ -84,10 +85,10 @@ def _reward(runs: Sequence[RunData]) -> Figure:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
         sets = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs))]
         for m, (prefix, words) in enumerate(sets if one else sets[:1], 1):
-            traces += line_with_errors(run, f"{prefix}/reward", f"{label}{words}", n + m if one else n)
+            traces += reward_line(run, f"{prefix}/reward", f"{label}{words}", n + m if one else n)
     return Figure(
         title="Reward",
-        note="Held-out points carry 95% intervals (standard errors clustered by instance).",
+        note="Held-out points carry 95% intervals: Wilson's, instances counted as clusters.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "reward"}, "rangemode": "tozero"}, "height": 380},
         wide=True,

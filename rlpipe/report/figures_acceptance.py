@@ -49,7 +49,7 @@ def _by_depth(runs: Sequence[RunData]) -> Figure:
             depth = int(name.rsplit("_", 1)[1])
             style = {"width": 1.8, "dash": DASHES[(depth - 1) % len(DASHES)]}
             traces.append(line(run.series(name), f"{run.name}, depth {depth}", n, line=style))
-            traces[-1] |= {"legendgroup": run.name, "showlegend": len(runs) * len(names) <= 12 or depth == 1}
+            traces[-1] |= {"legendgroup": run.name, "showlegend": depth == 1}
     return Figure(
         title="Acceptance by depth",
         note="Conditional on the depths before it. Solid, dashed, dotted: depth 1, 2, 3. "

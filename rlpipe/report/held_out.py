@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 from rlpipe.acceptance.splits import Interval
 from rlpipe.metrics.runs import RunData
-from rlpipe.report.drawing import Z95
+from rlpipe.report.drawing import Z95, line_with_errors
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -23,6 +24,16 @@ class HeldOut:
     first: Interval
     last: Interval
     change: Interval | None
+
+
+def reward_line(run: RunData, name: str, label: str, colour: int) -> list[dict[str, Any]]:
+    """The curve of one held-out reward, each reading with its interval."""
+    traces = line_with_errors(run, name, label, colour)
+    for trace in traces:
+        found = [interval_at(run, name, *reading) for reading in zip(*run.series(name), strict=True)]
+        above, below = [i.high - i.value for i in found], [i.value - i.low for i in found]
+        trace["error_y"] |= {"symmetric": False, "array": above, "arrayminus": below}
+    return traces
 
 
 def wilson(rate: float, size: float) -> Interval:

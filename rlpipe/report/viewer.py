@@ -134,8 +134,8 @@ def viewer_html(trajectories: Sequence[dict[str, Any]]) -> str:
         + _select("v-step", "step", [("", "all steps"), *((str(s), f"step {s}") for s in steps)])
         + _select("v-outcome", "outcome", outcomes)
         + (_select("v-colour", "colour", colours) if turns else "")
-        + '<span class="grow"></span><button id="v-prev">← previous</button>'
-        '<button id="v-next">next →</button></div><div class="note" id="v-where"></div>'
+        + '<span class="grow"></span><span class="pair"><button id="v-prev">← previous</button> '
+        '<button id="v-next">next →</button></span></div><div class="note" id="v-where"></div>'
         '<div class="legend" id="v-legend"></div><div id="v-turns"></div>'
         '<div class="about" id="v-token" role="status"></div></div>'
     )

@@ -3,6 +3,7 @@
 Owns the choice between analyses. With a probe set, fixed contexts decide between entropy and the draft, since
 their text is the same at both ends; parts are named for certain only where they are clear of 0 whichever
 slope is right. Without one, the split by steps can say that entropy goes along, never that it is the reason.
+A slope that was measured by intervention (`metrics.probe.slope`) takes the place of those read off the run.
 """
 
 from __future__ import annotations
@@ -39,19 +40,29 @@ def why_acceptance(run: RunData) -> Finding | None:
     splits = split_run(run, LEVEL)
     parts = _parts(run, splits)
     if parts is None:
-        return _by_steps(splits) if splits else None
+        return _by_steps(splits, measured_slope(run)) if splits else None
     return _by_probe(run, parts, splits)
 
 
+def measured_slope(run: RunData) -> Interval | None:
+    """The slope per nat that was measured by intervention; None where none was."""
+    slope = ((run.settings.get("metrics") or {}).get("probe") or {}).get("slope")
+    return Interval(*slope) if slope else None
+
+
 def _parts(run: RunData, splits: Splits | None) -> dict[str, Interval] | None:
-    """Parts at depth 1 from the probe set, as wide as both slopes make them; None without enough of it."""
+    """Parts at depth 1 from the probe set; None without enough of it.
+
+    With the slope that was measured by intervention, or as wide as the two slopes of the run make them.
+    """
     series = probe_series(run)
     changes = decompose_fixed(run, LEVEL).get((rule_of(run), 1))
     if series is None or not changes or len(series[0].observed) < PROBES:
         return None
     evaluations, within = series[0], changes[-1].slope
-    slopes = [Interval(within.value, within.low, within.high)]
-    if splits and np.isfinite(splits.by_slope["between steps"].slope.low):
+    measured = measured_slope(run)
+    slopes = [measured or Interval(within.value, within.low, within.high)]
+    if not measured and splits and np.isfinite(splits.by_slope["between steps"].slope.low):
         slopes.append(splits.by_slope["between steps"].slope)
     found = [_of_slope(evaluations, changes[-1], slope) for slope in slopes]
     hull = {
@@ -105,7 +116,7 @@ def _by_probe(run: RunData, parts: Mapping[str, Interval], splits: Splits | None
     worth.sort(key=lambda n: -abs(causes[n].value))
     head = f"Acceptance at depth 1 {_moved(change)} between the first and the last third of the probes"
     listed = "; ".join(f"{WORDS[n]} {points(p)}" for n, p in causes.items())
-    remark = _disagreement(parts, splits)
+    remark = " ".join(filter(None, (_which_slope(measured_slope(run)), _disagreement(parts, splits))))
     if not worth:
         if standing.clear and standing.value <= -STANDING:
             text = (
@@ -129,7 +140,16 @@ def _by_probe(run: RunData, parts: Mapping[str, Interval], splits: Splits | None
     )
 
 
-def _by_steps(splits: Splits) -> Finding:
+def _which_slope(measured: Interval | None) -> str:
+    if measured is None:
+        return ""
+    return (
+        f"Entropy counts by the slope measured by intervention, {_per_nat(measured)}, not by those "
+        "of the run, which also hold what changed with entropy."
+    )
+
+
+def _by_steps(splits: Splits, measured: Interval | None) -> Finding:
     """What steps alone allow: entropy goes along, or it does not; never a reason."""
     change = splits.change
     head = (
@@ -142,11 +162,15 @@ def _by_steps(splits: Splits) -> Finding:
     if not _told(change):
         return Finding(name="nothing", text=f"{head}: no change beyond chance.", sure=False)
     head += f", while entropy moved by {splits.entropy_change:+.3f} nat: {lines}. "
-    if splits.hull.clear:
+    rest, alongs = splits.hull, [s.along for s in splits.by_slope.values()]
+    if measured:
+        alongs = [measured.times(splits.entropy_change)]
+        rest = change - alongs[0]
+        head += f"{_which_slope(measured)} It leaves {points(rest)}: believe this one. "
+    if rest.clear:
         text = head + "More changed than entropy goes along with. Steps cannot say what: probes can."
         return Finding(name="unexplained", text=text, remedy="set metrics.probe.every=5", sure=False)
-    along = [s.along for s in splits.by_slope.values()]
-    same = all(a.clear and abs(a.value) > abs(change.value) / 2 for a in along)
+    same = all(a.clear and abs(a.value) > abs(change.value) / 2 for a in alongs)
     if same:
         words = "Entropy may account for all of it; without probes that is not settled."
         return Finding(name="entropy", text=head + words, remedy=ENTROPY_REMEDY, sure=False)
@@ -238,7 +262,7 @@ def points(part: Interval) -> str:
 
 
 def _per_nat(slope: Interval) -> str:
-    return f"{slope.value:+.2f} [{slope.low:+.2f}, {slope.high:+.2f}] per nat"
+    return f"{slope.value:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
 
 
 def _told(part: Interval) -> bool:

@@ -136,9 +136,9 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
             f"speculation costs more than it brings: {worth[setup.gamma]:.2f} tokens per unit of decoding "
             "against 1: set spec.mode=none, or adapt the draft (recipe mtp_adapt)"
         )
-    length = "long" if best < setup.gamma else "short"
+    size = "large" if best < setup.gamma else "small"
     return (
-        f"gamma is too {length}: {best} instead of {setup.gamma} would give {gain:.0%} more tokens, a draft "
+        f"gamma is too {size}: {best} instead of {setup.gamma} would give {gain:.0%} more tokens, a draft "
         f"costing {setup.draft_cost:g} decode steps: set spec.gamma={best}, or spec.adaptive=true to measure"
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.checks import check, check_adapt
+from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.spec import SpecMode
@@ -48,3 +49,10 @@ def test_biases_that_the_trainer_has_no_place_for_are_refused_before_loading(
         ValueError, match=rf"{setting}=true, which gives {where} a bias.* {family} .*Use .*{setting}=false"
     ):
         check(config)
+
+
+@pytest.mark.parametrize("slope", [[-0.1], [0.0, 1.0, 0.5], [0.0, float("nan"), 1.0]])
+def test_a_measured_slope_has_an_interval_around_it(slope):
+    ProbeConfig(slope=[-0.03, -0.05, -0.015])
+    with pytest.raises(ValueError, match=r"metrics.probe.slope=.*Set \[value, low, high\]"):
+        ProbeConfig(slope=slope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import struct
 import time
@@ -14,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.distributions import Histogram
+from rlpipe.metrics.names import metrics
 from rlpipe.metrics.prometheus import PrometheusSink
-from rlpipe.metrics.tensorboard import TensorBoardSink
+from rlpipe.metrics.tensorboard import LAYOUT, TensorBoardSink
 from rlpipe.metrics.values import Max, Mean, Ratio
 
 pytestmark = pytest.mark.unit
@@ -56,6 +58,21 @@ def test_tensorboard_gets_every_finite_value_at_its_step(tmp_path: Path) -> None
     assert not [tag for tag, _ in scalars if tag == "num_turns/max"]  # it was NaN
     (histogram,) = [v.histo for e in events for v in e.summary.value if v.HasField("histo") and e.step == 2]
     assert list(histogram.bucket) == [1, 2, 1] and list(histogram.bucket_limit) == EDGES[1:]
+
+
+def test_tensorboard_lays_out_what_runs_log(tmp_path: Path) -> None:
+    from tensorboardX.proto.layout_pb2 import Layout
+
+    with MetricsBus([TensorBoardSink(tmp_path / "tensorboard")]) as bus:
+        commit_three(bus)
+    values = [v for e in read_events(tmp_path / "tensorboard") for v in e.summary.value]
+    (written,) = [v.tensor.string_val[0] for v in values if v.tag.startswith("custom_scalars__config__")]
+    charts = {c.title: list(c.multiline.tag) for k in Layout.FromString(written).category for c in k.chart}
+    assert charts == {title: chart[1] for group in LAYOUT.values() for title, chart in group.items()}
+    logged = [m.name.replace("{k}", "1").replace("{split}", "a").replace("{set}", "fixed") for m in metrics()]
+    logged += ["probe/visited/observed_rate", "training/off_policy/trajectory_staleness/mean"]
+    for title, tags in charts.items():
+        assert any(re.search(tag, name) for tag in tags for name in logged), title
 
 
 def scrape(port: int) -> dict[str, float]:

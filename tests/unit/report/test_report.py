@@ -19,6 +19,7 @@ from rlpipe.report import viewer
 from rlpipe.report.__main__ import main
 from rlpipe.report.drawing import SECTIONS, smooth
 from rlpipe.report.figures import figures, window
+from rlpipe.report.held_out import wilson
 from rlpipe.report.write import write_report
 
 pytestmark = pytest.mark.unit
@@ -181,7 +182,10 @@ def test_the_phases_of_a_step_add_up_to_it(run: Path) -> None:
 def test_error_bars_are_95_percent_intervals(run: Path) -> None:
     reward = figures([load_run(run)])[0]
     held_out = next(trace for trace in reward.traces if trace["name"] == "held-out")
-    assert held_out["error_y"]["array"] == pytest.approx([1.96 * 0.03, 1.96 * 0.04])
+    bars, readings = held_out["error_y"], [(0.3, 0.03), (0.5, 0.04)]
+    truth = [wilson(rate, rate * (1 - rate) / error**2) for rate, error in readings]
+    assert bars["array"] == pytest.approx([i.high - i.value for i in truth])
+    assert bars["arrayminus"] == pytest.approx([i.value - i.low for i in truth])
 
 
 def test_entropy_and_acceptance_share_their_x_axis(run: Path) -> None:

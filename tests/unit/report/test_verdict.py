@@ -5,6 +5,7 @@ import pytest
 from rlpipe.cli import main
 from rlpipe.report.held_out import wilson
 from rlpipe.report.verdict import verdict
+from rlpipe.report.why import why_acceptance
 from tests.helpers.planted_runs import PLANTED, planted_run
 
 pytestmark = pytest.mark.unit
@@ -31,6 +32,22 @@ def test_where_analyses_differ_the_verdict_says_which_to_believe(tmp_path):
     run = planted_run(tmp_path / "run", 0, staleness=-0.1)  # for steps it looks like a draft that fits less
     (text,) = (text for label, text in verdict(run).lines if label == "Why acceptance moved")
     assert "lag further behind" in text and "Believe the fixed contexts" in text
+
+
+def test_a_slope_that_an_intervention_measured_replaces_those_of_the_run(tmp_path):
+    run = planted_run(tmp_path / "run", 0, entropy=0.5)
+    told = {}
+    for slope in ([], [-0.25, -0.27, -0.23], [0.0, -0.01, 0.01]):
+        run.settings["metrics"] = {"probe": {"slope": slope}}
+        told[str(slope)] = why_acceptance(run)
+    without, right, flat = told.values()
+    assert without.name == right.name == "entropy" and right.sure and "by intervention" not in without.text
+    assert "measured by intervention, -0.250 [-0.270, -0.230] per nat" in right.text
+    assert flat.name != "entropy"  # 13 points fewer, and entropy does not account for them
+    for file in (run.path / "probe").iterdir():
+        file.unlink()
+    alone = why_acceptance(run)  # settings still have the flat slope: steps leave the whole change
+    assert alone.name == "unexplained" and "believe this one" in alone.text and not alone.sure
 
 
 def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, capsys):

@@ -59,7 +59,7 @@ def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
     elif gamma == 0:
         assert "spec.mode=none" in text
     else:
-        assert f"spec.gamma={gamma}" in text and ("long" if gamma < 3 else "short") in text
+        assert f"spec.gamma={gamma}" in text and ("large" if gamma < 3 else "small") in text
 
 
 def test_adaptive_gamma_is_left_alone():
