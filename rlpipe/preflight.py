@@ -30,6 +30,7 @@ from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.user_code import described, raised_at
+from rlpipe.memory import conversation_bytes
 from rlpipe.metrics.sinks import logged_in
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_json, weight_shapes
@@ -181,13 +182,11 @@ def check_sizes(config: Config) -> None:
     memory = psutil.virtual_memory().total
     numbers = sum(math.prod(shape) for shape in arch.weight_shapes(mtp=False).values())
     if not remote and not gpu and rollout.engine is EngineKind.EMBEDDED:
-        row = 2 * arch.layers * arch.kv_heads * arch.head_dim * (4 if rollout.dtype == "float32" else 2)
-        tokens = rollout.max_context + spec.drafts + 2
         _fits(
             f"rollout.max_running={rollout.max_running}",
-            rollout.max_running * row * tokens * rollout.workers,
+            rollout.max_running * conversation_bytes(arch, config) * rollout.workers,
             memory,
-            f"{rollout.max_running} rows of {tokens} tokens of keys and values in {rollout.workers} workers",
+            f"{rollout.max_running} rows of keys and values in {rollout.workers} workers",
         )
         logits = 4 * arch.vocab * (spec.drafts + 1) * rollout.max_running
         drafting = f"spec.tree={spec.tree}" if spec.mode is SpecMode.TREE else f"spec.gamma={spec.gamma}"

@@ -25,7 +25,6 @@ import asyncio
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from revision import commit, git
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -284,8 +284,8 @@ def main() -> None:
     show(results)
     report = {
         "question": "acceptance of the shipped model's drafts by rule, depth and temperature",
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "rlpipe", "models")),
+        "commit": commit(),
+        "modified": bool(git("status", "--porcelain", "rlpipe", "models")),
         "versions": {"torch": torch.__version__},
         "device": device_name(),
         "load_average": os.getloadavg(),
@@ -303,10 +303,6 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from revision import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -48,9 +49,7 @@ def main() -> int:
         }
         print(name, result[name], flush=True)
     wrong = sum(len(one["wrong"]) for one in result.values())
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    head = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
-    about = {"commit": head, "python": platform.python_version(), "threads": given.threads}
+    about = {"commit": commit(), "python": platform.python_version(), "threads": given.threads}
     document = about | {"seconds": round(time.monotonic() - started), "wrong": wrong, "sets": result}
     given.json.write_text(json.dumps(document, indent=2) + "\n")
     return int(wrong > 0)

@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from revision import commit, git
+
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("grading wall", "grading cpu", "episode wall", "episode cpu")
 
@@ -105,17 +107,15 @@ def main() -> None:
     if given.arm:
         work()
         return
-    git = ["git", "-C", str(ROOT)]
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder, "old")
-        subprocess.run([*git, "worktree", "add", "-q", "--detach", old, given.baseline], check=True)
+        git("worktree", "add", "-q", "--detach", str(old), given.baseline)
         try:
             rows = measured({"here": ROOT, "baseline": old}, given.instances)
         finally:
-            subprocess.run([*git, "worktree", "remove", "--force", old], check=True)
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+            git("worktree", "remove", "--force", str(old))
     result = {
-        "commit": head.stdout.strip(),
+        "commit": commit(),
         "baseline": given.baseline,
         "python": platform.python_version(),
         "instances": given.instances,

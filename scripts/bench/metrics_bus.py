@@ -17,12 +17,13 @@ import importlib.metadata
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from revision import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -109,9 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     few = given.reports // 20
     result = {
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": commit(),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "plotly": importlib.metadata.version("plotly"),

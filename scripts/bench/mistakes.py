@@ -22,6 +22,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from revision import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -63,13 +65,10 @@ def main() -> None:
     load = os.getloadavg()[0]
     with ThreadPoolExecutor(args.processes) as threads:
         rows = list(threads.map(play, mistakes()))
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     seconds = [row["seconds"] for row in rows]
     result = {
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "processes": args.processes,
         "load before": round(load, 1),
         "mistakes": len(rows),

@@ -36,6 +36,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from revision import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
 JOB = ["+recipe=swe_rl", "cluster=inline", "val.every=0", "run.save_every=0", "metrics.probe.every=0"]
@@ -230,9 +232,7 @@ def main() -> None:
     means = {arm: statistics.fmean(arms[arm]["step_mean_s_of_runs"]) for arm in arms}
     report = {
         "question": "share of step time spent in ledger and metrics, percent (goal: less than 2)",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": commit(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "load_average_before": load,

@@ -29,7 +29,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from typing import Any
 
 import torch
 import transformers
+from revision import commit, git
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -362,8 +362,8 @@ def main() -> None:
 def provenance(args: argparse.Namespace, load: tuple[float, float, float]) -> dict[str, Any]:
     """Where figures come from: commit, versions, device, settings, the load before the run."""
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "rlpipe")),
+        "commit": commit(),
+        "modified": bool(git("status", "--porcelain", "rlpipe")),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "device": device_name(),
         "cores": os.cpu_count(),
@@ -385,10 +385,6 @@ def device_name() -> str:
     info = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
     return names[0] if names else platform.machine()
-
-
-def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

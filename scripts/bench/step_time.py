@@ -41,6 +41,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from revision import commit
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny"
 WARM_UP, COOL_DOWN = 3, 3
@@ -254,13 +256,10 @@ def main() -> None:
         if trl in TRL and {trl, ours} <= results.keys():
             lengths = [results[arm]["prompt_tokens"] for arm in (trl, ours)]
             assert max(lengths) < 1.03 * min(lengths), f"not the same work: prompts of {lengths} tokens"
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     packages = ("torch", "transformers", "megatron-core", "verl", "ray", "trl")
     report = {
         "question": "seconds per training step (of all but `trained_*` arms: 64 completions of 128 tokens)",
-        "commit": commit,
+        "commit": commit(),
         "versions": {name: importlib.metadata.version(name) for name in packages if _installed(name)},
         "cores": os.cpu_count(),
         "device": "cpu",

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from revision import commit, git
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,8 +228,8 @@ def main() -> None:
     print(f"  {ratios}")
     report = {
         "question": "time and peak memory of a TV loss and its gradient",
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "rlpipe")),
+        "commit": commit(),
+        "modified": bool(git("status", "--porcelain", "rlpipe")),
         "versions": {name: _version(name) for name in ("torch", "triton", "speculators", "liger-kernel")},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else _processor(),
         "cores": os.cpu_count(),
@@ -259,10 +260,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from revision import commit, git
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -287,8 +287,8 @@ def main() -> None:
     goal = {size: ratio >= GOAL for size, ratio in loop.items() if ratio is not None}
     report = {
         "question": "time of one verification call: Triton kernels, SGLang's kernel, torch, a Python loop",
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "rlpipe")),
+        "commit": commit(),
+        "modified": bool(git("status", "--porcelain", "rlpipe")),
         "versions": _versions(wheel),
         "device": _device(args.device),
         "cores": os.cpu_count(),
@@ -330,10 +330,6 @@ def _device(device: str) -> str:
 def _cpuinfo() -> list[str]:
     file = Path("/proc/cpuinfo")
     return file.read_text().splitlines() if file.exists() else []
-
-
-def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
