@@ -30,10 +30,11 @@ def note(group: int) -> Path:
 
 def remove(file: Path) -> None:
     """Delete what a file of `note` names, then the file."""
-    for name in json.loads(file.read_text()):
-        if (path := Path(name)).parent == _SHARED:
-            path.unlink(missing_ok=True)
-    file.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # a temporary folder may be tidied
+        for name in json.loads(file.read_text()):
+            if (path := Path(name)).parent == _SHARED:
+                path.unlink(missing_ok=True)
+        file.unlink()
 
 
 def sweep() -> None:

@@ -398,6 +398,19 @@ def verify_vocabularies(r: Any) -> str:
     return table(head, rows) + "\n\nTimes as fast, chain rule. Below 1 the loop is faster."
 
 
+def trainer_memory(r: Any) -> str:
+    """Peak memory and seconds of both arms of each part."""
+    rows = []
+    for row in r["rows"]:
+        ours, baseline = ("parts", "masked") if row["part"] == "attention" else ("chunks", "logits")
+        figures = [
+            f"{row[arm][f]:,.{d}f}" for f, d in (("peak_mb", 0), ("seconds", 1)) for arm in (ours, baseline)
+        ]
+        rows.append([row["part"], f"{row['tokens']:,}", *figures])
+    head = ["part", "tokens", "peak MB", "masked, or all logits", "seconds", "masked, or all logits"]
+    return table(head, rows)
+
+
 def memory_estimate(r: Any) -> str:
     """Measured and estimated peaks."""
     rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in r["rows"]]

@@ -111,6 +111,7 @@ class ServerProcess:
         grace: seconds between the two (None: 10); 0 for a server that is not worth asking.
         """
         grace = _GRACE if grace is None else grace
+        entries = self._entries or shared_entries.note(self.pid)  # of one that was still starting
         if grace and self.is_running():
             _signal_group(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,9 +119,8 @@ class ServerProcess:
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)
-        if self._entries:
-            shared_entries.remove(self._entries)
-            self._entries = None
+        shared_entries.remove(entries)
+        self._entries = None
 
     def _log_end(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

@@ -31,7 +31,8 @@ def entry():
     path.unlink(missing_ok=True)
 
 
-def test_what_a_killed_server_kept_is_removed_with_it(tmp_path, entry):
+@pytest.mark.parametrize("starting", [False, True])
+def test_what_a_killed_server_kept_is_removed_with_it(tmp_path, entry, starting):
     ready = tmp_path / "ready"
     server = ServerProcess(
         [sys.executable, "-c", SERVER, str(entry), str(ready)], os.environ, tmp_path / "log"
@@ -43,8 +44,12 @@ def test_what_a_killed_server_kept_is_removed_with_it(tmp_path, entry):
     asyncio.run(server.wait_until(serves, 60))
     (note,) = Path(tempfile.gettempdir()).glob(f"rlpipe-shared-entries-{os.getpid()}-{server.pid}")
     assert json.loads(note.read_text()) == [str(entry)]
-    server.stop(0)
-    assert not entry.exists() and not note.exists()
+    if starting:
+        note.unlink()
+        server._entries = None
+    for _ in range(2):
+        server.stop(0)
+        assert not entry.exists() and not note.exists()
 
 
 def test_a_sweep_removes_what_dead_processes_noted_and_nothing_outside(tmp_path, entry, monkeypatch):
