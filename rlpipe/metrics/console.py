@@ -196,10 +196,12 @@ class ConsoleSink:
         if not self._fancy:
             self._plain(f"[{level}] {event['kind']}  {text}")
             return
+        from rich.padding import Padding
         from rich.text import Text
 
         mark, style = MARKS[level]
-        self._console.print(Text(f"  {mark} {event['kind']}  {text}", style=style, overflow="fold"))
+        line = Text(f"{mark} {event['kind']}  {text}", style=style, overflow="fold")
+        self._console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
     def close(self) -> None:
         """Leave the last state of the panel standing, and say what came out."""

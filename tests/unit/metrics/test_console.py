@@ -96,6 +96,8 @@ def test_nothing_of_an_advice_is_cut_and_a_validation_says_how_far_it_is(width: 
     sink.close()
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(console))
     assert "".join(advice.split()) in "".join(written.split()) and "rule=" not in written
+    lines = [line for line in re.split(r"[\r\n]+", written) if "moved," in line]
+    assert len(lines) > 1 and all(line.startswith("  ") for line in lines)
     assert "validating version 2 by 64 attempts" in shown(panel) and "of about 34s" in shown(panel)
     assert max(map(len, shown(panel).splitlines())) <= width
 
