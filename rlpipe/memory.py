@@ -63,11 +63,11 @@ class Memory:
         return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB ({shown})"
 
 
-def parameters(arch: Architecture, tp: int = 1) -> tuple[int, int]:
-    """Parameters of the model proper, and of its draft, that a rank of `tp` holds; matrices are cut."""
+def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
+    """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut."""
     sizes = {True: 0, False: 0}
     for name, shape in replace(arch, layers=1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
-        size = prod(shape) // (tp if len(shape) > 1 else 1)
+        size = prod(shape) // (tp if len(shape) > 1 else 1) // (ep if ".experts." in name else 1)
         times = arch.layers if ".layers." in name else 1
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
@@ -78,14 +78,18 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
     """One trainer rank."""
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
-    size, shards = 2 if half else 4, trainer.dp if trainer.distributed_optimizer else 1
-    model, draft = parameters(arch, trainer.tp)
+    size = 2 if half else 4
+    model, draft = parameters(arch, trainer.tp, trainer.ep)
     adapts = config.task is Task.MTP_ADAPT
     online = adapts or (config.mtp.online and not config.trains_beside)
     trained = (0 if adapts else model) + (draft if online else 0)
+    stepped = trained  # parameters whose optimizer state this rank keeps
+    if trainer.distributed_optimizer:  # over all data parallel ranks, whichever of them hold an expert
+        whole = parameters(arch, trainer.tp)[0]
+        stepped = (trained + (0 if adapts else whole - model)) // trainer.dp
     reference = model + draft if config.algo.kl_coef and not adapts else 0
     kept, head = _activations(arch, trainer, on_gpu)
-    update = 4 * trained // shards if on_gpu else 0  # AdamW's roots of all second moments at once
+    update = 4 * stepped if on_gpu else 0  # AdamW's roots of all second moments at once
     sent = (
         2 * config.rollout.sglang.bucket_mb * MIB
         if config.broadcasts_weights or on_gpu
@@ -101,7 +105,7 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
             "weights": size * (model + draft),
             "reference": size * reference,
             "gradients": 4 * trained,
-            "optimizer": (12 if half else 8) * trained // shards,
+            "optimizer": (12 if half else 8) * stepped,
             "activations": kept,
             "logits": head,
             "update": max(0, max(update, sent) - kept - head),
@@ -284,11 +288,13 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
     arch = read_architecture(read_config(resolve(config.model.path)))
     grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
+    experts = arch.experts.count if arch.experts else 1
     worlds = [
-        (tp, trainer.world_size * more // tp)
-        for more in grown
+        (tp, ranks // tp, ep)
+        for ranks in (trainer.world_size * more for more in grown)
         for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
-        if not (trainer.world_size * more % tp or arch.kv_heads % tp or arch.inner % tp)
+        for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
+        if not (ranks % (tp * ep) or arch.kv_heads % tp or arch.inner % tp or experts % ep)
     ]
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
     servers: list[dict[str, Any]] = [{}]
@@ -300,13 +306,14 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
     cheap = {"trainer.recompute": "full", "trainer.distributed_optimizer": True}
-    for precision, (tp, dp), small, server, saving in product(
+    for precision, (tp, dp, ep), small, server, saving in product(
         (trainer.precision, Precision.BF16), worlds, tokens, servers, (False, True)
     ):
         wanted = {
             "trainer.precision": precision.value,
             "trainer.tp": tp,
             "trainer.dp": dp,
+            "trainer.ep": ep,
             "trainer.micro_batch_tokens": small,
             **(cheap if saving else {}),
             **server,

@@ -45,6 +45,7 @@ class TrainerConfig:
     """One trainer of tp * dp ranks.
 
     tp, dp, pp: tensor, data and pipeline parallel sizes (pp > 1 is refused).
+    ep: data parallel ranks that share a mixture's experts, each holding some (it divides dp).
     precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
     micro_batch_tokens: of one forward pass, per rank. A prefix that siblings share counts once; layers of
         TransformerEngine share none and read rows * padded length.
@@ -56,6 +57,7 @@ class TrainerConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
     precision: Precision = Precision.FP32
     layers: LayerSpec = LayerSpec.AUTO
     recompute: Recompute = Recompute.NONE
@@ -74,13 +76,19 @@ class TrainerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, self, "trainer", "tp", "dp", "pp", "micro_batch_tokens")
+        at_least(1, self, "trainer", "tp", "dp", "pp", "ep", "micro_batch_tokens")
         at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
         learning_rates(self, "trainer")
         if self.pp > 1:
             raise ValueError(
                 f"trainer.pp={self.pp}: pipeline parallelism is not supported. Set trainer.pp=1 and use "
                 "trainer.tp and trainer.dp."
+            )
+        if self.dp % self.ep:
+            fitting = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
+            raise ValueError(
+                f"trainer.ep={self.ep} does not divide trainer.dp={self.dp}: data parallel ranks share the "
+                f"experts. Set trainer.ep to one of {fitting}, or raise trainer.dp."
             )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -115,6 +123,13 @@ def check_parallel(
                 f"trainer.tp={config.tp} does not divide the model's {name}={size}. "
                 f"Set trainer.tp to one of {fitting} and raise trainer.dp instead."
             )
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(int(hf_config.get(name) or 0) for name in names)
+    if config.ep > 1 and (not experts or experts % config.ep):
+        raise ValueError(
+            f"trainer.ep={config.ep} shares experts between ranks, and the model has {experts or 'none'}. "
+            "Set trainer.ep to a divisor of their number, and to 1 for a model without."
+        )
     if world_size is not None and world_size != config.world_size:
         raise ValueError(
             f"trainer.tp * trainer.dp = {config.tp} * {config.dp} = {config.world_size}, but there are "

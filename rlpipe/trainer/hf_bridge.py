@@ -5,7 +5,8 @@ read and written by `models.checkpoint`.
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
 and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
 merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by
-buckets: one gathering each, so that memory is bounded however large the model is.
+buckets: one gathering each, so that memory is bounded however large the model is. With expert parallelism a
+rank's experts are some of the model's; they are gathered from the expert parallel ranks too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,33 @@ class Entry:
     vocab: bool = False
 
 
+@dataclass(slots=True, kw_only=True)
+class _Piece:
+    """One parameter of this rank, and what it is made of.
+
+    entries: of the parameter of this name on each expert parallel rank in turn; a single one where all hold
+        the same. rank: this one's place in them. experts: the mixture it belongs to, empty outside of one.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    entries: list[Entry]
+    rank: int
+    experts: str
+
+    @property
+    def entry(self) -> Entry:
+        """What this rank's parameter is made of."""
+        return self.entries[self.rank]
+
+    def full_shape(self, tp: int) -> list[int]:
+        """Shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""
+        shape = list(self.parameter.shape)
+        if self.entry.shard_dim is not None:
+            shape[self.entry.shard_dim] *= tp
+        return shape
+
+
 def load_hf_weights(
     model: PolicyModel, hf_config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> None:
@@ -52,21 +80,22 @@ def load_hf_weights(
 
     Raises ValueError naming what is missing, left over or of the wrong shape.
     """
-    table = name_table(hf_config, model.pg_collection.tp.size(), model.share_embeddings_and_output_weights)
-    wanted = {name for _, _, entry in _pairs(model, table) for name in entry.hf}
+    pieces, group = _pieces(model, hf_config), model.pg_collection.tp
+    wanted = {name for piece in pieces for entry in piece.entries for name in entry.hf}
     if missing := sorted(wanted - weights.keys()):
         raise ValueError(f"the checkpoint lacks {missing[:4]} ({len(missing)} tensors in all).")
     if extra := sorted(weights.keys() - wanted - {"lm_head.weight"}):
         raise ValueError(f"the checkpoint holds tensors this model has no place for: {extra[:4]}.")
     with torch.no_grad():
-        for name, parameter, entry in _pairs(model, table):
+        for piece in pieces:
+            parameter, entry = piece.parameter, piece.entry
             full = entry.merge([weights[hf] for hf in entry.hf])
             if entry.vocab:
                 full = torch.nn.functional.pad(full, (0, 0, 0, model.vocab_size - full.shape[0]))
-            shard = _cut(full, entry, model.pg_collection.tp.rank(), model.pg_collection.tp.size())
+            shard = _cut(full, entry, group.rank(), group.size())
             if shard.shape != parameter.shape:
                 raise ValueError(
-                    f"{entry.hf} make {tuple(shard.shape)} but {name} is {tuple(parameter.shape)}: "
+                    f"{entry.hf} make {tuple(shard.shape)} but {piece.name} is {tuple(parameter.shape)}: "
                     "config.json and the weights disagree."
                 )
             parameter.copy_(shard)
@@ -79,22 +108,26 @@ def weight_buckets(
     megabytes: int = BUCKET_MB,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Bucket]:
-    """Full tensors under HF names, where the model lies, gathered over tensor parallel ranks by buckets.
+    """Full tensors under HF names, where the model lies, gathered over the ranks that share it by buckets.
 
     megabytes: most of one bucket; what one Megatron parameter makes stays together, and may be more alone.
     dtype: of what is gathered (None: as trained). A tied head has no name of its own here.
 
-    Collective: every rank of the group must come to the end. Only the first yields; it holds about four
-    buckets at a time (the one its caller still has, the parts of the next, and what is made of them), the
-    others their part of one. Tensors may be the parameters themselves: copy what is kept.
+    Collective: every tensor and expert parallel rank must come to the end. Only the first yields; it holds
+    about four buckets at a time (the one its caller still has, the parts of the next, and what is made of
+    them), the others their part of one. Tensors may be the parameters themselves: copy what is kept.
     """
-    group = model.pg_collection.tp
+    groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
-        shards = [parameter.detach().to(dtype or parameter.dtype) for parameter, _ in parts]
-        full = _gather(shards, [entry.shard_dim for _, entry in parts], group)
+        experts = parts[0].experts
+        if groups.ep.rank() and not experts:
+            continue  # the first of these ranks has the same
+        shards = [part.parameter.detach().to(dtype or part.parameter.dtype) for part in parts]
+        dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
+        full = _gather(shards, dims, group, groups.tp.size())
         del shards
         if full is not None:
-            yield _as_hf(full, [entry for _, entry in parts], model.vocab_real)
+            yield _as_hf(full, _in_turn(parts), model.vocab_real)
 
 
 def bucket_plan(
@@ -108,24 +141,25 @@ def bucket_plan(
     size, plan = model.pg_collection.tp.size(), []
     for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
         full = [
-            torch.empty(_full_shape(parameter, entry, size), dtype=dtype or parameter.dtype, device="meta")
-            for parameter, entry in parts
+            torch.empty(part.full_shape(size), dtype=dtype or part.parameter.dtype, device="meta")
+            for _ in parts[0].entries
+            for part in parts
         ]
-        plan.append(_as_hf(full, [entry for _, entry in parts], model.vocab_real))
+        plan.append(_as_hf(full, _in_turn(parts), model.vocab_real))
     return plan
 
 
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """All weights under HF names, full, on the CPU; collective over tensor parallel ranks.
+    """All weights under HF names, full, on the CPU; collective over tensor and expert parallel ranks.
 
-    None on ranks other than the first of the tensor parallel group.
+    None on ranks other than the first of them.
     """
     weights = {
         name: tensor.to("cpu", copy=True).contiguous()
         for bucket in weight_buckets(model, hf_config)
         for name, tensor in bucket
     }
-    if model.pg_collection.tp.rank() != 0:
+    if model.pg_collection.tp_ep.rank() != 0:
         return None
     if model.share_embeddings_and_output_weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -198,9 +232,31 @@ def _by_rank(tp: int) -> tuple[Merge, Split]:
     return merge, split
 
 
-def _pairs(model: PolicyModel, table: Mapping[str, Entry]) -> Iterator[tuple[str, torch.nn.Parameter, Entry]]:
+def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
+    """Every parameter of this rank, in order."""
+    groups, pieces = model.pg_collection, []
+    table = name_table(hf_config, groups.tp.size(), model.share_embeddings_and_output_weights)
     for name, parameter in model.named_parameters():
-        yield name, parameter, table[name]
+        experts, mark, rest = name.partition(".local_experts.")
+        names = [name]
+        if mark:
+            index, _, matrix = rest.partition(".")
+            local = model.config.num_moe_experts // groups.ep.size()
+            names = [
+                f"{experts}{mark}{rank * local + int(index)}.{matrix}" for rank in range(groups.ep.size())
+            ]
+        entries, rank = [table[known] for known in names], groups.ep.rank() if mark else 0
+        pieces.append(
+            _Piece(
+                name=name, parameter=parameter, entries=entries, rank=rank, experts=experts if mark else ""
+            )
+        )
+    return pieces
+
+
+def _in_turn(parts: Sequence[_Piece]) -> list[Entry]:
+    """What the parts are made of on the first rank that has some of them, then on the next."""
+    return [entry for turn in zip(*(part.entries for part in parts), strict=True) for entry in turn]
 
 
 def _swap_halves(weight: torch.Tensor) -> torch.Tensor:
@@ -213,34 +269,24 @@ def _cut(full: torch.Tensor, entry: Entry, rank: int, size: int) -> torch.Tensor
 
 def _cut_into_buckets(
     model: PolicyModel, hf_config: Mapping[str, Any], megabytes: int, dtype: torch.dtype | None
-) -> Iterator[list[tuple[torch.nn.Parameter, Entry]]]:
+) -> Iterator[list[_Piece]]:
     """Consecutive parameters of one type, whose full tensors have at most `megabytes`; a larger one alone.
 
-    The experts of a layer stay together whatever they have: a server keeps them in one tensor.
+    The experts of a layer are a bucket whatever they have: a server keeps them in one tensor.
     """
-    size = model.pg_collection.tp.size()
-    table = name_table(hf_config, size, model.share_embeddings_and_output_weights)
-    bucket: list[tuple[torch.nn.Parameter, Entry]] = []
-    held, layer = 0, ""
-    for name, parameter, entry in _pairs(model, table):
-        num_bytes = math.prod(_full_shape(parameter, entry, size)) * (dtype or parameter.dtype).itemsize
-        full = held + num_bytes > megabytes * 2**20
-        before, (layer, *expert) = layer, name.split(".local_experts.")
-        together = expert and layer == before
-        if bucket and not together and (full or expert or parameter.dtype is not bucket[0][0].dtype):
+    bucket: list[_Piece] = []
+    held = 0
+    for piece in _pieces(model, hf_config):
+        itemsize = (dtype or piece.parameter.dtype).itemsize
+        num_bytes = math.prod(piece.full_shape(model.pg_collection.tp.size())) * itemsize
+        kind = piece.experts, piece.parameter.dtype
+        full = held + num_bytes > megabytes * 2**20 and not piece.experts
+        if bucket and (full or kind != (bucket[0].experts, bucket[0].parameter.dtype)):
             yield bucket
             bucket, held = [], 0
-        bucket.append((parameter, entry))
+        bucket.append(piece)
         held += num_bytes
     yield bucket
-
-
-def _full_shape(parameter: torch.Tensor, entry: Entry, size: int) -> list[int]:
-    """Shape of the tensor that `size` ranks hold together, a padded vocabulary included."""
-    shape = list(parameter.shape)
-    if entry.shard_dim is not None:
-        shape[entry.shard_dim] *= size
-    return shape
 
 
 def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
@@ -251,8 +297,12 @@ def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
     ]
 
 
-def _gather(shards: Tensors, dims: Sequence[int | None], group: dist.ProcessGroup) -> Tensors | None:
-    """Full tensors on the group's first rank, None elsewhere; one collective. dims: None is not sharded."""
+def _gather(shards: Tensors, dims: Sequence[int | None], group: dist.ProcessGroup, tp: int) -> Tensors | None:
+    """Full tensors on the group's first rank, None elsewhere; one collective.
+
+    dims: along which `tp` consecutive ranks cut each tensor; None is not cut. A group of more ranks holds
+        other tensors, which are all cut, on the next `tp` ranks: those follow.
+    """
     cut = [shard for shard, dim in zip(shards, dims, strict=True) if dim is not None]
     parts = [cut]
     if group.size() > 1 and cut:
@@ -264,11 +314,14 @@ def _gather(shards: Tensors, dims: Sequence[int | None], group: dist.ProcessGrou
         parts = [part.split(lengths) for part in received or []]
     if group.rank() != 0:
         return None
-    whole = iter(zip(*parts, strict=True))
-    return [
-        shard if dim is None else _join([p.view(shard.shape) for p in next(whole)], dim)
-        for shard, dim in zip(shards, dims, strict=True)
-    ]
+    full = []
+    for start in range(0, max(1, len(parts)), tp):
+        whole = iter(zip(*parts[start : start + tp], strict=True))
+        full += [
+            shard if dim is None else _join([p.view(shard.shape) for p in next(whole)], dim)
+            for shard, dim in zip(shards, dims, strict=True)
+        ]
+    return full
 
 
 def _join(parts: Tensors, dim: int) -> torch.Tensor:

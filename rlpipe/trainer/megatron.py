@@ -275,7 +275,7 @@ class MegatronTrainer:
         """
         from rlpipe.trainer.hf_bridge import weight_buckets
 
-        if self._dp_rank:
+        if self._dp_rank >= self._config.ep:
             return ()  # another replica has the same
         return weight_buckets(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
 
@@ -289,7 +289,7 @@ class MegatronTrainer:
         """Target and MTP weights under HF names, full, on the CPU; None on ranks other than 0."""
         from rlpipe.trainer.hf_bridge import export_hf_weights
 
-        return None if self._dp_rank else export_hf_weights(self.model, self._hf_config)
+        return None if self._dp_rank >= self._config.ep else export_hf_weights(self.model, self._hf_config)
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""

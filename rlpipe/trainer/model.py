@@ -142,17 +142,18 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        **_routing(arch.experts),
+        **_routing(arch.experts, config.ep),
         **runtime.model_flags,
     )
 
 
-def _routing(experts: Experts | None) -> dict[str, Any]:
+def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:
     """Megatron's description of a mixture: no auxiliary loss, no token dropped, scores in float32."""
     if experts is None:
         return {}
     return {
         "num_moe_experts": experts.count,
+        "expert_model_parallel_size": ranks,
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normed,

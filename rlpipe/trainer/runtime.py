@@ -107,7 +107,9 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         world_size=world_size,
         timeout=_PATIENCE,
     )
-    parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        config.tp, config.pp, expert_model_parallel_size=config.ep, create_gloo_process_groups=False
+    )
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)

@@ -119,6 +119,8 @@ rollout.device=gpu | set auto, cpu, cuda
 trainer.tp=0 | at least 1
 trainer.tp=3 | Set trainer.tp to one of
 trainer.pp=2 | Set trainer.pp=1
+trainer.ep=2 | Set trainer.ep to one of [1]
+trainer.dp=2 trainer.ep=2 | to 1 for a model without
 trainer.min_lr=1 | must lie in
 trainer.beta1=1 | must be in [0, 1)
 trainer.clip_grad=-1 | at least 0

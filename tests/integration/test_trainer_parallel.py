@@ -26,6 +26,10 @@ SPLITS = {
     "dp": replace(ALONE, dp=2),
     "dp_sharded": replace(ALONE, dp=2, distributed_optimizer=True),
 }
+EXPERTS = {  # ranks share the experts of a mixture, too
+    "ep": replace(ALONE, dp=2, ep=2),
+    "ep_sharded": replace(ALONE, dp=2, ep=2, distributed_optimizer=True),
+}
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
@@ -62,8 +66,11 @@ def outcomes(tmp_path_factory):
     split = {
         f"{model}/{name}": run(model, config, groups[:2])
         for model in models
-        for name, config in SPLITS.items()
+        for name, config in (SPLITS | (EXPERTS if model == "qwen3_moe" else {})).items()
     }
+    alone["experts first"] = run("qwen3_moe", ALONE, groups[:2], save=folder / "saved experts")
+    alone["experts then"] = run("qwen3_moe", ALONE, groups[2:], load=folder / "saved experts")
+    split["experts then ep"] = run("qwen3_moe", EXPERTS["ep"], groups[2:], load=folder / "saved experts")
     split |= {f"draft/{k}/{name}": draft(k, config) for k in DRAFTS for name, config in SPLITS.items()}
     for name, saved in (("tp", "saved"), ("dp", "saved"), ("dp_sharded", "saved sharded")):
         split[f"then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / saved)
@@ -81,6 +88,7 @@ def assert_same_steps(alone, other):
 
 
 CASES = [(model, split) for model in ("mimo", "qwen3", "qwen3_moe") for split in SPLITS]
+CASES += [("qwen3_moe", split) for split in EXPERTS]
 
 
 @pytest.mark.parametrize(("model", "split"), CASES)
@@ -93,6 +101,11 @@ def test_gradient_norms_and_losses_equal_those_of_one_process(outcomes, model, s
 def test_a_checkpoint_of_one_process_is_continued_on_other_parallel_sizes(outcomes, split):
     told, _ = outcomes
     assert_same_steps(told["then"], told[f"then {split}"])
+
+
+def test_experts_of_one_process_are_continued_by_ranks_that_share_them(outcomes):
+    told, _ = outcomes
+    assert_same_steps(told["experts then"], told["experts then ep"])
 
 
 @pytest.mark.parametrize(("model", "split"), CASES)

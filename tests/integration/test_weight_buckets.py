@@ -55,12 +55,21 @@ def test_a_bucket_is_bounded_and_so_is_what_gathering_holds(told):
     assert 0 < held[1] <= LIMIT
 
 
-def test_the_experts_of_a_layer_come_in_one_bucket_with_no_other_layers(tmp_path):
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """What rank 0 streams of a mixture of experts, by config."""
+    folder = tmp_path_factory.mktemp("experts")
+    path = write_random_checkpoint(folder / "model", "qwen3_moe", hidden=512, layers=3)
+    split = {"tp": TrainerConfig(tp=2), "ep": TrainerConfig(dp=2, ep=2)}
+    return run_ranks(streamed, 2, folder, path, split, MEGABYTES)[0]
+
+
+@pytest.mark.parametrize("name", ["tp", "ep"])
+def test_the_experts_of_a_layer_come_in_one_bucket_with_no_other_layers(experts, name):
     """A server keeps them in one tensor, whose fingerprint takes all of them."""
-    path = write_random_checkpoint(tmp_path / "model", "qwen3_moe", hidden=512, layers=3)
-    answer = run_ranks(streamed, 2, tmp_path, path, {"tp": TrainerConfig(tp=2)}, MEGABYTES)[0]["tp"]
+    answer = experts[name]
     assert answer["different"] == {"export": [], "buckets": [], "bfloat16": []}
-    assert answer["plan"] == answer["buckets"]
+    assert answer["plan"] == answer["buckets"] == experts["tp"]["buckets"]
     found = [{name.split(".experts.")[0] for name, *_ in b if ".experts." in name} for b in answer["buckets"]]
     layers = sorted(layer for bucket in found for layer in bucket)
     assert layers == [f"model.layers.{index}.mlp" for index in range(3)]

@@ -38,6 +38,11 @@ def models(tmp_path_factory):
         given |= {"num_nextn_predict_layers": 1, "max_position_embeddings": 32768}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(given))
+    mixture = dict(zip(FIELDS, (2048, 6144, 48, 32, 4, 151936, False), strict=True))
+    mixture |= {"model_type": "qwen3_moe", "head_dim": 128, "max_position_embeddings": 40960}
+    mixture |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (folder / "30B-A3B").mkdir()
+    (folder / "30B-A3B" / "config.json").write_text(json.dumps(mixture | {"norm_topk_prob": True}))
     return folder
 
 
@@ -71,6 +76,27 @@ def test_parameters_are_those_of_all_weights_and_ranks_share_the_matrices(models
     count = sum(map(_size, arch.weight_shapes(mtp=True).values()))
     assert sum(parameters(arch)) == count
     assert count / 4 < sum(parameters(arch, 4)) < 1.001 * count / 4
+
+
+def test_expert_parallel_ranks_share_the_experts_alone(models):
+    arch = read_architecture(read_config(models / "30B-A3B"))
+    shapes = arch.weight_shapes(mtp=False)
+    experts = sum(_size(shape) for name, shape in shapes.items() if ".experts." in name)
+    (whole, _), (shared, _) = parameters(arch), parameters(arch, ep=4)
+    assert whole - shared == experts * 3 // 4
+    replicated, apart = (
+        trainer_memory(
+            arch, preset(models, "30B-A3B", "one_node", "trainer.dp=4", "trainer.tp=1", f"trainer.ep={ep}")
+        ).parts
+        for ep in (1, 4)
+    )
+    assert apart["weights"] == 2 * shared and replicated["weights"] == 2 * whole
+    assert apart["optimizer"] == replicated["optimizer"]  # sharded over all four ranks either way
+
+
+def test_a_mixture_that_does_not_fit_is_told_to_share_its_experts(models):
+    config = preset(models, "30B-A3B", "one_node", "trainer.dp=8", "trainer.tp=1")
+    assert "trainer.ep=" in remedy(config, CARD, 0)
 
 
 def _size(shape):

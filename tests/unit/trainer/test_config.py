@@ -41,6 +41,16 @@ def test_parallel_sizes_must_multiply_to_the_ranks():
     check_parallel(TrainerConfig(tp=2, dp=2), MODEL, world_size=4)
 
 
+def test_expert_parallelism_must_divide_data_parallelism_and_the_experts():
+    with pytest.raises(ValueError, match=r"trainer.ep=4 does not divide trainer.dp=6.*one of \[1, 2, 3, 6\]"):
+        TrainerConfig(dp=6, ep=4)
+    with pytest.raises(ValueError, match=r"trainer.ep=2 shares experts.* has none"):
+        check_parallel(TrainerConfig(dp=2, ep=2), MODEL)
+    with pytest.raises(ValueError, match=r"trainer.ep=3 shares experts.* has 8"):
+        check_parallel(TrainerConfig(dp=3, ep=3), MODEL | {"num_experts": 8})
+    check_parallel(TrainerConfig(dp=4, ep=4), MODEL | {"num_experts": 8})
+
+
 def test_pipeline_parallelism_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"trainer.pp=2: .*Set trainer.pp=1"):
         TrainerConfig(pp=2)
