@@ -5,7 +5,6 @@ Each is a module that `python -m` runs as well; what follows the word is that mo
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,6 +15,7 @@ MODULES = {
     "report": "rlpipe.report.__main__",
     "analyse": "rlpipe.report.analysis",
     "check": "rlpipe.check",
+    "doctor": "rlpipe.doctor",
 }
 USAGE = """usage: rlpipe COMMAND ...
 
@@ -24,7 +24,7 @@ USAGE = """usage: rlpipe COMMAND ...
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
   analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)
-  doctor [--json]                    what this machine lacks, with remedies
+  doctor [--json] [+recipe=NAME ...] what this machine lacks, with remedies; the memory of a run
   completion bash|zsh                completion, by eval "$(rlpipe completion bash)" there"""
 
 
@@ -59,18 +59,6 @@ def _runs(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _doctor(arguments: Sequence[str]) -> int:
-    script = Path(__file__).resolve().parent.parent / "scripts" / "doctor"
-    if not script.is_file():
-        raise ValueError(
-            "doctor compares a machine with the pinned versions of a checkout, and rlpipe in "
-            f"{script.parent.parent} is an installed wheel. `rlpipe check +recipe=NAME` says if a run can "
-            "start, `python -m pip check` whether packages fit; for the rest clone the repository and run "
-            f"{sys.executable} scripts/doctor there."
-        )
-    return subprocess.call([sys.executable, str(script), *arguments])
-
-
 def _completion(arguments: Sequence[str]) -> int:
     from rlpipe.config.completion import script
 
@@ -78,7 +66,7 @@ def _completion(arguments: Sequence[str]) -> int:
     return 0
 
 
-_OWN = {"runs": _runs, "doctor": _doctor, "completion": _completion}
+_OWN = {"runs": _runs, "completion": _completion}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -40,6 +40,12 @@ def usage() -> str:
         "Add overrides like run.dir=DIR run.steps=20 run.seed=1 spec.mode=none cluster=inline; "
         "--cfg job prints every setting."
     )
+
+
+def config_of(overrides: Sequence[str]) -> Config:
+    """The settings of a command line, composed and typed but not checked."""
+    with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+        return OmegaConf.to_object(hydra.compose(config_name="config", overrides=list(overrides)))
 
 
 Work = Callable[[Config, str], int]  # what to do with a checked configuration and its YAML

@@ -1,5 +1,6 @@
 """An installed wheel is complete: it runs away from any checkout, with its own configs, data and model."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -109,3 +110,19 @@ def test_without_a_recipe_the_shipped_ones_are_listed(installed, tmp_path):
     shipped = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
     assert all(f"+recipe={name}" in done.stdout for name in shipped), done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_judges_an_installation_without_a_checkout(installed, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlpipe.cli", "doctor", "--json", "+recipe=swe_rl", "cluster=inline"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert findings["verl"]["level"] == findings["shipped files"]["level"] == "ok"
+    assert "embedded engine: " in findings["memory"]["found"]
+    assert findings["all versions"]["found"]

@@ -40,15 +40,3 @@ def test_the_command_prints_it_and_refuses_other_shells(capsys):
     assert "bashcompinit" in capsys.readouterr().out
     assert cli.main(["completion", "csh"]) == 2
     assert "bash, zsh" in capsys.readouterr().err
-
-
-def test_doctor_is_the_script_of_the_checkout(capfd):
-    assert cli.main(["doctor", "--help"]) == 0
-    assert "--json" in capfd.readouterr().out
-
-
-def test_doctor_of_a_wheel_says_what_answers_there(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "rlpipe" / "cli.py"))
-    assert cli.main(["doctor"]) == 2
-    said = capsys.readouterr().err
-    assert "installed wheel" in said and "`rlpipe check +recipe=NAME`" in said
