@@ -59,8 +59,12 @@ class RolloutFiles:
 
     def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:
         """The file of a step, complete or not at all; nothing with a count of 0."""
-        if chosen := self.chosen(groups):
-            lines = [rollout_record(t, step, trainer_version) for t in chosen]
+        written = [group.trajectories for group in groups[: self._count] if group.trajectories]
+        if written:
+            lines = [
+                rollout_record(first, step, trainer_version) | {"siblings": [t.reward for t in others]}
+                for first, *others in written
+            ]
             self._recorder.write(step_file(self._folder, step), lines)
 
     def forget_after(self, step: int) -> None:

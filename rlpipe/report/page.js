@@ -66,7 +66,8 @@ function makeViewer() {
   let shown = [], at = 0, marked = null;
   const element = (tag, className, textContent) =>
     Object.assign(document.createElement(tag), { className, textContent });
-  const reward = (t) => t.reward === null ? 'none' : String(+t.reward.toFixed(3));
+  const number = (value) => String(+value.toFixed(3));
+  const reward = (t) => t.reward === null ? 'none' : number(t.reward);
   const accepted = (depth) =>
     depth > 0 ? alpha(colour(0), Math.min(0.75, 0.1 + 0.2 * depth)) : alpha(colour(1), 0.4);
   const warmth = (hundredths) => alpha(colour(3), Math.min(0.85, hundredths / 250));
@@ -119,13 +120,13 @@ function makeViewer() {
     at = 0; show();
   }
   function siblings(t) {
-    const same = page.trajectories.filter(o =>
-      t.group && o.group === t.group && o.run === t.run && o.step === t.step && o.reward !== null);
-    if (same.length < 2 || t.reward === null) return '';
-    const mean = same.reduce((sum, o) => sum + o.reward, 0) / same.length;
+    const others = (t.siblings || page.trajectories.filter(o => o !== t && t.group && o.group === t.group &&
+      o.run === t.run && o.step === t.step).map(o => o.reward)).filter(other => other !== null);
+    if (!others.length || t.reward === null) return '';
+    const mean = others.reduce((sum, other) => sum + other, t.reward) / (others.length + 1);
     const above = t.reward - mean;
-    return `recorded siblings ${same.filter(o => o !== t).map(reward).join(', ')}` +
-      ` · ${above < 0 ? '−' : '+'}${Math.abs(above).toFixed(2)} against their mean`;
+    return `siblings ${others.map(number).join(', ')}` +
+      ` · advantage ${above < 0 ? '−' : '+'}${Math.abs(above).toFixed(2)} (reward minus the group’s mean)`;
   }
   function show() {
     const t = shown[at];

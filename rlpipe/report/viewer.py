@@ -3,8 +3,9 @@
 Owns reading rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl where a run
 recorded no tokens; the page does the colouring. Flow: files spread evenly over the run -> rows -> the page.
 
-A row: {run, step, instance_id, group, reward, status, turns}; the last may be the verifier's, what `info`
-says of the grading; siblings are the rows of one group. A turn: {role, text}, or, where the model wrote it
+A row: {run, step, instance_id, group, reward, siblings, status, turns}; the last turn may be the verifier's,
+what `info` says of the grading; where a record has no rewards of siblings, they are the other rows of its
+group. A turn: {role, text}, or, where the model wrote it
 and tokens were recorded, {role, tokens, e, p, a, v}: texts, entropies and -logprobs in 1/100 nat, depth of
 acceptance (0: sampled by the target; absent without drafts), [[version, tokens], ...].
 """
@@ -66,6 +67,8 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         row["exit"] = str(reason)
     if tamper := (trajectory.get("info") or {}).get("tamper"):
         row["tamper"] = str(tamper)
+    if siblings := trajectory.get("siblings"):
+        row["siblings"] = siblings
     if group := trajectory.get("group_id"):
         row["group"] = str(group)
     told = {k: v for k, v in (trajectory.get("info") or {}).items() if k not in SHOWN_ELSEWHERE and v != ""}

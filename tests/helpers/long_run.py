@@ -131,4 +131,4 @@ def _trajectory(step: int, n: int, tokens: int, entropy: float, random_: random.
             for role, (a, b) in zip(roles, spans, strict=True)
         ],
         "info": {"exit_reason": "done"},
-    }
+    } | ({} if n else {"siblings": [0.0, None, 0.5]})

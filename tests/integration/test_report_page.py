@@ -73,9 +73,10 @@ def test_the_viewer_walks_through_every_trajectory_and_tells_of_each_token(
         page = seen.page
         where = page.locator("#v-where")
         assert where.inner_text().startswith(f"1 of {STEPS * PER_STEP} · step 1 · task-0")
-        assert "recorded siblings" in where.inner_text() and "against their mean" in where.inner_text()
+        assert " · siblings 0, 0.5 · advantage " in where.inner_text()
         page.click("#v-next")
         assert where.inner_text().startswith("2 of")
+        assert where.inner_text().partition("siblings ")[2].count(", ") == PER_STEP - 2  # rows of its group
         page.select_option("#v-step", "500")
         assert where.inner_text().startswith(f"1 of {PER_STEP} · step 500")
         recorded = json.loads((report.parent / "rollouts" / "step_000500.jsonl").read_text().splitlines()[0])

@@ -50,6 +50,15 @@ def test_a_slope_that_an_intervention_measured_replaces_those_of_the_run(tmp_pat
     assert alone.name == "unexplained" and "believe this one" in alone.text and not alone.sure
 
 
+def test_a_short_run_says_what_it_takes_to_know_why(tmp_path):
+    run = planted_run(tmp_path / "run", 0, entropy=0.5)
+    del run.records[12:]
+    for file in (run.path / "probe").iterdir():
+        file.unlink()
+    (text,) = (text for label, text in verdict(run).lines if label == "Why acceptance moved")
+    assert "takes 24 steps with drafts, or 6 probes" in text and text.startswith("Acceptance rate 0.")
+
+
 def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, capsys):
     run = planted_run(tmp_path / "run", 0, mismatch=-0.1)
     assert main(["analyse", str(run.path)]) == 0
