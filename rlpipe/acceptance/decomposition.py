@@ -140,6 +140,14 @@ def paired(run: RunData, name: str, other: str) -> tuple[np.ndarray, np.ndarray,
     return np.asarray(steps), np.asarray(a), np.asarray(b)
 
 
+def split_over_time(run: RunData, end: Decomposition, points: int = 120) -> list[Decomposition]:
+    """The change of the overall rate up to `points` steps of a run, along the slope of `end`."""
+    series = paired(run, RATE, ENTROPY)
+    count = len(series[0])
+    stride = max(1, count // points)
+    return [decompose(*series, at=at, slope=end.slope) for at in range(count - 1, 8, -stride)][::-1]
+
+
 def decompose_run(run: RunData, **options: object) -> dict[str, Decomposition]:
     """Every acceptance rate the run observed, by label; {} for a run without drafts, or one too short."""
     found = {}

@@ -26,7 +26,6 @@ CAUSES = (
     ("staleness", "staleness", 0),
     ("contexts", "other contexts", 3),
 )
-POINTS = 120  # of a decomposition over time
 DOTS = 250  # of a run in a scatter plot
 RATE, LENGTH, ENTROPY = "spec/acceptance_rate", "spec/acceptance_length", "rollout/entropy"
 
@@ -177,12 +176,9 @@ def _attributed(runs: Sequence[RunData]) -> Figure:
 
 
 def _over_time(run: RunData, end: Decomposition) -> Figure:
-    from rlpipe.acceptance.decomposition import decompose, paired
+    from rlpipe.acceptance.decomposition import split_over_time
 
-    series = paired(run, RATE, ENTROPY)
-    count = len(series[0])
-    stride = max(1, count // POINTS)
-    found = [decompose(*series, at=at, slope=end.slope) for at in range(count - 1, 8, -stride)][::-1]
+    found = split_over_time(run, end)
     steps = [part.window[1] for part in found]
     traces = [
         line((steps, [getattr(part, name).value for part in found]), label, colour)

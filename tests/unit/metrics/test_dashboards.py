@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import socket
-import struct
 import time
 from pathlib import Path
 from urllib.request import urlopen
@@ -19,6 +18,7 @@ from rlpipe.metrics.names import metrics
 from rlpipe.metrics.prometheus import PrometheusSink
 from rlpipe.metrics.tensorboard import LAYOUT, TensorBoardSink
 from rlpipe.metrics.values import Max, Mean, Ratio
+from tests.helpers.tensorboard_file import read_events
 
 pytestmark = pytest.mark.unit
 EDGES = [-0.5, 0.5, 1.5, 2.5]
@@ -31,19 +31,6 @@ def commit_three(bus: MetricsBus) -> None:
             bus.emit(step, {"val/reward": Mean(1, 4)})
         bus.emit(step, {"spec/num_accepted": Histogram.of([0, 1, 1, 2], EDGES)})
         bus.commit(step)
-
-
-def read_events(directory: Path) -> list:
-    """The protocol buffers of an event file: records of length, checksum, data, checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    (file,) = directory.iterdir()
-    data, events = file.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        events.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return events
 
 
 def test_tensorboard_gets_every_finite_value_at_its_step(tmp_path: Path) -> None:
@@ -71,6 +58,7 @@ def test_tensorboard_lays_out_what_runs_log(tmp_path: Path) -> None:
     assert charts == {title: chart[1] for group in LAYOUT.values() for title, chart in group.items()}
     logged = [m.name.replace("{k}", "1").replace("{split}", "a").replace("{set}", "fixed") for m in metrics()]
     logged += ["probe/visited/observed_rate", "training/off_policy/trajectory_staleness/mean"]
+    logged += ["acceptance_split/total"]  # by the report
     for title, tags in charts.items():
         assert any(re.search(tag, name) for tag in tags for name in logged), title
 
