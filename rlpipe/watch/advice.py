@@ -138,8 +138,8 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
         )
     size = "large" if best < setup.gamma else "small"
     return (
-        f"gamma is too {size}: {best} instead of {setup.gamma} would give {gain:.0%} more tokens, a draft "
-        f"costing {setup.draft_cost:g} decode steps: set spec.gamma={best}, or spec.adaptive=true to measure"
+        f"gamma is too {size}: {best} instead of {setup.gamma} would decode {gain:.0%} faster if a draft "
+        f"costs {setup.draft_cost:g} decode steps: set spec.gamma={best}, or spec.adaptive=true to measure"
     )
 
 
