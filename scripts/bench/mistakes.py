@@ -39,7 +39,7 @@ def play(mistake: Mistake) -> dict[str, Any]:
         folder.mkdir()
         mistake.files(folder)
         before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
-        env = environment(HOME=f"{name}/home", NETRC=f"{name}/netrc")
+        env = environment(HOME=f"{name}/home", NETRC=f"{name}/netrc", CUDA_VISIBLE_DEVICES="")
         env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], str(folder)))
         started = time.perf_counter()
         command = [sys.executable, "-m", "rlpipe.run", *mistake.given]

@@ -2,7 +2,7 @@
 
 A row of `SETTINGS` is `overrides | remedy`, behind `+recipe=swe_rl`; its message must hold the name and the
 value of the last override, and the remedy. Where the message words them otherwise they follow as `| what |
-value`. `FILES` and `ENVIRONMENTS` prepare files first.
+value`. `FILES` and `ENVIRONMENTS` prepare files first. Whoever plays them hides GPUs (CUDA_VISIBLE_DEVICES).
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ rollout.temperature=0 | set rollout.temperature=1.0
 rollout.top_p=0.9 | Leave top_p=1
 rollout.top_k=5 | top_k=0
 rollout.device=gpu | set auto, cpu, cuda
+rollout.device=cuda | set rollout.device=cpu
+cluster=one_node | set rollout.device=cpu | rollout.device | cuda
 trainer.tp=0 | at least 1
 trainer.tp=3 | Set trainer.tp to one of
 trainer.pp=2 | Set trainer.pp=1
@@ -171,6 +173,7 @@ env=tools env.tools.max_calls=0 | at least 1
 env=tools env.tools.families=[sums] | one or more of | env.tools.families | sums
 env.train_file=/no/such.jsonl | Give a JSONL file
 env.suite=nothing:make | put that on PYTHONPATH
+algo.correction=user algo.user_correction=nothing:f | put that on PYTHONPATH
 env.suite=json | without .py
 env.suite=json:nothing | put that on PYTHONPATH
 env.suite=math:pi | function(config, seed)

@@ -46,6 +46,7 @@ def _command(folder, given, module):
     sys.argv = ["rlpipe", *given]
     sys.path[:] = [path for path in sys.path if path]
     os.environ.pop("WANDB_API_KEY", None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["NETRC"] = str(folder / "netrc")
     try:
         return sys.modules[module].main() or 0
