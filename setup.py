@@ -11,12 +11,15 @@ from setuptools import find_namespace_packages, setup
 SHIPPED = ("configs", "data", "models", "sglang_env")
 CODE = find_namespace_packages(include=["rlpipe", "rlpipe.*"], exclude=["*.__pycache__"])
 # setuptools wants each folder named as a package, also one that only holds files.
-FOLDERS = [f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir()]
+# A dot cannot stand in such a name: the metadata of SGLang's plugin are files of the folder above them.
+FOLDERS = [
+    f for top in SHIPPED for f in (Path(top), *Path(top).rglob("*")) if f.is_dir() and "." not in f.name
+]
 DATA = [".".join(("rlpipe._data", *folder.parts)) for folder in FOLDERS]
 FILES = {"rlpipe.metrics": ["catalogue.toml"], "rlpipe.report": ["page.*", "live.js", "plots.toml"]}
 
 setup(
     packages=CODE + DATA,
     package_dir={f"rlpipe._data.{top}": top for top in SHIPPED},
-    package_data={folder: ["*"] for folder in DATA} | FILES,
+    package_data={folder: ["*", "*.dist-info/*"] for folder in DATA} | FILES,
 )

@@ -49,6 +49,8 @@ class SglangConfig:
     attention_backend: empty lets SGLang choose (on a CPU: torch_native). memory_fraction: of a GPU for
         weights and KV; 0 lets SGLang choose. deterministic: --enable-deterministic-inference, which makes
         SGLang honour the seed of each request; it needs a GPU attention backend.
+    plugin: rlpipe's own part of the server (sglang_env/plugin), which returns exact entropies, and packed
+        numbers in place of JSON by the token. Off: SGLang as it is, and entropies are estimates.
     extra_arguments: appended to the command line as they are.
     """
 
@@ -71,6 +73,7 @@ class SglangConfig:
     attention_backend: str = ""
     memory_fraction: float = 0.0
     deterministic: bool = False
+    plugin: bool = True
     extra_arguments: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

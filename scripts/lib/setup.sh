@@ -119,7 +119,7 @@ make_environment() {
 # holds exactly that.
 make_sglang_environment() {
     pins=$root/sglang_env/requirements_$2.txt
-    stamp=$(find "$root/sglang_env" -type f ! -path '*/__pycache__/*' -exec cat {} + | cksum)" $2"
+    stamp=$(find "$root/sglang_env" -type f ! -path '*/__pycache__/*' ! -path '*/plugin/*' -exec cat {} + | cksum)" $2"
     if [ "$(cat "$1/rlpipe-stamp" 2>/dev/null)" = "$stamp" ]; then
         say "SGLang is in $1 already"
         return

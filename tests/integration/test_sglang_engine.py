@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
@@ -12,7 +11,7 @@ from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
-from tests.helpers.engines import generate, recomputed, request, running_engine, transformers_logits
+from tests.helpers.engines import generate, request, running_engine, transformers_logits, worst_logprob_error
 from tests.helpers.goodness_of_fit import normal_quantile
 from tests.helpers.sglang import GAMMA, only_mtp
 from tests.helpers.trainers import trainer_logprobs
@@ -36,11 +35,44 @@ def sampled(sglang_server):
     return list(zip(asked, results, strict=True))
 
 
-def test_logprobs_are_those_of_transformers(sampled):
+def test_logprobs_and_entropies_are_those_of_transformers(sampled):
     logits = transformers_logits(TINY)
-    for prompt, result in sampled:
-        logprobs, _ = recomputed(logits, prompt, result, TEMPERATURE)
-        assert (logprobs - torch.tensor(result.logprobs)).abs().max() < 1e-3
+    worst = max(worst_logprob_error(logits, prompt, result, TEMPERATURE) for prompt, result in sampled)
+    print(f"largest |SGLang - transformers| of logprobs and entropies: {worst:.2e}")
+    assert worst < 1e-4
+
+
+def test_each_token_has_its_own_entropy_whatever_shares_its_batch(sglang):
+    """160 turns: temperatures, lengths, stop tokens inside accepted drafts, top logprobs, aborts."""
+    asked = [
+        request(
+            i,
+            prompt,
+            max_new_tokens=4 + i % 29 if i % 7 else 200,  # every seventh is aborted
+            temperature=(0.0, 0.6, 1.0)[i % 3],
+            stop_token_ids=(266, 19) if i % 2 else (),
+            top_logprobs=5 if i % 5 == 0 else 0,
+        )
+        for i, prompt in enumerate(prompts(160, seed=4))
+    ]
+
+    async def played(one, cut):
+        async for result in sglang.stream(one):
+            if cut and result.output_ids:
+                sglang.abort([one.request_id])
+        return result
+
+    async def run():
+        return await asyncio.gather(*(played(one, i % 7 == 0) for i, one in enumerate(asked)))
+
+    results, logits = asyncio.run(run()), transformers_logits(TINY)
+    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} == {r.finish_reason for r in results}
+    worst = max(
+        worst_logprob_error(logits, one.prompt_ids, result, one.sampling.temperature or 1.0)
+        for one, result in zip(asked, results, strict=True)
+    )
+    print(f"largest difference over {sum(len(result.output_ids) for result in results)} tokens: {worst:.2e}")
+    assert worst < 1e-4
 
 
 def test_logprobs_are_those_of_the_megatron_trainer(sampled):
@@ -174,6 +206,7 @@ def test_a_stream_grows_into_the_whole_turn(sglang):
     for part in parts[:-1]:
         count = len(part.output_ids)
         assert part.output_ids == whole.output_ids[:count] and part.versions == whole.versions[:count]
+        assert part.logprobs == whole.logprobs[:count] and part.entropies == whole.entropies[:count]
         assert part.finish_reason is FinishReason.ABORT
 
 

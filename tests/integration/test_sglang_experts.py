@@ -3,7 +3,7 @@
 import pytest
 
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
-from tests.helpers.engines import generate, request
+from tests.helpers.engines import generate, request, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import perturbed, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import trainer_logprobs
@@ -27,3 +27,4 @@ def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(t
         result = generate(engine, request("r", prompt, max_new_tokens=24))[0]
     expected = trainer_logprobs(updated, [(prompt, result)])[0]
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert worst_logprob_error(transformers_logits(updated), prompt, result) < 1e-4

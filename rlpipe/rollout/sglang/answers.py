@@ -2,15 +2,20 @@
 
 Checked against SGLang 0.5.23: logprobs are the target's log-softmax(logits / temperature) at the sampled
 token; `spec_correct_drafts_histogram[k]` counts verify steps that kept exactly k drafts;
-`weight_versions` lists spans [start, end) of output tokens. SGLang does not return entropies: each is
-estimated by -logprob of the sampled token, which is unbiased, since E[-ln p(x)] = H(p); means over tokens
-are right, single values are noisy. The drafts themselves are not returned either: `drafts` stays None.
+`weight_versions` lists spans [start, end) of output tokens. The drafts are not returned: `drafts` stays None.
+
+With rlpipe's plugin logprobs and exact entropies are packed arrays (`sglang_env/plugin`, pack.py). SGLang
+itself returns no entropies: without the plugin each is estimated by -logprob of the sampled token, which is
+unbiased, since E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.
 """
 
 from __future__ import annotations
 
+import base64
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
@@ -52,18 +57,9 @@ def parse_answer(
     Raises ServerError when lists that belong together have different lengths.
     """
     meta = answer["meta_info"]
-    ids = [int(token) for token in answer["output_ids"]]
-    logprobs = meta.get("output_token_logprobs") or []
-    if [token for _, token, _ in logprobs] != ids:
-        raise ServerError(
-            f"request {request.request_id!r}: {len(ids)} output ids and logprobs of {len(logprobs)} tokens "
-            "do not belong together."
-        )
-    top = None
-    if request.sampling.top_logprobs:
-        rows = meta.get("output_top_logprobs") or []
-        top = [[(int(token), float(value)) for value, token, _ in row] for row in rows[: len(ids)]]
-    values = [float(value) for value, _, _ in logprobs]
+    ids = answer["output_ids"]
+    read = _packed if "rlpipe" in meta else _listed
+    logprobs, entropies, top = read(request, meta, ids)
     if meta.get("finish_reason"):
         versions = token_versions(meta.get("weight_versions") or [], len(ids))
     else:
@@ -71,12 +67,62 @@ def parse_answer(
     return GenerateResult(
         request_id=request.request_id,
         output_ids=ids,
-        logprobs=values,
-        entropies=[-value for value in values],
+        logprobs=logprobs,
+        entropies=entropies,
         versions=versions,
         finish_reason=_finish_reason(meta.get("finish_reason")),
         spec=spec_counts(meta),
         top_logprobs=top,
+    )
+
+
+_Top = list[list[tuple[int, float]]] | None
+
+
+def _packed(
+    request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
+) -> tuple[list[float], list[float], _Top]:
+    """Logprobs, entropies and top logprobs of `ids`, as the plugin packs them."""
+
+    def column(name: str, kind: str = "f") -> list[Any]:
+        return array(kind, base64.b64decode(meta["rlpipe"].get(name, ""))).tolist()
+
+    logprobs, entropies = column("logprobs"), column("entropies")
+    if len(logprobs) != len(ids):
+        raise _foreign(request, ids, len(logprobs))
+    if len(entropies) != len(ids) or isnan(sum(entropies)):
+        known = sum(not isnan(value) for value in entropies)
+        raise ServerError(
+            f"request {request.request_id!r}: {len(ids)} output ids came with {known} entropies."
+        )
+    top, count = None, request.sampling.top_logprobs
+    if count:
+        pairs = list(zip(column("top_ids", "i"), column("top_logprobs"), strict=True))
+        if len(pairs) != len(ids) * count:
+            raise _foreign(request, ids, len(pairs) // count)
+        top = [pairs[first : first + count] for first in range(0, len(pairs), count)]
+    return logprobs, entropies, top
+
+
+def _listed(
+    request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
+) -> tuple[list[float], list[float], _Top]:
+    """The same from SGLang's own lists, with estimates of the entropies."""
+    logprobs = meta.get("output_token_logprobs") or []
+    if [token for _, token, _ in logprobs] != ids:
+        raise _foreign(request, ids, len(logprobs))
+    top = None
+    if request.sampling.top_logprobs:
+        rows = meta.get("output_top_logprobs") or []
+        top = [[(int(token), float(value)) for value, token, _ in row] for row in rows[: len(ids)]]
+    values = [float(value) for value, _, _ in logprobs]
+    return values, [-value for value in values], top
+
+
+def _foreign(request: GenerateRequest, ids: Sequence[int], count: int) -> ServerError:
+    return ServerError(
+        f"request {request.request_id!r}: {len(ids)} output ids and logprobs of {count} tokens do not belong "
+        "together."
     )
 
 

@@ -16,11 +16,11 @@ NEXTN drafts with the MTP layer; for spec.drafter=eagle3 read EAGLE3.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
@@ -28,6 +28,7 @@ from rlpipe.models.checkpoint import read_config, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.weights.shared import LOADER, SERVED
 
+_PLUGIN = "sglang_env/plugin"
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
 
@@ -125,7 +126,8 @@ def server_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Environment variables of the server: ours without what belongs to our own interpreter."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(SERVED)}
+    path = [str(SERVED), str(shipped(_PLUGIN))] if rollout.sglang.plugin else [str(SERVED)]
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(path)}
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
     if not on_gpu:
         variables |= {
@@ -140,7 +142,7 @@ def server_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
 def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: SpecConfig) -> None:
     """Assert that the server runs with the flags it was given; SGLang changes some without a word.
 
-    Raises RuntimeError naming each difference.
+    Raises RuntimeError naming each difference, or what keeps rlpipe's plugin from working.
     """
     expected: dict[str, Any] = {
         "version": SGLANG_VERSION,
@@ -169,3 +171,17 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
             f"the SGLang server does not run as it was told: {'; '.join(wrong)}. Look for conflicting "
             "rollout.sglang.extra_arguments."
         )
+    if rollout.sglang.plugin:
+        _require_plugin(info.get("internal_states") or [{}])
+
+
+def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a server in which a process lacks rlpipe's plugin. states: one per scheduler."""
+    for told in (state.get("rlpipe_plugin") or {} for state in states):
+        for role in ("scheduler", "http"):
+            if (said := told.get(role)) != "ok":
+                raise RuntimeError(
+                    f"rlpipe's plugin does not work in the SGLang server's {role} process: "
+                    f"{said or 'it did not load, see the log of the server (is SGLANG_PLUGINS set?)'}. Set "
+                    "rollout.sglang.plugin=false to do without it: entropies are estimates then."
+                )

@@ -126,7 +126,7 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest, priority: int = 0) -> GenerateResult:
         """Generate one turn; see `Engine.generate`.
 
-        priority: requests of a higher one are scheduled first. Entropies are estimates (`answers.py`).
+        priority: requests of a higher one are scheduled first.
         A turn lost with its server is sampled anew on the next one.
 
         Raises ValueError for an impossible request, ServerError when the server refuses it, RuntimeError

@@ -23,6 +23,7 @@ from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSIO
 from rlpipe.rollout.sglang.server import pick_port
 from rlpipe.rollout.sglang.target import served_target
 from rlpipe.weights.shared import SERVED
+from tests.helpers.cli import ROOT
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -223,7 +224,10 @@ def test_the_servers_environment_leaves_our_interpreter_behind(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/rlpipe")
     monkeypatch.setenv("KEPT", "yes")
     variables = server_environment(RolloutConfig(), on_gpu=False)
-    assert variables["PYTHONPATH"] == str(SERVED) and variables["KEPT"] == "yes"
+    plugin = ROOT / "sglang_env" / "plugin"
+    assert variables["PYTHONPATH"] == f"{SERVED}:{plugin}" and variables["KEPT"] == "yes"
+    off = server_environment(RolloutConfig(sglang=SglangConfig(plugin=False)), on_gpu=False)
+    assert off["PYTHONPATH"] == str(SERVED)
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(RolloutConfig(), on_gpu=True)
 
@@ -239,6 +243,7 @@ GOOD = {
     "speculative_num_draft_tokens": 4,
     "speculative_use_rejection_sampling": True,
     "speculative_use_block_verification": False,
+    "internal_states": [{"rlpipe_plugin": {"scheduler": "ok", "http": "ok"}}],
 }
 
 

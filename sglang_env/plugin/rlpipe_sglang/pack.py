@@ -1,0 +1,67 @@
+"""Log-probabilities and entropies of an answer as packed numbers in place of JSON by the token.
+
+`meta_info["rlpipe"]` holds base64 of little-endian arrays with one entry per output token:
+
+    logprobs, entropies        float32 [n]
+    top_logprobs, top_ids      float32, int32 [n * k], where the k most likely tokens were asked for
+
+`output_token_logprobs` and `output_top_logprobs` are left out then. A request for log-probabilities of its
+prompt, or of tokens that it names, is answered as without the plugin.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+from rlpipe_sglang.measure import KEY
+
+FIELD = "rlpipe"
+
+
+def packed(
+    original: Callable, manager: Any, meta: dict[str, Any], state: Any, top: int, named: Any, *rest, **more
+) -> None:
+    """AROUND `TokenizerManager.add_logprob_to_meta_info`. state: what the server knows of the request."""
+    if named is not None or state.input_token_logprobs_val:
+        original(manager, meta, state, top, named, *rest, **more)
+        return
+    columns = state.__dict__.setdefault("rlpipe_columns", {})
+    _grow(columns, "logprobs", "f", state.output_token_logprobs_val)
+    columns.setdefault("entropies", array("f"))
+    if top:
+        _grow(columns, "top_logprobs", "f", state.output_top_logprobs_val, top)
+        _grow(columns, "top_ids", "i", state.output_top_logprobs_idx, top)
+    meta[FIELD] = {name: _text(values) for name, values in columns.items()}
+
+
+def noted(
+    original: Callable,
+    manager: Any,
+    meta: dict[str, Any],
+    state: Any,
+    info: Mapping[str, list],
+    index: int,
+    reason: Any,
+) -> None:
+    """AROUND `TokenizerManager.update_request_meta_info`, which is called behind `packed`."""
+    others = {name: values for name, values in info.items() if name != KEY}
+    original(manager, meta, state, others, index, reason)
+    if KEY in info and FIELD in meta:
+        entropies = state.rlpipe_columns["entropies"]
+        entropies.extend(float("nan") if value is None else value for value in info[KEY][index])
+        meta[FIELD]["entropies"] = _text(entropies)
+
+
+def _grow(columns: dict[str, array], name: str, kind: str, rows: list, width: int = 0) -> None:
+    """Append what is new in `rows`: numbers, or with `width` lists of so many."""
+    column = columns.setdefault(name, array(kind))
+    new = rows[len(column) // (width or 1) :]
+    column.extend(chain.from_iterable(new) if width else new)
+
+
+def _text(values: array) -> str:
+    return base64.b64encode(values).decode()

@@ -1,0 +1,99 @@
+"""The entry point: which of SGLang's functions are hooked, whether they are those we know, and the report.
+
+SGLang calls `load` in every process and carries on when it fails, so the plugin tells of itself in
+`/server_info`, and rlpipe refuses a server that does not say that everything is in place. The process that
+was started is `http`, where answers are written; tokens are sampled in its children, of which a `scheduler`
+is told by its imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import multiprocessing
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rlpipe_sglang import measure, pack
+
+REPORT = "rlpipe_plugin"
+
+
+class Hook(NamedTuple):
+    """One function of SGLang, in the process that `role` names.
+
+    place: module:function under sglang.srt. source: first digits of the SHA-256 of its source. function: what
+    is put there, "around" or "after" it by kind; None where the plugin only relies on what SGLang does.
+    """
+
+    role: str
+    place: str
+    source: str
+    function: Callable | None = None
+    kind: str = "around"
+
+    @property
+    def module(self) -> str:
+        """Full name of the module."""
+        return f"sglang.srt.{self.place.partition(':')[0]}"
+
+    @property
+    def name(self) -> str:
+        """Name of the function inside its module, behind that of its class."""
+        return self.place.partition(":")[2]
+
+
+def told_by_scheduler(result: Any, *_: Any) -> None:
+    """AFTER a scheduler's `get_internal_state`: add what became of its hooks."""
+    result.internal_state[REPORT] = report
+
+
+async def told_by_http(original: Callable, manager: Any) -> list[dict[str, Any]]:
+    """AROUND the HTTP process's `get_internal_state`: schedulers' reports together with its own."""
+    return [state | {REPORT: state.get(REPORT, {}) | report} for state in await original(manager)]
+
+
+_LOGPROBS, _MANAGER = "layers.logprob_processor", "managers.tokenizer_manager:TokenizerManager"
+_STATE = "managers.scheduler_components.internal_state:SchedulerInternalStateController"
+_RESULT = "managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+_CONTROL = "managers.tokenizer_control_mixin:TokenizerControlMixin"
+_SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.write_output_to"
+HOOKS = (
+    Hook("scheduler", f"{_LOGPROBS}:compute_spec_logprobs", "342e0ba0fc45731d", measure.verified),
+    Hook("scheduler", f"{_LOGPROBS}:{_SAMPLED}", "4ec49f40acc4858b", measure.sampled, "after"),
+    Hook("scheduler", f"{_LOGPROBS}:{_WRITTEN}", "285dcca6c4bc612c", measure.written, "after"),
+    Hook("scheduler", f"{_STATE}.get_internal_state", "f01b820545684122", told_by_scheduler, "after"),
+    Hook("scheduler", f"{_RESULT}._build_auxiliary_commits", "65761aebfc186f66"),
+    Hook("scheduler", f"{_RESULT}.process_batch_result_prefill", "a43539bf03ee4abf"),
+    Hook("scheduler", f"{_RESULT}.process_batch_result_decode", "c4c08ab3f8690085"),
+    Hook("http", f"{_MANAGER}.add_logprob_to_meta_info", "bea1978a5c5018e8", pack.packed),
+    Hook("http", f"{_MANAGER}.update_request_meta_info", "acccc58e0ca8eb2f", pack.noted),
+    Hook("http", f"{_CONTROL}.get_internal_state", "2c8c8a78ff656d01", told_by_http),
+)
+report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
+
+
+def digest(hook: Hook) -> str:
+    """What `Hook.source` must be for the SGLang that is installed."""
+    found = inspect.unwrap(pkgutil.resolve_name(f"{hook.module}:{hook.name}"))
+    return hashlib.sha256(inspect.getsource(found).encode()).hexdigest()[:16]
+
+
+def load() -> None:
+    """Hook the functions of this process's role; where one has changed, only those that report it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if multiprocessing.parent_process() is None:
+        role = "http"
+    elif "sglang.srt.managers.scheduler" in sys.modules:
+        role = "scheduler"
+    else:
+        return
+    hooks = [hook for hook in HOOKS if hook.role == role]
+    changed = [hook.place for hook in hooks if digest(hook) != hook.source]
+    report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else "ok"
+    for hook in hooks:
+        if hook.function and (not changed or hook.function in (told_by_scheduler, told_by_http)):
+            HookRegistry.register(f"{hook.module}.{hook.name}", hook.function, HookType(hook.kind))
