@@ -86,7 +86,7 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
     stepped = trained  # parameters whose optimizer state this rank keeps
     if trainer.distributed_optimizer:  # over all data parallel ranks, whichever of them hold an expert
         whole = parameters(arch, trainer.tp)[0]
-        stepped = (trained + (0 if adapts else whole - model)) // trainer.dp
+        stepped = (trained + (0 if adapts else whole - model)) // (trainer.dp * trainer.cp)
     reference = model + draft if config.algo.kl_coef and not adapts else 0
     kept, head = _activations(arch, trainer, on_gpu)
     update = 4 * stepped if on_gpu else 0  # AdamW's roots of all second moments at once
@@ -116,12 +116,15 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
 def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tuple[int, int]:
     """Bytes kept of the layers at the peak of a micro-batch, and bytes beyond them."""
     size = 2 if trainer.precision is Precision.BF16 else 4
-    tokens, hidden, tp = trainer.micro_batch_tokens, arch.hidden, trainer.tp
+    hidden, tp, everywhere = arch.hidden, trainer.tp, trainer.micro_batch_tokens
+    tokens = -(-everywhere // trainer.cp)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
     inner, vocab = max(1, copies) * arch.inner // tp, -(-arch.vocab // tp)
     layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim + 3 * inner)
     layer += 4 * tokens * (2 + arch.heads // tp)
+    if trainer.cp > 1:  # keys and values of the other ranks
+        layer += 2 * everywhere * size * keys
     backward = tokens * size * (3 * hidden + 4 * inner)
     if arch.experts:
         layer += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
@@ -129,7 +132,7 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
     chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row
-    head = chunks + 4 * vocab * hidden + HEAD_BLOCK * hidden * size + 4 * tokens * size * hidden
+    head = chunks + 4 * vocab * hidden + HEAD_BLOCK * hidden * size + 4 * everywhere * size * hidden
     if on_gpu:
         head += 12 << 24  # a block of rows in float32, three times
     if arch.tied:  # the head's gradient waits for the embedding's
@@ -289,14 +292,18 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     arch = read_architecture(read_config(resolve(config.model.path)))
     grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
     experts = arch.experts.count if arch.experts else 1
+    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
+    shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
     worlds = [
-        (tp, ranks // tp, ep)
+        (tp, cp, ranks // (tp * cp), ep)
         for ranks in (trainer.world_size * more for more in grown)
         for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
+        for cp in (trainer.cp, *(n for n in shares if n != trainer.cp))
         for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
-        if not (ranks % (tp * ep) or arch.kv_heads % tp or arch.inner % tp or experts % ep)
+        if not (
+            ranks % (tp * cp) or ranks // tp % ep or arch.kv_heads % tp or arch.inner % tp or experts % ep
+        )
     ]
-    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
     servers: list[dict[str, Any]] = [{}]
     if rollout.engine is EngineKind.SGLANG:
         if config.cluster.share_gpus:
@@ -306,12 +313,13 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
     cheap = {"trainer.recompute": "full", "trainer.distributed_optimizer": True}
-    for precision, (tp, dp, ep), small, server, saving in product(
+    for precision, (tp, cp, dp, ep), small, server, saving in product(
         (trainer.precision, Precision.BF16), worlds, tokens, servers, (False, True)
     ):
         wanted = {
             "trainer.precision": precision.value,
             "trainer.tp": tp,
+            "trainer.cp": cp,
             "trainer.dp": dp,
             "trainer.ep": ep,
             "trainer.micro_batch_tokens": small,

@@ -265,7 +265,7 @@ def _check_gpus(config: Config, ray: bool) -> None:
     needed = rollout.workers * tp * half.rolls + config.trainer.world_size * half.trains
     if ray and not config.cluster.share_gpus and needed > count:
         raise ValueError(
-            f"rollout.workers={rollout.workers} and trainer.tp * trainer.dp={config.trainer.world_size} need "
+            f"rollout.workers={rollout.workers} and trainer.tp * cp * dp = {config.trainer.world_size} need "
             f"{needed} GPUs, and this machine has {count}: lower them, or use cluster=one_gpu."
         )
 

@@ -38,7 +38,7 @@ def check_shared_gpus(config: Config) -> None:
     if rollout.workers != ranks:
         raise ValueError(
             f"cluster.share_gpus=true puts one worker and one trainer rank on each GPU, but rollout.workers="
-            f"{rollout.workers} and trainer.tp * trainer.dp = {ranks}: make them equal."
+            f"{rollout.workers} and trainer.tp * trainer.cp * trainer.dp = {ranks}: make them equal."
         )
     if rollout.engine is not EngineKind.SGLANG:
         return
@@ -83,6 +83,11 @@ def check(config: Config) -> None:
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
     trained = config.mtp.online or config.task is Task.MTP_ADAPT
+    if trained and config.mtp.windows and config.trainer.cp > 1:
+        raise ValueError(
+            f"mtp.objective={config.mtp.objective} with trainer.cp={config.trainer.cp}: its windows read all "
+            "keys of a pass, which context parallel ranks share. Set trainer.cp=1, or mtp.objective=e2e_tv."
+        )
     if trained and config.mtp.windows and config.rollout.temperature == 0:
         raise ValueError(
             f"mtp.objective={config.mtp.objective} verifies drafts by rejection, and rollout.temperature=0 "
@@ -123,7 +128,7 @@ def check(config: Config) -> None:
     ranks = config.trainer.world_size
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
-            f"cluster=inline runs one process, but trainer.tp*trainer.dp={ranks} and "
+            f"cluster=inline runs one process, but trainer.tp*trainer.cp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
         )
 
@@ -243,7 +248,8 @@ def check_adapt(config: Config) -> None:
     _require_sampling(config, "task=mtp_adapt learns the distribution of the target")
     if config.trainer.world_size > 1:
         raise ValueError(
-            f"mtp_adapt trains in one process, but trainer.tp*trainer.dp={config.trainer.world_size}: set "
+            f"mtp_adapt trains in one process, but trainer.tp*trainer.cp*trainer.dp="
+            f"{config.trainer.world_size}: set "
             "both to 1."
         )
 

@@ -113,6 +113,11 @@ def check_actor(
             f"{named} and model.path={config.model.path!r} do not share a tokenizer ({different}): equal ids "
             "would mean other texts. Take two models with the same tokenizer."
         )
+    if config.trainer.cp > 1:
+        raise ValueError(
+            f"trainer.cp={config.trainer.cp} with decoupled.path: the two models are compared on whole "
+            "micro-batches. Set trainer.cp=1 and use trainer.tp."
+        )
     try:
         check_parallel(config.trainer, actor)
     except ValueError as error:

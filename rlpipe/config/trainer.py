@@ -42,13 +42,14 @@ class LayerSpec(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class TrainerConfig:
-    """One trainer of tp * dp ranks.
+    """One trainer of tp * cp * dp ranks.
 
     tp, dp, pp: tensor, data and pipeline parallel sizes (pp > 1 is refused).
-    ep: data parallel ranks that share a mixture's experts, each holding some (it divides dp).
+    cp: context parallel ranks, which share the tokens of each micro-batch (not layers=te).
+    ep: data and context parallel ranks that share a mixture's experts, each holding some; divides dp * cp.
     precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
-    micro_batch_tokens: of one forward pass, per rank. A prefix that siblings share counts once; layers of
-        TransformerEngine share none and read rows * padded length.
+    micro_batch_tokens: of one forward pass, of which cp ranks hold a share each. A prefix that siblings share
+        counts once; layers of TransformerEngine share none and read rows * padded length.
     lr, min_lr, warmup_steps, lr_schedule: learning rate over optimizer steps.
     weight_decay, beta1, beta2, eps: AdamW. clip_grad: bound on the gradient norm (0: none).
     threads: CPU threads per rank (0: torch's default). seed: of everything random in the trainer.
@@ -57,6 +58,7 @@ class TrainerConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     precision: Precision = Precision.FP32
     layers: LayerSpec = LayerSpec.AUTO
@@ -76,7 +78,7 @@ class TrainerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, self, "trainer", "tp", "dp", "pp", "ep", "micro_batch_tokens")
+        at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
         at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
         learning_rates(self, "trainer")
         if self.pp > 1:
@@ -84,11 +86,17 @@ class TrainerConfig:
                 f"trainer.pp={self.pp}: pipeline parallelism is not supported. Set trainer.pp=1 and use "
                 "trainer.tp and trainer.dp."
             )
-        if self.dp % self.ep:
-            fitting = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
+        replicas = self.dp * self.cp
+        if replicas % self.ep:
+            fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
             raise ValueError(
-                f"trainer.ep={self.ep} does not divide trainer.dp={self.dp}: data parallel ranks share the "
-                f"experts. Set trainer.ep to one of {fitting}, or raise trainer.dp."
+                f"trainer.ep={self.ep} does not divide trainer.dp * trainer.cp = {replicas}, the ranks that "
+                f"share the experts. Set trainer.ep to one of {fitting}, or raise trainer.dp."
+            )
+        if self.cp > 1 and self.layers is LayerSpec.TE:
+            raise ValueError(
+                f"trainer.cp={self.cp} needs our attention, and trainer.layers=te has TransformerEngine's: "
+                "set trainer.layers=local."
             )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -97,7 +105,7 @@ class TrainerConfig:
     @property
     def world_size(self) -> int:
         """Ranks of the trainer."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
 
 def check_parallel(
@@ -132,6 +140,6 @@ def check_parallel(
         )
     if world_size is not None and world_size != config.world_size:
         raise ValueError(
-            f"trainer.tp * trainer.dp = {config.tp} * {config.dp} = {config.world_size}, but there are "
-            f"{world_size} ranks. Make them equal."
+            f"trainer.tp * trainer.cp * trainer.dp = {config.tp} * {config.cp} * {config.dp} = "
+            f"{config.world_size}, but there are {world_size} ranks. Make them equal."
         )

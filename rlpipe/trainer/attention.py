@@ -24,13 +24,19 @@ Seed = tuple[torch.Tensor, torch.Tensor] | None  # of a GPU kernel's dropout, wh
 
 
 def branch_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branches: Sequence[Branch], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    branches: Sequence[Branch],
+    scale: float,
+    mine: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Each branch to its context and, causally, to itself: query [1, heads, N, d] -> the same.
+    """Each branch to its context and, causally, to itself: query [1, heads, Q, d] -> the same.
 
-    key, value: [1, groups, N, d]; heads is a multiple of groups. Only where `has_flash`.
+    key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. mine: the branches whose
+    queries are given (None: all). Only where `has_flash`.
     """
-    return _BranchAttention.apply(query, key, value, branches, scale)
+    return _BranchAttention.apply(query, key, value, list(_spans(branches, mine)), scale)
 
 
 def has_flash(query: torch.Tensor) -> bool:
@@ -41,20 +47,20 @@ def has_flash(query: torch.Tensor) -> bool:
 
 class _BranchAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, branches, scale):
+    def forward(ctx, query, key, value, spans, scale):
         out = torch.empty_like(query)
         norms = query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
-        for own, context in _spans(branches):
-            q = query[:, :, own]
+        for here, own, context in spans:
+            q = query[:, :, here]
             part, norm, seed = _forward(q, key[:, :, own], value[:, :, own], scale, causal=True)
             if context:
                 shared, before, _ = _forward(q, _joined(key, context), _joined(value, context), scale)
                 total = torch.logaddexp(norm, before)
                 part = part * (norm - total).exp()[..., None] + shared * (before - total).exp()[..., None]
                 norm = total
-            out[:, :, own], norms[:, :, own] = part, norm
+            out[:, :, here], norms[:, :, here] = part, norm
         ctx.save_for_backward(query, key, value, out, norms)
-        ctx.branches, ctx.scale, ctx.seed = branches, scale, seed
+        ctx.spans, ctx.scale, ctx.seed = spans, scale, seed
         return out
 
     @staticmethod
@@ -63,8 +69,8 @@ class _BranchAttention(torch.autograd.Function):
         grad_query = torch.empty_like(query)
         # many branches add to the keys they share: summed in float32 at least
         grad_key, grad_value = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (key, value))
-        for own, context in _spans(ctx.branches):
-            q, of_whole = query[:, :, own], (out[:, :, own], norms[:, :, own], grad[:, :, own])
+        for here, own, context in ctx.spans:
+            q, of_whole = query[:, :, here], (out[:, :, here], norms[:, :, here], grad[:, :, here])
             given = *of_whole, ctx.scale, ctx.seed
             dq, dk, dv = _backward(q, key[:, :, own], value[:, :, own], *given, causal=True)
             grad_key[:, :, own] += dk
@@ -78,16 +84,26 @@ class _BranchAttention(torch.autograd.Function):
                     grad_key[:, :, span] += dk[:, :, done:end]
                     grad_value[:, :, span] += dv[:, :, done:end]
                     done = end
-            grad_query[:, :, own] = dq
+            grad_query[:, :, here] = dq
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _spans(branches: Sequence[Branch]) -> Iterator[tuple[slice, list[slice]]]:
-    """Where the tokens of each branch lie, and those of its context."""
+def _spans(
+    branches: Sequence[Branch], mine: Sequence[int] | None
+) -> Iterator[tuple[slice, slice, list[slice]]]:
+    """Where the queries of each branch lie, its keys, and those of its context."""
     starts = list(accumulate((branch.length for branch in branches), initial=0))
-    for start, branch in zip(starts, branches, strict=False):
-        context = [slice(starts[j], starts[j] + count) for j, count in branch.context]
-        yield slice(start, start + branch.length), context
+    used = 0
+    for index in range(len(branches)) if mine is None else mine:
+        branch, context = branches[index], []
+        for j, count in branch.context:
+            if context and context[-1].stop == starts[j]:  # pieces that lie one after the other are one
+                context[-1] = slice(context[-1].start, starts[j] + count)
+            else:
+                context.append(slice(starts[j], starts[j] + count))
+        here = slice(used, used + branch.length)
+        yield here, slice(starts[index], starts[index] + branch.length), context
+        used = here.stop
 
 
 def _joined(x: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:

@@ -103,7 +103,8 @@ class DraftPasses:
         layout: of the backbone's pass, with keys if the objective reads them. updates: the draft has had.
         """
         if self._windows is None:
-            return self._supervised(policy, micro, hidden, temperature)
+            numerator, stats = self._supervised(policy, micro, hidden, temperature)
+            return numerator / policy.pg_collection.cp.size(), stats  # each rank has all; Megatron sums them
         nothing = torch.zeros((), device=self._device), PpowTotals.nothing(self._device)
         batch = draft_batch(micro, 1, MULTIPLE)
         if batch is None:

@@ -54,21 +54,39 @@ class BranchLayout(PackedSeqParams):
         """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
         if self._kept is not None:
             self._kept[attention] = key, value
+        return self.attend_to(attention, query, key, value)
+
+    def attend_to(
+        self,
+        attention: CausalAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mine: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """The same for the queries of some branches, by their indices (None: of all)."""
         if has_flash(query):
-            return branch_attention(query, key, value, self.branches, attention.scale)
-        return self.attend_masked(attention, query, key, value)
+            return branch_attention(query, key, value, self.branches, attention.scale, mine)
+        return self.attend_masked(attention, query, key, value, mine)
 
     def attend_masked(
-        self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        attention: CausalAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mine: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """The same by one call for each branch with a mask [length, shared + length] where it has a context.
 
         For what no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
         """
         lengths = [branch.length for branch in self.branches]
-        queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+        mine = range(len(lengths)) if mine is None else mine
+        keys, values = (x.split(lengths, dim=2) for x in (key, value))
         outputs = []
-        for i, branch in enumerate(self.branches):
+        for i, q in zip(mine, query.split([lengths[i] for i in mine], dim=2), strict=True):
+            branch = self.branches[i]
             k, v = (
                 torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
                 for x in (keys, values)
@@ -79,7 +97,7 @@ class BranchLayout(PackedSeqParams):
                     (branch.length, k.shape[2]), -torch.inf, dtype=query.dtype, device=query.device
                 )
                 mask = unseen.triu(branch.shared + 1)
-            outputs.append(attention.attend(queries[i], k, v, mask))
+            outputs.append(attention.attend(q, k, v, mask))
         return torch.cat(outputs, dim=2)
 
     def release(self) -> Kept:

@@ -113,6 +113,8 @@ class MegatronTrainer:
 
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self._exports = replica < self._config.ep  # the other ranks have the same weights
         windows = (ppow or PpowConfig()) if mtp.windows and (self._online or self._adapt_only) else None
         self._drafting = DraftPasses(
             mtp, self._runtime, self._passes, self._dp_group, windows, updates=optimizer_steps, seed=seed
@@ -275,8 +277,8 @@ class MegatronTrainer:
         """
         from rlpipe.trainer.hf_bridge import weight_buckets
 
-        if self._dp_rank >= self._config.ep:
-            return ()  # another replica has the same
+        if not self._exports:
+            return ()
         return weight_buckets(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
@@ -289,7 +291,7 @@ class MegatronTrainer:
         """Target and MTP weights under HF names, full, on the CPU; None on ranks other than 0."""
         from rlpipe.trainer.hf_bridge import export_hf_weights
 
-        return None if self._dp_rank >= self._config.ep else export_hf_weights(self.model, self._hf_config)
+        return export_hf_weights(self.model, self._hf_config) if self._exports else None
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""

@@ -107,6 +107,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         mtp_block_spec=mtp,
     )
     model.vocab_real = arch.vocab
+    model.rotary_pos_emb.cp_group = None  # layouts say where a token stands, on whichever rank it lies
     if arch.rope.scaling:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.head_dim))

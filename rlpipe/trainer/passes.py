@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlpipe.algo.policy_loss import LossTotals
 from rlpipe.algo.rule import TokenExtras
@@ -21,6 +22,7 @@ from rlpipe.trainer.runtime import Runtime
 
 if TYPE_CHECKING:
     from rlpipe.trainer.layers import BranchLayout
+    from rlpipe.trainer.logprobs import Head
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +137,7 @@ class Passes:
                     group=policy.pg_collection.tp,
                 )
                 targets = move(micro.targets)
-                logprobs, entropies = head.logprobs(states, targets)
+                logprobs, entropies = self._scored(head, states, targets, policy.pg_collection.cp)
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
                 found = Predictions(
                     hidden=hidden,
@@ -152,6 +154,22 @@ class Passes:
 
         return forward
 
+    def _scored(
+        self, head: Head, states: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [P]; context parallel ranks compute a share of them each."""
+        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+        if group.size() == 1:
+            return head.logprobs(states, targets)
+        size = -(-len(targets) // group.size())
+        share = slice(group.rank() * size, (group.rank() + 1) * size)
+        mine = torch.stack(head.logprobs(states[share], targets[share]))
+        before = min(share.start, len(targets))
+        padded = torch.nn.functional.pad(mine, (before, len(targets) - before - mine.shape[1]))
+        logprobs, entropies = reduce_from_tensor_model_parallel_region(padded, group)
+        return logprobs, entropies
+
     def hidden(
         self, policy: Any, micro: MicroBatch, keep: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
@@ -159,12 +177,17 @@ class Passes:
 
         keep: the layout keeps keys and values.
         """
+        from rlpipe.trainer.context import ContextLayout
         from rlpipe.trainer.layers import BranchLayout
 
-        move = self._runtime.to_device
+        move, group = self._runtime.to_device, policy.pg_collection.cp
         if not self.shares_prefixes:
             tokens, sources = micro.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
+        if group.size() > 1:
+            cut = ContextLayout(micro, group, self._runtime.device)
+            hidden = policy.hidden_states(move(cut.tokens[None]), cut)
+            return cut.gather(hidden), move(micro.sources), cut
         layout = BranchLayout(micro.branches, move(micro.positions), keep)
         return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
 

@@ -108,7 +108,11 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         timeout=_PATIENCE,
     )
     parallel_state.initialize_model_parallel(
-        config.tp, config.pp, expert_model_parallel_size=config.ep, create_gloo_process_groups=False
+        config.tp,
+        config.pp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        create_gloo_process_groups=False,
     )
     random.seed(config.seed)
     np.random.seed(config.seed)
@@ -117,7 +121,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
     return Runtime(
         device=torch.device("cuda", torch.cuda.current_device()) if gpu else _CPU,
         dtype=torch.bfloat16 if config.precision is Precision.BF16 else torch.float32,
-        te=_use_transformer_engine(config.layers, gpu),
+        te=_use_transformer_engine(config, gpu),
         rank=rank,
         world_size=world_size,
     )
@@ -150,8 +154,9 @@ def _quiet_megatron() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-def _use_transformer_engine(layers: LayerSpec, gpu: bool) -> bool:
-    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and not gpu):
+def _use_transformer_engine(config: TrainerConfig, gpu: bool) -> bool:
+    layers = config.layers
+    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and (not gpu or config.cp > 1)):
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401

@@ -121,6 +121,9 @@ cluster=one_node | set rollout.device=cpu | rollout.device | cuda
 trainer.tp=0 | at least 1
 trainer.tp=3 | Set trainer.tp to one of
 trainer.pp=2 | Set trainer.pp=1
+trainer.cp=0 | at least 1
+trainer.cp=2 trainer.layers=te | set trainer.layers=local
+trainer.cp=2 mtp.train=online mtp.objective=ppow | Set trainer.cp=1
 trainer.ep=2 | Set trainer.ep to one of [1]
 trainer.dp=2 trainer.ep=2 | to 1 for a model without
 trainer.min_lr=1 | must lie in

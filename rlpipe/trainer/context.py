@@ -1,0 +1,83 @@
+"""Context parallelism: the tokens of one micro-batch lie on several ranks.
+
+A flat micro-batch (`rlpipe.batch`) of N tokens is cut into 2 R equal chunks for R ranks; rank r has the r-th
+from the front and the r-th from the back, so that all have about the same number of earlier tokens to attend
+to. A chunk that begins inside a branch begins a branch that follows it. Attention alone needs other ranks:
+it gathers their keys and values, and its gradient sums what all of them have for each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from rlpipe.batch import Branch, MicroBatch, Path, first_tokens
+from rlpipe.trainer.layers import BranchLayout, CausalAttention
+
+
+class ContextLayout(BranchLayout):
+    """This rank's tokens of a micro-batch, whose attention reads the keys of all ranks.
+
+    tokens: [n] this rank reads, which lie at `places` of the padded micro-batch; n is the same on all ranks.
+    mine: the branches of the cut that they make, by index.
+    """
+
+    def __init__(self, micro: MicroBatch, group: dist.ProcessGroup, device: torch.device) -> None:
+        ranks, count = group.size(), len(micro.tokens)
+        size = -(-count // (2 * ranks))
+        padding = 2 * ranks * size - count
+        branches = [*micro.branches, Branch(length=padding, context=[])] if padding else micro.branches
+        chunks = np.arange(2 * ranks * size).reshape(2 * ranks, size)
+        everywhere = np.concatenate([np.concatenate([chunks[r], chunks[-1 - r]]) for r in range(ranks)])
+        self.places = everywhere.reshape(ranks, -1)[group.rank()]
+        cut = cut_branches(branches, size)
+        starts = np.cumsum([0, *(branch.length for branch in cut)])[:-1]
+        self.mine = np.flatnonzero(np.isin(starts // size, self.places // size)).tolist()
+        self._group = group
+        self._order = torch.from_numpy(np.argsort(everywhere)).to(device)
+        self._count = count
+        self.tokens = np.pad(micro.tokens, (0, padding))[self.places]
+        positions = np.concatenate([micro.positions, np.arange(padding)])
+        super().__init__(cut, torch.from_numpy(positions[self.places]).to(device))
+
+    def attend(
+        self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's tokens attend to those of all ranks that they follow; all [1, heads, n, d]."""
+        pairs = torch.cat([key, value]).permute(2, 0, 1, 3).contiguous()  # [n, 2, groups, d]
+        keys, values = self._of_all(pairs).permute(1, 2, 0, 3).split(1)
+        return self.attend_to(attention, query, keys, values, self.mine)
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] of the micro-batch's tokens from each rank's [n, H]; its gradient is the sum over ranks."""
+        return self._of_all(hidden)[: self._count]
+
+    def _of_all(self, mine: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of each rank -> [R n, ...] in order of the micro-batch."""
+        return gather_from_sequence_parallel_region(mine, group=self._group).index_select(0, self._order)
+
+
+def cut_branches(branches: Sequence[Branch], size: int) -> list[Branch]:
+    """The same tokens as branches that end, at the latest, where a chunk of `size` tokens does.
+
+    >>> whole = [Branch(length=4, context=[]), Branch(length=2, context=[(0, 3)])]
+    >>> [(branch.length, branch.context) for branch in cut_branches(whole, 3)]
+    [(3, []), (1, [(0, 3)]), (2, [(0, 3)])]
+    """
+    cut: list[Branch] = []
+    pieces: list[Path] = []  # of each branch given
+    start = 0
+    for branch in branches:
+        context = [piece for j, count in branch.context for piece in first_tokens(pieces[j], count)]
+        pieces.append([])
+        end = start + branch.length
+        while start < end:
+            length = min(end, (start // size + 1) * size) - start
+            cut.append(Branch(length=length, context=[*context, *pieces[-1]]))
+            pieces[-1].append((len(cut) - 1, length))
+            start += length
+    return cut
