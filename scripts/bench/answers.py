@@ -411,6 +411,16 @@ def trainer_memory(r: Any) -> str:
     return table(head, rows)
 
 
+def context_parallel(r: Any) -> str:
+    """Peak memory of a rank by the number of ranks, and its ratio to that of one."""
+    one = r["arms"][0]["peak_mb"]
+    rows = [[arm["cp"], f"{arm['peak_mb']:,.0f}", f"{arm['peak_mb'] / one:.2f}"] for arm in r["arms"]]
+    return table(["trainer.cp", "peak MB of a rank", "of one rank's"], rows) + (
+        f"\n\nOf a step on one conversation of {r['tokens']:,} tokens, beyond weights, gradients and the "
+        "optimizer. The norm of the gradient is the same within a millionth."
+    )
+
+
 def memory_estimate(r: Any) -> str:
     """Measured and estimated peaks."""
     rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in r["rows"]]
