@@ -1,8 +1,9 @@
 """Hashes of tensors by the algorithms of SGLang's weights checker, computed where the tensors lie.
 
 On a CPU server SHA-256 (managers/mm_utils.py, `tensor_hash`), on a GPU server a 64-bit mix
-(kernels/ops/memory/gpu_tensor_hash.py). A tensor comes as the parts it is fused of, in order: SHA-256 reads
-their memory one after the other, without a copy, several tensors at once.
+(kernels/ops/memory/gpu_tensor_hash.py), by Triton where the tensors are on a GPU and by torch elsewhere. A
+tensor comes as the parts it is fused of, in order, which are read one after the other: SHA-256 without a copy
+and several tensors at once, the mix with a copy only where a part does not end with a tile.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import torch
 
 Parts = Sequence[torch.Tensor]  # of one tensor, cut along its first dimension
 
-_TILE = 8192  # 32-bit words that the mix sums up before it mixes their sum
-_CHUNK = 64 * _TILE  # words mixed at once on a CPU: they stay in its cache
-_GPU_CHUNK = 4096 * _TILE
+TILE = 8192  # 32-bit words that the mix sums up before it mixes their sum
+_CHUNK = 64 * TILE  # words mixed at once on a CPU: they stay in its cache
 _SEED = 0x243F6A88
-_HALVES = (  # seed, factor of the position, rotation of the position
+HALVES = (  # seed, factor of the position, rotation of the position
     (_SEED, 0x27D4EB2D, 15),
     (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, 0x165667B1, 13),
 )
@@ -29,13 +29,14 @@ _HALVES = (  # seed, factor of the position, rotation of the position
 def fingerprints(tensors: Mapping[str, Parts], on_gpu: bool) -> dict[str, str]:
     """Hash of each tensor as the server's device hashes it, 16 hexadecimal digits.
 
-    Two names for the same parts cost one hash.
+    Two names for the same parts cost one hash; tensors on a GPU are waited for once.
     """
     distinct = {id(parts): parts for parts in tensors.values()}
     if on_gpu:
-        hashes = [gpu_hash(parts) for parts in distinct.values()]
+        hashes = _mixes(list(distinct.values()))
     else:
-        with ThreadPoolExecutor(min(len(distinct), os.cpu_count() or 1) or 1) as pool:
+        cores = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(min(len(distinct), cores) or 1) as pool:
             hashes = list(pool.map(cpu_hash, distinct.values()))  # hashlib releases the interpreter's lock
     by_parts = dict(zip(distinct, hashes, strict=True))
     return {name: f"{by_parts[id(parts)]:016x}" for name, parts in tensors.items()}
@@ -50,37 +51,57 @@ def cpu_hash(parts: Parts) -> int:
 
 
 def gpu_hash(parts: Parts) -> int:
-    """SGLang's mix: two 32-bit position-mixed sums per tile of 8192 words, added and mixed again.
+    """SGLang's mix: two 32-bit position-mixed sums per tile of 8192 words, added and mixed again."""
+    return _mixes([parts])[0]
 
-    Arithmetic is modulo 2^32, which int32 gives; a shift to the right needs its sign bits cleared.
-    """
-    data = _bytes(parts[0]) if len(parts) == 1 else torch.cat([_bytes(part) for part in parts])
-    if not len(data):
-        return 0
+
+def _mixes(tensors: Sequence[Parts]) -> list[int]:
+    """The mix of each tensor, computed on the device where it lies."""
+    if not tensors:
+        return []
+    sums = torch.stack([_sums(parts) for parts in tensors]).tolist()
+    return [_splitmix64((high << 32) + low) for high, low in sums]
+
+
+def _sums(parts: Parts) -> torch.Tensor:
+    """Both halves of the mixed sums of all tiles, added: [2] int64. 0 for no words at all, as SGLang."""
+    data = [_bytes(part) for part in parts]
+    if any(len(part) % (4 * TILE) for part in data[:-1]):  # a tile would lie in two parts
+        data = [torch.cat(data)]
+    num_words, first = -(-sum(map(len, data)) // 4), 0
+    sums = torch.zeros(2, dtype=torch.int64, device=data[0].device)
+    for part in data:
+        words = _words(part)
+        if words.is_cuda:
+            from rlpipe.weights.fingerprint_kernel import add_mixed
+
+            add_mixed(words, first, num_words, sums)
+        else:
+            for start in range(0, len(words), _CHUNK):
+                sums += _mixed(words[start : start + _CHUNK], first + start, 4 * num_words)
+        first += len(words)
+    return sums
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """The bytes as int32, zeros after the last; copied where their number or place is no multiple of 4."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
-    if data.data_ptr() % 4:
-        data = data.clone()
-    words = data.view(torch.int32)
-    step = _GPU_CHUNK if words.is_cuda else _CHUNK
-    starts = range(0, len(words), step)
-    sums = torch.stack([_mixed(words[start : start + step], start, 4 * len(words)) for start in starts])
-    high, low = sums.sum(0).tolist()
-    return _splitmix64((high << 32) + low)
+    return (data.clone() if data.data_ptr() % 4 else data).view(torch.int32)
 
 
 def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
-    """Both halves of the mixed sums of these tiles, added. words: [n] int32 from position `start` on.
+    """What these tiles add to `_sums`. words: [n] int32 from position `start` on.
 
-    Returns [2] int64.
+    Arithmetic is modulo 2^32, which int32 gives; a shift to the right needs its sign bits cleared.
     """
     place = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
     halves = []
-    for seed, factor, turn in _HALVES:
+    for seed, factor, turn in HALVES:
         mixed = (place * _signed(factor)).add_(_signed(seed))
         mixed ^= (place << turn) | _shifted(place, 32 - turn)
         mixed = _fmix32_(mixed.bitwise_xor_(words))
-        mixed = torch.nn.functional.pad(mixed, (0, -len(words) % _TILE)).view(-1, _TILE)
+        mixed = torch.nn.functional.pad(mixed, (0, -len(words) % TILE)).view(-1, TILE)
         summed = mixed.sum(1, dtype=torch.int32).bitwise_xor_(_signed(num_bytes & 0xFFFFFFFF))
         halves.append((_fmix32_(summed).long() & 0xFFFFFFFF).sum())
     return torch.stack(halves)

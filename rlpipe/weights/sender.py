@@ -1,7 +1,8 @@
 """The trainer's side of a broadcast to all servers: buckets of full weights, sent as they are gathered.
 
     trainer.weight_buckets, draft --> Root.send --> every rank of every server
-                          \\--> host memory: checksums for the canary, and a copy for a server that was lost
+                          |--> checksums for the canary, computed where the bucket lies
+                          \\--> host memory: a copy for a server that was lost
 
 Every rank has one, since gathering takes all of them; rank 0's owns the group and the copy of the newest
 version. What the servers are asked is the rollout workers' business (`weights.sync`).
@@ -72,10 +73,9 @@ class WeightSender:
         failure = ""
         for bucket in self._buckets():
             failure = failure or self._sent(bucket, deadline)
-            copies = {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
-            kept |= copies
+            kept |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
             made = rank_fingerprints(
-                copies, self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
+                dict(bucket), self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
             )  # what SGLang fuses lies in one bucket
             for found, more in zip(checksums.ranks, made, strict=True):
                 found |= more

@@ -6,8 +6,8 @@ sizes. Measured is the most that the process had resident, less what it had befo
 trainer during its second step (the first one touches the optimizer's pages), of an engine while its weights
 are replaced and its rows, all full, decode. The kernel keeps that maximum (VmHWM, reset by clear_refs), so
 that no peak is missed; the allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so that what
-is resident is what is held. With a GPU the large trainer can be chosen (`--only large`): there it is the
-most that torch had allocated. Mixtures of experts play with `--only experts`.
+is resident is what is held. With a GPU the large trainers can be chosen (`--only large`, `--only long`):
+there it is the most that torch had allocated. Mixtures of experts play with `--only experts`.
 
     python scripts/bench/memory_estimate.py --json OUT [--only NAME ...]
 """
@@ -57,6 +57,10 @@ EXPERTS = {
     "moe_intermediate_size": 384,
     "norm_topk_prob": True,
 }
+LARGE = {
+    **{"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "head_dim": 128},
+    **{"num_hidden_layers": 28, "num_attention_heads": 12, "max_position_embeddings": 32768},
+}
 TRAINER: dict[str, Any] = {"micro_batch_tokens": 1024, "threads": 1}
 ROLLOUT: dict[str, Any] = {"device": "cpu", "max_running": 16, "max_context": 1024, "max_new_tokens": 8}
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -79,11 +83,12 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": TRAINER | {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 2048},
     },
     "large trainer": {
-        "model": {
-            **{"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "head_dim": 128},
-            **{"num_hidden_layers": 28, "num_attention_heads": 12, "max_position_embeddings": 32768},
-        },
+        "model": LARGE,
         "trainer": {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 16384},
+    },
+    "large and long trainer": {
+        "model": LARGE,
+        "trainer": {"precision": "bf16", "recompute": "full", "micro_batch_tokens": 32768},
     },
     "engine, float32": {"rollout": ROLLOUT, "spec": {"mode": "none"}},
     "experts: engine float32": {"model": EXPERTS, "rollout": ROLLOUT, "spec": {"mode": "none"}},

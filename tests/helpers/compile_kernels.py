@@ -22,9 +22,10 @@ from triton.runtime.jit import JITFunction
 from rlpipe.drafts.kernels import tv
 from rlpipe.spec import kernels
 from rlpipe.spec.kernels import launch, programs
+from rlpipe.weights import fingerprint_kernel
 from tests.helpers.kernel_cases import RULES, random_case
 
-MODULES = (programs, tv)
+MODULES = (programs, tv, fingerprint_kernel)
 VOCABS = (151_936, 151_665)  # rows that start at multiples of 16 elements, and rows that do not
 
 
@@ -69,6 +70,7 @@ def compile_all(capabilities: list[int]) -> dict[str, dict[int, dict[int, list[s
         for vocab in VOCABS:
             launch_verification(vocab)
             launch_total_variation(vocab)
+            launch_fingerprint(vocab)
     missing = set().union(*map(entry_points, MODULES)) - set(compiled)
     assert not missing, f"no launcher here runs {sorted(missing)}"
     return compiled
@@ -95,6 +97,14 @@ def launch_total_variation(vocab: int) -> None:
     tv.gradient(*call, tokens=tokens, bits=bits)
     tv.gradient(*call, tokens=None, bits=bits)
     tv.gradient(*call, tokens=None, bits=None, target=logits, target_lse=lse)
+
+
+def launch_fingerprint(words: int) -> None:
+    """A whole tensor and the last part of a fused one; a tensor of one word, which is read alone."""
+    sums = torch.zeros(2, dtype=torch.int64)
+    for count, first in ((words, 0), (words, 8192), *([(1, 0)] if words % 16 else [])):
+        data = torch.zeros(count, dtype=torch.int32)
+        fingerprint_kernel.add_mixed(data, first, first + count, sums)
 
 
 if __name__ == "__main__":

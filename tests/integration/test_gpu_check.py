@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +15,24 @@ import pytest
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.integration
+
+GOALS = {
+    "verification from Python, batch 8": "<= 30 us",
+    "TV loss, 8192 rows of 151936 logits": "<= 3.5 ms",
+    "TV loss from hidden states of 4096": "<= 30 ms",
+    "TV loss from hidden states of 4096, memory": "<= 1000 MB",
+    "fingerprint of 1.5B where it lies": ">= 500 GB/s",
+    "embedded engine, shipped model": ">= 10000 tokens/s",
+    "embedded engine decodes, shipped model, rejection, batch 64": ">= 10000 tokens/s",
+    "peak memory of a trainer against its estimate": "<= 1.1 times",
+    "peak memory of training 1.5B on 32768 tokens": "<= 80 GB",
+    "update of 1.5B through shared memory: whole": "<= 1 s",
+    "update of 1.5B through shared memory: server paused": "<= 0.3 s",
+    "update of 7.8B through shared memory: whole": "<= 3 s",
+    "update of 7.8B through shared memory: server hash": "passes",
+    "loop of 1.5B with SGLang, rejection: weight update": "<= 1 s",
+    "loop of 1.5B with SGLang, step of none over rejection": ">= 1.6 times",
+}
 
 
 def gpu_check(*options):
@@ -32,6 +53,8 @@ def test_the_plan_names_every_gpu_test_file_and_every_goal():
     assert "weight update" in done.stdout and "goal: <= 30 us" in done.stdout
     assert "SGLang decodes with 7.8B, block, batch 64\n" in done.stdout
     assert "would be skipped here: no CUDA device" in done.stdout
+    goals = dict(re.findall(r"^(\S.*)\n    goal: (.*)$", done.stdout, re.MULTILINE))
+    assert {name: goals.get(name) for name in GOALS} == GOALS
 
 
 def test_without_a_gpu_it_says_what_it_can_do():
@@ -40,10 +63,49 @@ def test_without_a_gpu_it_says_what_it_can_do():
     assert "no CUDA device. --dry-run prints the plan" in done.stderr
 
 
-def test_rows_of_a_kernel_and_of_the_engine_run_small_on_a_cpu(tmp_path):
-    done = gpu_check("--small", "--only", "verification", "embedded", "--json", tmp_path / "out")
+def test_rows_of_kernels_and_of_the_engine_run_small_on_a_cpu(tmp_path):
+    rows_of = "verification", "embedded", "fingerprint of"
+    done = gpu_check("--small", "--only", *rows_of, "--json", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "out").read_text())}
-    assert len(rows) == 2
+    assert len(rows) == 6
     assert all(row["held"] is None and not row["why"] for row in rows.values())
     assert rows["embedded engine, shipped model"]["value"] > 0
+    assert rows["embedded engine decodes, shipped model, rejection, batch 1"]["value"] > 0
+    assert rows["fingerprint of 1.5B where it lies"]["value"] > 0
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """scripts/gpu_check as a module."""
+    path = ROOT / "scripts" / "gpu_check"
+    loader = importlib.machinery.SourceFileLoader("gpu_check", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    monkeypatch.setitem(sys.modules, loader.name, module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loader.exec_module(module)
+    return module
+
+
+def row_that_writes(script, value, **options):
+    """One that needs no GPU: a process that writes this figure."""
+    command = f"{{python}} -c \"open('{{out}}', 'w').write('{value}')\""
+    return script.Row(
+        command=command, small=command, read=lambda out: float(out.read_text()), unit="times", **options
+    )
+
+
+@pytest.mark.parametrize(("step", "held"), [(3.3, True), (3.1, False)])
+def test_a_row_over_another_judges_their_ratio(script, tmp_path, step, held):
+    row = row_that_writes(script, step, name="none over rejection", over="rejection", goal=1.6, at_most=False)
+    how = {"small": False, "folder": tmp_path, "seconds": 60, "cache": {}}
+    found = script.run(row, **how, values={"rejection": 2.0})
+    assert found.value == pytest.approx(step / 2) and found.held is held
+    alone = script.run(row, **how, values={})
+    assert alone.held is None and "no figure of the row 'rejection'" in alone.why
+
+
+def test_rows_whose_small_run_asks_for_a_server_say_so_where_there_is_none(script, tmp_path):
+    row = row_that_writes(script, 1, name="update", sglang=True, sglang_small=True)
+    assert script.lacks(row, small=True, sglang=False) == [script.NO_SGLANG]
+    assert script.lacks(row, small=True, sglang=True) == []

@@ -61,6 +61,12 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell():
             "probs,\n            uniforms",
             "a tuple",
         ),
+        (
+            "weights/fingerprint_kernel.py",
+            "tl.full((), num_words, tl.uint32)",
+            "num_words.to(tl.uint32)",
+            "CompilationError",
+        ),
     ],
 )
 def test_a_planted_bug_that_the_interpreter_does_not_show_is_caught(module, old, new, message, tmp_path):

@@ -10,7 +10,8 @@ from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import read_config
 from rlpipe.weights import fingerprint
 from rlpipe.weights.canary import Shard, server_parts
-from rlpipe.weights.fingerprint import _CHUNK, cpu_hash, fingerprints, gpu_hash
+from rlpipe.weights.fingerprint import _CHUNK, _sums, cpu_hash, fingerprints, gpu_hash
+from rlpipe.weights.fingerprint_kernel import add_mixed
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.unit
@@ -64,6 +65,24 @@ def test_the_gpu_hash_equals_the_oracle_at_every_edge_of_tiles_and_chunks(count)
     data = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
     assert gpu_hash([data]) == mixed_by_numpy(data.numpy().tobytes())
     assert gpu_hash([data[:1], data[1:]]) == gpu_hash([data]) == gpu_hash([torch.cat([data[:1], data])[1:]])
+
+
+@pytest.mark.parametrize("count", [4, 4 * 8192, 4 * 8192 + 8, 12 * 8192 + 404])
+def test_the_triton_kernel_adds_up_what_torch_does_whole_or_in_parts(count):
+    data = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    words, tile = data.view(torch.int32), 8192
+    found = torch.zeros(2, 2, dtype=torch.int64)
+    add_mixed(words, 0, len(words), found[0])
+    for first, part in enumerate(words.split(tile)):
+        add_mixed(part, first * tile, len(words), found[1])
+    assert found[0].tolist() == found[1].tolist() == _sums([data]).tolist()
+
+
+def test_parts_that_end_with_a_tile_are_hashed_where_they_lie(monkeypatch):
+    data = torch.arange(4 * 8192 * 3, dtype=torch.int32).view(torch.uint8)
+    whole = gpu_hash([data])
+    monkeypatch.setattr(torch, "cat", None)
+    assert gpu_hash([data[: 4 * 8192], data[4 * 8192 :]]) == whole
 
 
 def test_nothing_hashes_to_zero_on_a_gpu():
