@@ -31,7 +31,8 @@ def fingerprints(tensors: Mapping[str, Parts], on_gpu: bool) -> dict[str, str]:
 
     Two names for the same parts cost one hash; tensors on a GPU are waited for once.
     """
-    distinct = {id(parts): parts for parts in tensors.values()}
+    largest_first = sorted(tensors.values(), key=lambda parts: -sum(part.nbytes for part in parts))
+    distinct = {id(parts): parts for parts in largest_first}  # so that no thread is left with a large one
     if on_gpu:
         hashes = _mixes(list(distinct.values()))
     else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
+from rlpipe.weights.fingerprint import cpu_hash
 from rlpipe.weights.protocols import ServerError
 from rlpipe.weights.shared import LOADER, SERVED, SharedBuckets
 from rlpipe.weights.sync import WeightSync
@@ -110,6 +112,61 @@ def test_the_host_holds_two_buckets_of_the_largest_piece_without_a_name():
     assert open_files() == []
     with pytest.raises(RuntimeError, match="are freed"):
         memory.lay(piece(0))
+
+
+@pytest.fixture
+def checker(monkeypatch):
+    """SGLang's module as far as hashing in threads knows it; a check has a derived tensor, too."""
+    module = ModuleType("sglang.srt.utils.weight_checker")
+    module.hashed = []
+    state = {"small": torch.ones(3), "large": torch.arange(90.0), "alike": torch.ones(3)}
+
+    def hash_tensor(tensor):
+        module.hashed.append(tensor.numel())
+        return cpu_hash([tensor])
+
+    class WeightChecker:
+        def _model_state(self):
+            return state.items()
+
+        def _compute_checksum(self, skip, *, role):
+            found = {name: module._hash_tensor(tensor) for name, tensor in state.items() if name != skip}
+            return found | {role: module._hash_tensor(state["small"] * 2)}
+
+    module._hash_tensor, module.WeightChecker, module.state = hash_tensor, WeightChecker, state
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_server_that_hashes_in_threads_answers_as_before(checker):
+    stock = checker.WeightChecker()._compute_checksum("", role="draft")
+    checker.hashed.clear()
+    served._hash_in_threads.__wrapped__()
+    assert checker.WeightChecker()._compute_checksum("", role="draft") == stock
+    assert checker.hashed[0] == 90 and sorted(checker.hashed) == [3, 3, 3, 90]  # each once, the largest first
+    assert checker.WeightChecker()._compute_checksum("alike", role="draft").keys() == stock.keys() - {"alike"}
+
+
+@pytest.mark.parametrize("name", ["small", "large", "alike"])
+def test_each_check_hashes_what_the_server_holds_then(checker, name):
+    served._hash_in_threads.__wrapped__()
+    before = checker.WeightChecker()._compute_checksum("", role="draft")
+    checker.state[name].view(torch.int32)[0] ^= 1
+    after = checker.WeightChecker()._compute_checksum("", role="draft")
+    derived = {"draft"} if name == "small" else set()
+    assert {key for key in before if before[key] != after[key]} == {name} | derived
+
+
+def test_loading_leaves_the_servers_threads_as_they_were():
+    class Failing:
+        def load_weights(self, pairs):
+            seen.append(torch.get_num_threads())
+            raise ValueError("refused")
+
+    seen, threads = [], torch.get_num_threads()
+    with SharedBuckets(torch.float32) as memory, pytest.raises(ValueError, match="refused"):
+        served.load(Failing(), [("bucket", memory.lay(piece(0)))])
+    assert seen == [1] and torch.get_num_threads() == threads
 
 
 class Server:
