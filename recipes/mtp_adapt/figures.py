@@ -74,7 +74,9 @@ def draw(runs: dict[str, RunData], out: Path) -> None:
     against.set(xlabel="entropy of the target (nat)", ylabel="acceptance rate", title="Fig. 8: over entropy")
     over.axhline(0, color="k", lw=0.5)
     over.set(
-        xlabel="step", ylabel="change of acceptance rate", title="Fig. 3: total (solid), by entropy (dashed)"
+        xlabel="step",
+        ylabel="change of acceptance rate",
+        title="Fig. 3: total (solid), along the slope (dashed)",
     )
     for axis in (against, over):
         axis.grid(alpha=0.3)

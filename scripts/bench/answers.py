@@ -298,8 +298,9 @@ def figure8(r: Any) -> str:
         ]
         for name, v in r.items()
     ]
-    return table(["draft", "change of acceptance", "by entropy", "by mismatch"], rows) + (
-        "\n\n95% intervals, one seed."
+    return table(["draft", "change of acceptance", "along the slope on entropy", "the rest"], rows) + (
+        "\n\n95% intervals, one seed. The slope is that between the run's own early steps, which is not what "
+        "entropy itself does: see the next question."
     )
 
 
