@@ -12,7 +12,7 @@ head, holds
     a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    kept for its gradient
     backward     N e (3 H + 4 F)                      beside it while that is computed
     experts      F of those that read a token together; their inputs and two more products of F are kept too
-    head         2 chunks of logits, 3 where there are several; its gradient, in float32
+    head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it learns
 
 Without recomputation every layer is kept; with it N e H of each, and one layer at a time.
 """
@@ -28,6 +28,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlpipe.config.lora import LoraConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import Dtype, EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
@@ -74,6 +75,15 @@ def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
     return sizes[False], sizes[True] * max(1, arch.mtp_layers)
 
 
+def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int:
+    """Parameters of the adapters on a rank of `tp`: what lies beside a cut side of a matrix is cut."""
+    query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
+    inner = arch.inner // tp
+    sides = lora.attention * (4 * arch.hidden + 2 * query + 2 * keys)
+    sides += lora.mlp * (3 * arch.hidden + 3 * inner)
+    return lora.rank * arch.layers * sides
+
+
 def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
     """One trainer rank."""
     trainer = config.trainer
@@ -82,12 +92,16 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
     model, draft = parameters(arch, trainer.tp, trainer.ep)
     adapts = config.task is Task.MTP_ADAPT
     online = adapts or (config.mtp.online and not config.trains_beside)
-    trained = (0 if adapts else model) + (draft if online else 0)
+    adapters = adapter_parameters(arch, trainer.lora, trainer.tp)
+    policy = adapters if trainer.lora.active else model
+    trained = (0 if adapts else policy) + (draft if online else 0)
     stepped = trained  # parameters whose optimizer state this rank keeps
     if trainer.distributed_optimizer:  # over all data parallel ranks, whichever of them hold an expert
         whole = parameters(arch, trainer.tp)[0]
-        stepped = (trained + (0 if adapts else whole - model)) // (trainer.dp * trainer.cp)
-    reference = model + draft if config.algo.kl_coef and not adapts else 0
+        more = 0 if adapts or trainer.lora.active else whole - model
+        stepped = (trained + more) // (trainer.dp * trainer.cp)
+    own = config.algo.kl_coef and not adapts and not trainer.lora.active  # adapters can be left out
+    reference = model + draft if own else 0
     kept, head = _activations(arch, trainer, on_gpu)
     update = 4 * stepped if on_gpu else 0  # AdamW's roots of all second moments at once
     sent = (
@@ -102,7 +116,7 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
         count=trainer.world_size,
         on_gpu=on_gpu,
         parts={
-            "weights": size * (model + draft),
+            "weights": size * (model + draft + adapters),
             "reference": size * reference,
             "gradients": 4 * trained,
             "optimizer": (12 if half else 8) * stepped,
@@ -132,10 +146,12 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
     chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row
-    head = chunks + 4 * vocab * hidden + HEAD_BLOCK * hidden * size + 4 * everywhere * size * hidden
+    head = chunks + 4 * everywhere * size * hidden
+    if not trainer.lora.active:
+        head += 4 * vocab * hidden + HEAD_BLOCK * hidden * size
     if on_gpu:
         head += 12 << 24  # a block of rows in float32, three times
-    if arch.tied:  # the head's gradient waits for the embedding's
+    if arch.tied and not trainer.lora.active:  # the head's gradient waits for the embedding's
         backward += vocab * hidden * size
     if trainer.recompute is Recompute.FULL:
         return tokens * hidden * size * arch.layers, max(head, layer + backward)

@@ -13,6 +13,7 @@ from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
 from rlpipe.config.drafters import DRAFTERS
 from rlpipe.config.half import Half
+from rlpipe.config.lora import check_lora
 from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import Stale
@@ -118,6 +119,7 @@ def check(config: Config) -> None:
         )
     read_architecture(hf_config)  # refuses what the next would not find
     check_parallel(config.trainer, hf_config)
+    check_adapters(config, hf_config)
     check_biases(config.model.path, hf_config)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
@@ -145,6 +147,20 @@ def _check_learnable(config: Config) -> None:
         raise ValueError(
             "mtp.train=online trains a draft, and spec.mode=none never drafts: set spec.mode=rejection, or "
             "mtp.train=off."
+        )
+
+
+def check_adapters(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Refuse adapters where nothing would train them. Raises ValueError."""
+    lora = config.trainer.lora
+    if not lora.active:
+        return
+    check_lora(lora, hf_config)
+    if config.task is not Task.RL or config.decoupled.active:
+        where = f"task={config.task}" if config.task is not Task.RL else "decoupled.path"
+        raise ValueError(
+            f"trainer.lora.rank={lora.rank} with {where}: adapters are of the policy of task=rl, which "
+            "generates for itself. Set trainer.lora.rank=0."
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least, learning_rates
+from rlpipe.config.lora import LoraConfig
 
 
 class Precision(Choice):
@@ -53,6 +54,7 @@ class TrainerConfig:
     lr, min_lr, warmup_steps, lr_schedule: learning rate over optimizer steps.
     weight_decay, beta1, beta2, eps: AdamW. clip_grad: bound on the gradient norm (0: none).
     threads: CPU threads per rank (0: torch's default). seed: of everything random in the trainer.
+    lora: low-rank adapters, in place of training all weights.
     """
 
     tp: int = 1
@@ -76,6 +78,7 @@ class TrainerConfig:
     clip_grad: float = 1.0
     threads: int = 1
     seed: int = 0
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
@@ -97,6 +100,12 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.cp={self.cp} needs our attention, and trainer.layers=te has TransformerEngine's: "
                 "set trainer.layers=local."
+            )
+        if self.lora.active and self.layers is LayerSpec.TE:
+            raise ValueError(
+                f"trainer.layers=te with trainer.lora.rank={self.lora.rank}: TransformerEngine fuses norms "
+                "into the layers that adapters stand beside. Set trainer.layers=local, or "
+                "trainer.lora.rank=0."
             )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:

@@ -140,7 +140,7 @@ def load(trainer: Resumable, directory: Path) -> None:
     with nothing_executed(directory):
         state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
         common = dist_checkpointing.load_common_state_dict(str(directory))
-    trainer.model.load_state_dict(state["model"])
+    trainer.model.load_state_dict(state["model"], strict=trainer.model.adapters is None)
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
@@ -178,6 +178,8 @@ def _tensors(trainer: Resumable, loading: bool) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     model = trainer.model.sharded_state_dict(metadata=metadata)
+    if trainer.model.adapters is not None:  # the backbone stays as model.path has it
+        model = {name: part for name, part in model.items() if name.startswith(("adapters.", "mtp."))}
     optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     if not loading:
         states = optimizer.get("optimizer", optimizer).get("state")

@@ -116,13 +116,14 @@ def weight_buckets(
     Collective: every tensor and expert parallel rank must come to the end. Only the first yields; it holds
     about four buckets at a time (the one its caller still has, the parts of the next, and what is made of
     them), the others their part of one. Tensors may be the parameters themselves: copy what is kept.
+    Adapters are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
         experts = parts[0].experts
         if groups.ep.rank() and not experts:
             continue  # the first of these ranks has the same
-        shards = [part.parameter.detach().to(dtype or part.parameter.dtype) for part in parts]
+        shards = [model.merged(part.parameter).to(dtype or part.parameter.dtype) for part in parts]
         dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
         full = _gather(shards, dims, group, groups.tp.size())
         del shards
@@ -237,6 +238,8 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
     groups, pieces = model.pg_collection, []
     table = name_table(hf_config, groups.tp.size(), model.share_embeddings_and_output_weights)
     for name, parameter in model.named_parameters():
+        if name.startswith("adapters."):  # merged into what they stand beside
+            continue
         experts, mark, rest = name.partition(".local_experts.")
         names = [name]
         if mark:

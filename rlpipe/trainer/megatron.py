@@ -119,24 +119,20 @@ class MegatronTrainer:
         self._drafting = DraftPasses(
             mtp, self._runtime, self._passes, self._dp_group, windows, updates=optimizer_steps, seed=seed
         )
-        weights = read_weights(self._path)
 
         def load_policy() -> Any:
             model = build_model(self._hf_config, self._config, self._runtime)
-            load_hf_weights(model, self._hf_config, weights)
+            load_hf_weights(model, self._hf_config, read_weights(self._path))
             return model
 
-        self.model = load_policy().requires_grad_(not self._adapt_only)
-        if self.model.mtp_process:
-            self.model.mtp.requires_grad_(self._online or self._adapt_only)
-        wants_reference = self._algo.kl_coef and not self._adapt_only
-        self._reference = load_policy().requires_grad_(False) if wants_reference else None
+        self.model = load_policy()
+        self.model.learn(policy=not self._adapt_only, draft=self._online or self._adapt_only)
+        self._reference: Any = None
+        if self._algo.kl_coef and not self._adapt_only:  # adapters can be left out
+            self._reference = self.model if self._config.lora.active else load_policy().requires_grad_(False)
         sharded = self._config.distributed_optimizer
-        self._wrapped = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
-            self.model,
-        )
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        self._wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
         self.model.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, optimizer_steps)
 
@@ -193,7 +189,8 @@ class MegatronTrainer:
         ahead = self.rule is not None and self.rule.target_at_start
         score = partial(self._passes.scores, temperature=batch.temperature)
         old = [score(self.model, s, candidates=ahead) if scored else None for s in shards]
-        reference = [score(self._reference, s) if self._reference else None for s in shards]
+        with self.model.without_adapters():
+            reference = [score(self._reference, s) if self._reference else None for s in shards]
         mine: list[dict[str, Value]] = []
         shared: list[dict[str, Value]] = []
         for _ in range(self._algo.ppo_epochs):

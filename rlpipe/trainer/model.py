@@ -8,6 +8,7 @@ and tool tokens cost no head; the MTP layers are built but never run here (see `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 
+from rlpipe.config.lora import check_lora
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.models import Architecture, read_architecture
 from rlpipe.models.base import Experts
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
+from rlpipe.trainer.lora import Adapters, attach
 from rlpipe.trainer.runtime import Runtime
 
 Layout = BranchLayout | Continuation
@@ -32,9 +35,11 @@ class PolicyModel(GPTModel):
     """GPTModel whose forward ends with hidden states; `head` makes vocabulary-parallel logits of some.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
+    adapters: that are trained in place of the backbone (None: all of it is).
     """
 
     vocab_real: int
+    adapters: Adapters | None
 
     def hidden_states(self, input_ids: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
         """Final-norm output [B * S, H], row-major.
@@ -47,6 +52,22 @@ class PolicyModel(GPTModel):
         """All logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
         local = self.head(self.hidden_states(input_ids))
         return gather_from_tensor_model_parallel_region(local).view(*input_ids.shape, -1)
+
+    def learn(self, *, policy: bool, draft: bool) -> None:
+        """Choose what has gradients: the policy, by its adapters alone where it has any, and the draft."""
+        self.requires_grad_(policy and self.adapters is None)
+        if self.adapters is not None:
+            self.adapters.requires_grad_(policy)
+        if self.mtp_process:
+            self.mtp.requires_grad_(draft)
+
+    def merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What a parameter and its adapter, if it has one, come to; else its own memory."""
+        return parameter.detach() if self.adapters is None else self.adapters.merged(parameter)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """The backbone as it was loaded, where adapters are trained; nothing changes where none are."""
+        return nullcontext() if self.adapters is None else self.adapters.off()
 
     def rotary(self, positions: np.ndarray) -> torch.Tensor:
         """Rotary embedding [N, 1, 1, d] of positions [N]."""
@@ -82,6 +103,8 @@ class PolicyModel(GPTModel):
             if packed_seq_params.reach > len(rotary):  # a few tokens that continue a long text
                 rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
+        if self.adapters is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()  # recomputation drops the gradients of layers whose input needs none
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -106,8 +129,11 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         rotary_base=arch.rope.theta,
         mtp_block_spec=mtp,
     )
-    model.vocab_real = arch.vocab
+    model.vocab_real, model.adapters = arch.vocab, None
     model.rotary_pos_emb.cp_group = None  # layouts say where a token stands, on whichever rank it lies
+    if config.lora.active:
+        check_lora(config.lora, hf_config)
+        attach(model, arch, config.lora, config.seed)
     if arch.rope.scaling:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.head_dim))

@@ -155,8 +155,8 @@ def _quiet_megatron() -> None:
 
 
 def _use_transformer_engine(config: TrainerConfig, gpu: bool) -> bool:
-    layers = config.layers
-    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and (not gpu or config.cp > 1)):
+    layers, ours = config.layers, not gpu or config.cp > 1 or config.lora.active
+    if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and ours):
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401

@@ -126,6 +126,11 @@ trainer.cp=2 trainer.layers=te | set trainer.layers=local
 trainer.cp=2 mtp.train=online mtp.objective=ppow | Set trainer.cp=1
 trainer.ep=2 | Set trainer.ep to one of [1]
 trainer.dp=2 trainer.ep=2 | to 1 for a model without
+trainer.lora.rank=-1 | 0 trains all weights
+trainer.lora.rank=5000 | set a smaller trainer.lora.rank
+trainer.lora.alpha=0 | twice the rank is usual
+trainer.lora.targets=mpl | Did you mean mlp?
+trainer.lora.rank=8 trainer.layers=te | Set trainer.layers=local
 trainer.min_lr=1 | must lie in
 trainer.beta1=1 | must be in [0, 1)
 trainer.clip_grad=-1 | at least 0

@@ -78,6 +78,19 @@ def test_parameters_are_those_of_all_weights_and_ranks_share_the_matrices(models
     assert count / 4 < sum(parameters(arch, 4)) < 1.001 * count / 4
 
 
+def test_adapters_leave_the_backbone_without_gradients_optimizer_and_reference(models):
+    def parts(*settings):
+        config = preset(models, "7.8B", "one_node", "algo.kl_coef=0.1", "mtp.train=off", *settings)
+        return trainer_memory(read_architecture(read_config(models / "7.8B")), config).parts
+
+    whole, low = parts(), parts("trainer.lora.rank=8", "trainer.distributed_optimizer=false")
+    tp = 2 if whole["weights"] < 10 * GIB else 1
+    count = 8 * 36 * (4 * 4096 + 2 * (4096 + 1024) // tp + 3 * 4096 + 3 * 11008 // tp)
+    assert low["reference"] == 0 < whole["reference"]
+    assert low["weights"] == whole["weights"] + 2 * count
+    assert low["gradients"] == 4 * count and low["optimizer"] == 12 * count
+
+
 def test_expert_parallel_ranks_share_the_experts_alone(models):
     arch = read_architecture(read_config(models / "30B-A3B"))
     shapes = arch.weight_shapes(mtp=False)

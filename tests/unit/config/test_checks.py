@@ -6,10 +6,13 @@ import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.checks import check, check_adapt
+from rlpipe.config.decoupled import DecoupledConfig
+from rlpipe.config.lora import LoraConfig
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import Config, ModelConfig, RunSettings
+from rlpipe.config.run import Config, ModelConfig, RunSettings, Task
 from rlpipe.config.spec import SpecMode
+from rlpipe.config.trainer import TrainerConfig
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -56,3 +59,13 @@ def test_a_measured_slope_has_an_interval_around_it(slope):
     ProbeConfig(slope=[-0.03, -0.05, -0.015])
     with pytest.raises(ValueError, match=r"metrics.probe.slope=.*Set \[value, low, high\]"):
         ProbeConfig(slope=slope)
+
+
+def test_adapters_are_refused_where_nothing_would_train_them(tmp_path):
+    lora = {"trainer": TrainerConfig(lora=LoraConfig(rank=8)), "run": RunSettings(dir=str(tmp_path / "run"))}
+    check(Config(**lora))
+    with pytest.raises(ValueError, match=r"trainer.lora.rank=8 with task=mtp_adapt.*Set trainer.lora.rank=0"):
+        check(Config(task=Task.MTP_ADAPT, **lora))
+    actor = DecoupledConfig(path="shipped:models/tiny_actor")
+    with pytest.raises(ValueError, match=r"trainer.lora.rank=8 with decoupled.path"):
+        check(Config(decoupled=actor, **lora))

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, LossAgg
+from rlpipe.config.lora import LoraConfig, LoraTargets, check_lora
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.trainer import TrainerConfig, check_parallel
 
@@ -49,6 +50,16 @@ def test_expert_parallelism_must_divide_data_parallelism_and_the_experts():
     with pytest.raises(ValueError, match=r"trainer.ep=3 shares experts.* has 8"):
         check_parallel(TrainerConfig(dp=3, ep=3), MODEL | {"num_experts": 8})
     check_parallel(TrainerConfig(dp=4, ep=4), MODEL | {"num_experts": 8})
+
+
+def test_experts_have_no_adapters_and_a_rank_is_below_the_width():
+    mixture = MODEL | {"num_experts": 8, "moe_intermediate_size": 16}
+    with pytest.raises(ValueError, match=r"experts have no adapters. Set trainer.lora.targets=attention"):
+        check_lora(LoraConfig(rank=8), mixture)
+    check_lora(LoraConfig(rank=8, targets=LoraTargets.ATTENTION), mixture)
+    check_lora(LoraConfig(), mixture)
+    with pytest.raises(ValueError, match=r"trainer.lora.rank=64 is not below .*hidden_size=64"):
+        check_lora(LoraConfig(rank=64), MODEL)
 
 
 def test_pipeline_parallelism_is_refused_with_the_remedy():

@@ -1,0 +1,68 @@
+"""Low-rank adapters of the trained model: size and place. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.config.choice import Choice
+from rlpipe.config.limits import at_least, positive
+
+
+class LoraTargets(Choice):
+    """Which projections of every decoder layer have an adapter."""
+
+    ALL = "all"  # those of attention and of the MLP
+    ATTENTION = "attention"  # q_proj, k_proj, v_proj, o_proj
+    MLP = "mlp"  # gate_proj, up_proj, down_proj
+
+
+@dataclass(slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: W + (alpha / rank) B A, of which A and B learn and W does not.
+
+    rank: rows of A (0: off, all weights are trained). alpha: see the equation. targets: see `LoraTargets`.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: LoraTargets = LoraTargets.ALL
+
+    def __post_init__(self) -> None:
+        self.targets = LoraTargets(self.targets)
+        at_least(0, self, "trainer.lora", "rank", remedy="0 trains all weights, 8 to 64 are usual ranks")
+        positive(self, "trainer.lora", "alpha", remedy="it scales the adapters, twice the rank is usual")
+
+    @property
+    def active(self) -> bool:
+        """Whether adapters are trained in place of the backbone."""
+        return self.rank > 0
+
+    @property
+    def attention(self) -> bool:
+        """Whether the projections of attention have adapters."""
+        return self.active and self.targets is not LoraTargets.MLP
+
+    @property
+    def mlp(self) -> bool:
+        """Whether the projections of the MLP have adapters."""
+        return self.active and self.targets is not LoraTargets.ATTENTION
+
+
+def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
+    """Refuse adapters that a model cannot have. Raises ValueError with what, the value and the remedy.
+
+    hf_config: the checkpoint's `config.json`.
+    """
+    if config.mlp and hf_config.get("moe_intermediate_size"):
+        raise ValueError(
+            f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: experts have no "
+            "adapters. Set trainer.lora.targets=attention, or trainer.lora.rank=0 to train all weights."
+        )
+    hidden = int(hf_config["hidden_size"])
+    if config.rank >= hidden:
+        raise ValueError(
+            f"trainer.lora.rank={config.rank} is not below the model's hidden_size={hidden}: set a smaller "
+            "trainer.lora.rank, or 0 to train all weights."
+        )

@@ -1,0 +1,155 @@
+"""Low-rank adapters (LoRA) beside the frozen linear layers of the decoder, with peft's meaning.
+
+    y = W x + (alpha / r) B A x        A [r, in] Kaiming-uniform, B [out, r] zero at the start
+
+Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, which is all that ever leaves the
+trainer. Each Hugging Face projection has a pair of its own, also where Megatron fuses several into a weight.
+
+Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
+as W, A is whole on every rank, and the gradient of A x is summed over ranks. By columns: A is cut as W, B is
+whole, and A x is summed over ranks. So the merged shard is made of what its rank holds, and only r numbers a
+token are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from rlpipe.config.lora import LoraConfig
+from rlpipe.models import Architecture
+
+if TYPE_CHECKING:
+    from rlpipe.trainer.model import PolicyModel
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one linear layer, whose rows are `groups` times a block of each projection.
+
+    a: [projections * rank, in], one A above the other. b: of each projection [its rows, rank]. This rank's.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        blocks: Sequence[int],
+        groups: int,
+        config: LoraConfig,
+        generator: torch.Generator,
+    ) -> None:
+        """blocks: rows of a projection in one group. generator: of A, in the same state on every rank."""
+        super().__init__()
+        self._by_rows = isinstance(linear, ColumnParallelLinear)
+        self._groups, self._tp, self._scale = groups, linear.tp_group, config.alpha / config.rank
+        bound = linear.input_size**-0.5  # Kaiming's with a = sqrt(5)
+        a = torch.empty(len(blocks) * config.rank, linear.input_size)
+        a.uniform_(-bound, bound, generator=generator)
+        if not self._by_rows:
+            a = a.chunk(self._tp.size(), dim=1)[self._tp.rank()].clone()
+        self.a = torch.nn.Parameter(a)
+        self.b = torch.nn.ParameterList(torch.zeros(groups * block, config.rank) for block in blocks)
+        for cut in self.b if self._by_rows else [self.a]:
+            set_tensor_model_parallel_attributes(cut, True, 0 if self._by_rows else 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What is added to the layer's output for its input x [..., in]."""
+        between = copy_to_tensor_model_parallel_region if self._by_rows else _summed
+        low = between(F.linear(x, self.a) * self._scale, group=self._tp)
+        pairs = zip(low.chunk(len(self.b), dim=-1), self.b, strict=True)
+        return self._fuse([F.linear(part, b) for part, b in pairs])
+
+    @torch.no_grad()
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """W + (alpha / r) B A of this rank's shard [out, in], computed in float32 at least, in its type."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        pairs = zip(self.a.to(wide).chunk(len(self.b)), self.b, strict=True)
+        change = self._fuse([a.t() @ b.to(wide).t() for a, b in pairs]).t()
+        return torch.add(weight.to(wide), change, alpha=self._scale).to(weight.dtype)
+
+    def _fuse(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """Outputs of the projections [..., rows] in the order of the layer's rows."""
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat([x.unflatten(-1, (self._groups, -1)) for x in outputs], dim=-1).flatten(-2)
+
+
+class Adapters(torch.nn.ModuleDict):
+    """All adapters of a model, by layer and linear, with the weights that they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[torch.nn.Parameter, Adapter] = {}
+        self._on = True
+
+    def add(self, name: str, linear: Linear, adapter: Adapter) -> None:
+        """Let the linear layer compute with an adapter from now on."""
+        self[name] = self._of[linear.weight] = adapter
+
+        def with_adapter(_: Linear, inputs: tuple[torch.Tensor], output: tuple[Any, Any]) -> Any:
+            return (output[0] + adapter(inputs[0]), output[1]) if self._on else output
+
+        linear.register_forward_hook(with_adapter)
+
+    def merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """A parameter of the backbone or the draft, with its adapter if it has one."""
+        adapter = self._of.get(parameter)
+        return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as it did before any training."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of each parameter's shard."""
+        parameters = dict(self.named_parameters())
+        axes = {
+            name: parameter.partition_dim
+            for name, parameter in parameters.items()
+            if getattr(parameter, "tensor_model_parallel", False)
+        }
+        return make_sharded_tensors_for_checkpoint(parameters, prefix, axes, sharded_offsets)
+
+
+def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, seed: int) -> None:
+    """Give every decoder layer the adapters that are asked for; the same for any tensor parallel size."""
+    generator = torch.Generator().manual_seed(seed)
+    model.adapters = Adapters()
+    groups = arch.kv_heads // model.pg_collection.tp.size()
+    for i, layer in enumerate(model.decoder.layers):
+        parts: list[tuple[str, Linear, list[int], int]] = []
+        if config.attention:
+            attention = layer.self_attention
+            heads = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
+            parts.append(("qkv", attention.linear_qkv, heads, groups))
+            parts.append(("proj", attention.linear_proj, [arch.hidden], 1))
+        if config.mlp:
+            gate_up, down = layer.mlp.linear_fc1, layer.mlp.linear_fc2
+            parts.append(("fc1", gate_up, [gate_up.output_size_per_partition // 2] * 2, 1))
+            parts.append(("fc2", down, [arch.hidden], 1))
+        for name, linear, blocks, count in parts:
+            model.adapters.add(f"{i}_{name}", linear, Adapter(linear, blocks, count, config, generator))
+
+
+def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return reduce_from_tensor_model_parallel_region(x, group=group)
