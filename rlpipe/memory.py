@@ -67,9 +67,10 @@ class Memory:
 def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
     """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut."""
     sizes = {True: 0, False: 0}
-    for name, shape in replace(arch, layers=1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
+    dense = arch.experts.dense if arch.experts else 0
+    for name, shape in replace(arch, layers=dense + 1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
         size = prod(shape) // (tp if len(shape) > 1 else 1) // (ep if ".experts." in name else 1)
-        times = arch.layers if ".layers." in name else 1
+        times = arch.layers - dense if name.startswith(f"model.layers.{dense}.") else 1
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
     return sizes[False], sizes[True] * max(1, arch.mtp_layers)
@@ -134,7 +135,8 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     tokens = -(-everywhere // trainer.cp)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
-    inner, vocab = max(1, copies) * arch.inner // tp, -(-arch.vocab // tp)
+    shared = arch.experts.shared if arch.experts else 0
+    inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
     layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim + 3 * inner)
     layer += 4 * tokens * (2 + arch.heads // tp)
     if trainer.cp > 1:  # keys and values of the other ranks
@@ -219,7 +221,8 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
     """What an engine holds while one layer's MLP, or its experts, read so many tokens."""
     if not arch.experts:
         return 3 * tokens * size * arch.intermediate
-    return tokens * arch.experts.per_token * (size * (3 * arch.inner + arch.hidden) + 4 * arch.hidden)
+    own = tokens * arch.experts.per_token * (size * (3 * arch.inner + arch.hidden) + 4 * arch.hidden)
+    return own + 3 * tokens * size * arch.experts.shared
 
 
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:

@@ -25,7 +25,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
 from rlpipe.metrics.jsonl import read_jsonl
-from rlpipe.models.checkpoint import is_mtp_weight
+from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_name
 from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.trainer.packing import trainable
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
@@ -70,11 +70,12 @@ def backbone_digest(path: Path) -> str:
     """A digest of the backbone's norms and biases: cheap, and no two trainings leave them equal."""
     from safetensors import safe_open
 
-    digest = hashlib.blake2b(digest_size=8)
+    digest, config = hashlib.blake2b(digest_size=8), read_config(path)
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
-                if not is_mtp_weight(name) and len(tensors.get_slice(name).get_shape()) == 1:
+                ours = read_name(name, config)
+                if ours and not is_mtp_weight(ours) and len(tensors.get_slice(name).get_shape()) == 1:
                     values = tensors.get_tensor(name).float().numpy()
                     digest.update(name.encode() + values.tobytes())
     return digest.hexdigest()

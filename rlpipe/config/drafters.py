@@ -33,14 +33,14 @@ class ServedDraft:
     """Where an SGLang server keeps a draft, as the canary compares it.
 
     prefix: before the names of its weights where they travel with the target's.
-    tables: of the target's family: name of a module of the draft's server, the same in the draft's own names,
-        and its weights.
+    tables: of the target's family and config.json: name of a module of the draft's server, the same in the
+        draft's own names, and its weights.
     shared: tensors of the target that the draft holds too.
     fixed: names of its files that are read when a server starts, and never sent.
     """
 
     prefix: str
-    tables: Callable[[Family], Iterable[tuple[str, str, Iterable[Part]]]]
+    tables: Callable[[Family, HfConfig], Iterable[tuple[str, str, Iterable[Part]]]]
     shared: tuple[Part, ...] = ()
     fixed: tuple[str, ...] = ()
 

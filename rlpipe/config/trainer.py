@@ -133,6 +133,8 @@ def check_parallel(
         inner: int(hf_config[inner]),
         "hidden_size": int(hf_config["hidden_size"]),
     }
+    if hf_config.get("first_k_dense_replace"):
+        sizes["intermediate_size"] = int(hf_config["intermediate_size"])
     for name, size in sizes.items():
         if size % config.tp:
             fitting = [n for n in range(1, config.tp) if all(s % n == 0 for s in sizes.values())]

@@ -13,6 +13,7 @@ from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
 from rlpipe.config.paths import resolve
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import LrSchedule
+from rlpipe.models import read_architecture
 from rlpipe.models.base import DENSE_LAYER, EMBEDDING, HEAD, Part
 
 if TYPE_CHECKING:
@@ -50,7 +51,18 @@ def make_trainer(config: Config, start: str, trajectories: Sequence[Trajectory] 
 
 def check_served(config: Config, served: HfConfig) -> None:
     """Refuse a directory without a draft for what is served. Raises ValueError."""
+    _check_rotary(served)
     read_shape(resolve(config.spec.draft_path), served)
+
+
+def _check_rotary(target: HfConfig) -> None:
+    arch = read_architecture(target)
+    if arch.rotary_dim != arch.head_dim:
+        raise ValueError(
+            f"spec.drafter=eagle3 rotates whole heads, and a model of type {arch.family!r} rotates "
+            f"{arch.rotary_dim} of {arch.head_dim} numbers: draft with its MTP layer (spec.drafter=mtp) or "
+            "spec.drafter=suffix."
+        )
 
 
 def check_sglang(spec: SpecConfig, target: HfConfig) -> None:
@@ -78,6 +90,7 @@ def check_sglang(spec: SpecConfig, target: HfConfig) -> None:
 
 def check_trained(config: Config, target: HfConfig) -> None:
     """What training an EAGLE-3 draft needs; target: its `config.json`. Raises ValueError."""
+    _check_rotary(target)
     if config.eagle3.start:
         read_shape(resolve(config.eagle3.start), target, "eagle3.start")
     else:
@@ -110,7 +123,7 @@ DRAFTER = DrafterKind(
     sglang="EAGLE3",
     served=ServedDraft(
         prefix=PREFIX,
-        tables=lambda _: (
+        tables=lambda *_: (
             ("", "", (HEAD,)),
             ("model.", "", _WEIGHTS),
             ("model.layers.0.", "midlayer.", DENSE_LAYER),

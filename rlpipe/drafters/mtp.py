@@ -27,7 +27,10 @@ DRAFTER = DrafterKind(
     sglang="NEXTN",
     served=ServedDraft(
         prefix=MTP_PREFIX,
-        tables=lambda family: (("model.", "", family.draft), ("model.mtp_block.", "", family.layer)),
+        tables=lambda family, config: (
+            ("model.", "", family.draft),
+            (f"model.{family.draft_block}.", "", family.layer_parts(config)),
+        ),
         shared=(EMBEDDING, HEAD),
     ),
     check_served=check_served,

@@ -25,6 +25,7 @@ class Layout(Enum):
     COLUMNS = auto()  # one tensor, cut along its input
     VOCABULARY = auto()  # one tensor, cut along its rows, which are padded
     SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); a server: whole
+    ROWS = auto()  # one tensor, cut along its output; a server: whole
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,12 +78,23 @@ DENSE_LAYER = (
     Part(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Layout.COLUMNS),
 )
 ROUTER = Part(("mlp.router.weight",), ("mlp.gate.weight",))
-MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer
+ROUTER_BIAS = Part(("mlp.router.expert_bias",), ("mlp.gate.e_score_correction_bias",))
+MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer, in this order
     Part(("enorm.weight",), ("token_layernorm.weight",)),
     Part(("hnorm.weight",), ("hidden_layernorm.weight",)),
     Part(("eh_proj.weight",), ("input_proj.weight",), Layout.SWAPPED),
     Part(("final_layernorm.weight",), ("final_layernorm.weight",)),
 )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """A size of a config.json. Raises ValueError naming it where it is not a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
+            "config.json again from the checkpoint that the model comes from."
+        )
+    return value
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -91,16 +103,30 @@ class Experts:
 
     count: of experts, each a gated MLP of `intermediate` channels. per_token: how many of them read a token,
     those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
+    sigmoid: weights are sigmoids of the scores, a bias is added to them for the choice alone.
+    scaling: what the weights are multiplied by. shared: channels of an MLP that reads every token, 0 without.
+    dense: layers at the start that have an MLP instead.
     """
 
     count: int
     per_token: int
     intermediate: int
     normed: bool
+    sigmoid: bool = False
+    scaling: float = 1.0
+    shared: int = 0
+    dense: int = 0
 
     def parts(self) -> Iterator[Part]:
         """Weights of a layer: the router, and of each expert what a server keeps fused with the others'."""
         yield ROUTER
+        if self.sigmoid:
+            yield ROUTER_BIAS
+        if self.shared:
+            ours = theirs = "mlp.shared_experts."
+            gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+            yield Part((f"{ours}linear_fc1.weight",), gate_up, Layout.GATE_UP, f"{theirs}gate_up_proj.weight")
+            yield Part((f"{ours}linear_fc2.weight",), (f"{theirs}down_proj.weight",), Layout.COLUMNS)
         for index in range(self.count):
             ours, theirs = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{index}."
             gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
@@ -113,8 +139,10 @@ class Experts:
 class Architecture:
     """Dimensions of a decoder: pre-norm, RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    mtp_layers: draft layers in MiMo's layout, one per depth if several; 0 without a draft.
-    experts: in every layer, which then has no MLP of `intermediate` channels; None in a dense model.
+    mtp_layers: draft layers, one per depth if several; 0 without a draft. draft: what each has besides a
+    decoder layer. rotary_dim: numbers of a head that are rotated, its first ones.
+    experts: in each layer but the first `dense` ones, in the place of an MLP of `intermediate` channels;
+    None in a dense model.
     """
 
     family: str
@@ -134,6 +162,8 @@ class Architecture:
     qk_norm: bool
     tied: bool
     mtp_layers: int
+    rotary_dim: int
+    draft: tuple[Part, ...] = MIMO_DRAFT
     experts: Experts | None = None
 
     @property
@@ -149,22 +179,23 @@ class Architecture:
             "lm_head.weight": (self.vocab, self.hidden),
         }
         for index in range(self.layers):
-            shapes.update(self._layer_shapes(f"model.layers.{index}."))
+            mixed = self.experts is not None and index >= self.experts.dense
+            shapes.update(self._layer_shapes(f"model.layers.{index}.", mixed))
         if mtp:
-            shapes.update(self._layer_shapes(MTP_PREFIX))
-            shapes[f"{MTP_PREFIX}input_proj.weight"] = (self.hidden, 2 * self.hidden)
-            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-                shapes[f"{MTP_PREFIX}{name}.weight"] = (self.hidden,)
+            shapes.update(self._layer_shapes(MTP_PREFIX, self.experts is not None))
+            for part in self.draft:
+                rows = (self.hidden,) if part.layout is Layout.WHOLE else (self.hidden, 2 * self.hidden)
+                shapes[f"{MTP_PREFIX}{part.hf[0]}"] = rows
         return shapes
 
-    def _layer_shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _layer_shapes(self, prefix: str, mixed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = (
             ("self_attn.q_proj", q, self.hidden, self.qkv_bias),
             ("self_attn.k_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.v_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.o_proj", self.hidden, q, self.output_bias),
-            *self._mlp_shapes(),
+            *self._mlp_shapes(mixed),
         )
         for name, rows, columns, bias in linears:
             yield f"{prefix}{name}.weight", (rows, columns)
@@ -175,16 +206,19 @@ class Architecture:
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
+        if mixed and self.experts.sigmoid:
+            yield prefix + ROUTER_BIAS.hf[0], (self.experts.count,)
 
-    def _mlp_shapes(self) -> Iterator[tuple[str, int, int, bool]]:
-        mlps = ["mlp"]
-        if self.experts:
-            mlps = [f"mlp.experts.{i}" for i in range(self.experts.count)]
+    def _mlp_shapes(self, mixed: bool) -> Iterator[tuple[str, int, int, bool]]:
+        mlps = {"mlp": self.intermediate}
+        if mixed:
+            mlps = {f"mlp.experts.{i}": self.experts.intermediate for i in range(self.experts.count)}
+            mlps |= {"mlp.shared_experts": self.experts.shared} if self.experts.shared else {}
             yield "mlp.gate", self.experts.count, self.hidden, False
-        for name in mlps:
-            yield f"{name}.gate_proj", self.inner, self.hidden, self.mlp_bias
-            yield f"{name}.up_proj", self.inner, self.hidden, self.mlp_bias
-            yield f"{name}.down_proj", self.hidden, self.inner, self.mlp_bias
+        for name, inner in mlps.items():
+            yield f"{name}.gate_proj", inner, self.hidden, self.mlp_bias
+            yield f"{name}.up_proj", inner, self.hidden, self.mlp_bias
+            yield f"{name}.down_proj", self.hidden, inner, self.mlp_bias
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -193,9 +227,13 @@ class Family:
 
     name: `model_type` of its config.json. qkv_bias: whether query, key and value have biases where
     `attention_bias` is not written. output_bias: whether `attention_bias` means o_proj too.
-    qk_norm: an RMSNorm on each query and key head. layer, draft: the table of one decoder layer, and of what
-    an MTP layer adds to it; `layer_parts` adds the experts. sliding_window: whether a config asks for
-    sliding-window attention. experts: reads a mixture of experts, and refuses what of it is not supported.
+    qk_norm: an RMSNorm on each query and key head, where `use_qk_norm` is not written. layer, draft: the
+    table of one decoder layer, and of what an MTP layer adds to it; `layer_parts` adds the experts.
+    rotary: share of a head that is rotated where `partial_rotary_factor` is not written; None where all of it
+    must be. sliding_window: whether a config asks for sliding-window attention. experts: reads a mixture of
+    experts, and refuses what of it is not supported. draft_block: of SGLang's draft, the decoder layer.
+    draft_on_cpu: whether that draft starts without CUDA.
+    float32: endings of the names of weights that an SGLang server keeps so, whatever the others are.
     """
 
     name: str
@@ -208,6 +246,10 @@ class Family:
         config.get("use_sliding_window")
     )
     experts: Callable[[Mapping[str, Any]], Experts] | None = None
+    rotary: float | None = None
+    draft_block: str = "mtp_block"
+    draft_on_cpu: bool = True
+    float32: tuple[str, ...] = ()
 
     def layer_parts(self, config: Mapping[str, Any]) -> tuple[Part, ...]:
         """The table of one decoder layer of a model."""
@@ -220,6 +262,7 @@ class Family:
         rope = read_rope(config)
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         attention_bias = bool(config.get("attention_bias", self.qkv_bias))
+        head_dim = int(config.get("head_dim") or hidden // heads)
         return Architecture(
             family=self.name,
             vocab=int(config["vocab_size"]),
@@ -228,18 +271,25 @@ class Family:
             layers=int(config["num_hidden_layers"]),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * self._rotary_factor(config)),
             max_position=rope.reach(int(config.get("max_position_embeddings", 32768))),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=rope,
             qkv_bias=attention_bias,
             output_bias=attention_bias and self.output_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=self.qk_norm,
+            qk_norm=bool(config.get("use_qk_norm", self.qk_norm)),
             tied=bool(config.get("tie_word_embeddings", False)),
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
+            draft=self.draft,
             experts=self.experts(config) if self.experts else None,
         )
+
+    def _rotary_factor(self, config: Mapping[str, Any]) -> float:
+        written = config.get("partial_rotary_factor")
+        written = written or (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+        return float(written or self.rotary or 1.0)
 
     def _refuse_incomplete(self, config: Mapping[str, Any]) -> None:
         needed = (
@@ -251,18 +301,14 @@ class Family:
         )
         optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_nextn_predict_layers")
         for name in (*needed, *(name for name in optional if config.get(name))):
-            value = config.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
-                    "config.json again from the checkpoint that the model comes from."
-                )
+            whole_number(name, config.get(name))
 
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
-        rope = config.get("rope_parameters") or {}
-        factor = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+        factor = self._rotary_factor(config)
+        scaled = bool(read_rope(config).scaling)
         refused = {
-            f"partial_rotary_factor={factor}": factor != 1.0,
+            f"partial_rotary_factor={factor}": factor != 1.0 and self.rotary is None,
+            f"rope scaling of {factor} of a head": scaled and factor != 1.0,
             "sliding-window attention": self.sliding_window(config),
             f"hidden_act={config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         }

@@ -1,7 +1,7 @@
-"""The MiMo checkpoint layout: where target and draft weights live in a Hugging Face directory.
+"""Where target and draft weights live in a Hugging Face directory.
 
 Owns names, reading and writing of `config.json` + safetensors; builds no model. The backbone has
-the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*`:
+the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*` as in MiMo's files:
 
     token_layernorm, hidden_layernorm, input_proj [H, 2H] over cat(hidden, embedding),
     one decoder layer (self_attn, mlp, input_layernorm, post_attention_layernorm), final_layernorm
@@ -9,6 +9,10 @@ the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*`:
 Depth k at anchor t reads token t+k and the previous hidden (backbone's final-norm output for k=1,
 the MTP layer's own final_layernorm output after), at RoPE position t+k-1; its logits come from the
 shared lm_head and predict token t+k+1. See `mtp/layer.py` for the reference module.
+
+Files and servers of other families call it `model.layers.N`, N being the number of layers: `read_weights`
+and `weight_shapes` rename it, `write_checkpoint` and what is sent to a server give the name back
+(`stored_name`). Its copies of embedding and head are not read: all depths share the target's.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 MTP_PREFIX = "model.mtp_layers.0."
+APPENDED = ("glm4_moe",)  # families whose MTP layer is numbered after the others
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -106,6 +112,34 @@ def is_mtp_weight(name: str) -> bool:
     return name.startswith("model.mtp_layers.")
 
 
+def stored_name(name: str, config: Mapping[str, Any]) -> str:
+    """What files and servers of a model call a weight.
+
+    >>> config = {"model_type": "glm4_moe", "num_hidden_layers": 46, "num_nextn_predict_layers": 1}
+    >>> stored_name("model.mtp_layers.0.enorm.weight", config)
+    'model.layers.46.enorm.weight'
+    >>> read_name("model.layers.46.enorm.weight", config), read_name("model.layers.45.mlp", config)
+    ('model.mtp_layers.0.enorm.weight', 'model.layers.45.mlp')
+    """
+    ours, theirs = _draft_prefixes(config)
+    return theirs + name.removeprefix(ours) if name.startswith(ours) else name
+
+
+def read_name(name: str, config: Mapping[str, Any]) -> str:
+    """The inverse of `stored_name`; empty for a weight that is not read."""
+    ours, theirs = _draft_prefixes(config)
+    if not name.startswith(theirs):
+        return name
+    rest = name.removeprefix(theirs)
+    return "" if ours != theirs and rest in _COPIES else ours + rest
+
+
+def _draft_prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
+    """What stands before the names of the first MTP layer's weights here, and in files."""
+    appended = config.get("model_type") in APPENDED and has_mtp(config)
+    return MTP_PREFIX, f"model.layers.{config['num_hidden_layers']}." if appended else MTP_PREFIX
+
+
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by HF name, on the CPU; `lm_head.weight` is present even when tied.
 
@@ -119,6 +153,8 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         weights.update(load_file(file))
+    config = read_json(Path(path) / "config.json", "model.path")
+    weights = {ours: tensor for name, tensor in weights.items() if (ours := read_name(name, config))}
     if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
@@ -145,10 +181,15 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
             "convert pytorch_model.bin with transformers' save_pretrained."
         )
     shapes: dict[str, tuple[int, ...]] = {}
+    config = read_json(Path(path) / "config.json", setting)
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                shapes |= {
+                    ours: tuple(opened.get_slice(name).get_shape())
+                    for name in opened.keys()  # noqa: SIM118
+                    if (ours := read_name(name, config))
+                }
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size if file.exists() else 0
             raise ValueError(
@@ -198,9 +239,10 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
 
     path, like = Path(path), Path(like)
     path.mkdir(parents=True, exist_ok=True)
-    tied = bool(read_config(like).get("tie_word_embeddings"))
+    config = read_config(like)
+    tied = bool(config.get("tie_word_embeddings"))
     tensors = {
-        name: tensor.detach().cpu().contiguous()
+        stored_name(name, config): tensor.detach().cpu().contiguous()
         for name, tensor in weights.items()
         if not (tied and name == "lm_head.weight")
     }

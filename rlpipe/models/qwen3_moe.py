@@ -7,21 +7,15 @@ and stays off. The router computes in float32.
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.models.base import Experts, Family
+from rlpipe.models.base import Experts, Family, whole_number
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
     """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
-    renamed = {"num_experts": config.get("num_experts", config.get("num_local_experts"))}
-    sizes = {}
-    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        sizes[name] = value = renamed.get(name, config.get(name))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
-                "config.json again from the checkpoint that the model comes from."
-            )
-    count, per_token = sizes["num_experts"], sizes["num_experts_per_tok"]
+    count = whole_number("num_experts", config.get("num_experts", config.get("num_local_experts")))
+    per_token, intermediate = (
+        whole_number(name, config.get(name)) for name in ("num_experts_per_tok", "moe_intermediate_size")
+    )
     normed = bool(config.get("norm_topk_prob", False))
     step, dense, drafts = (
         config.get(name) for name in ("decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers")
@@ -40,9 +34,7 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
                 "layers are all mixtures of experts, as the released ones are, with spec.mode=none, "
                 "spec.drafter=eagle3 or spec.drafter=suffix."
             )
-    return Experts(
-        count=count, per_token=per_token, intermediate=sizes["moe_intermediate_size"], normed=normed
-    )
+    return Experts(count=count, per_token=per_token, intermediate=intermediate, normed=normed)
 
 
 FAMILY = Family(name="qwen3_moe", qk_norm=True, experts=read_experts)

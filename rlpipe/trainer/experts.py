@@ -19,13 +19,24 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Router(TopKRouter):
-    """Megatron's; its own product of scores names a TransformerEngine kernel where there is none (0.16.1)."""
+    """Megatron's; its own product of scores names a TransformerEngine kernel where there is none (0.16.1).
+
+    So does the bias of its choice, which it also moves after each step to balance the experts; here the bias
+    is a buffer that stays as it was loaded.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        if config.moe_router_score_function == "sigmoid":
+            del self.expert_bias  # None, as without a bias
+            self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Scores [S, B, experts] in float32 of [S, B, H]."""
@@ -33,7 +44,7 @@ class Router(TopKRouter):
 
 
 class MixtureOfExperts(MoELayer):
-    """y = sum over the chosen experts e of p_e(x) f_e(x)."""
+    """y = sum over the chosen experts e of p_e(x) f_e(x), and f(x) of a shared one where there is one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Megatron's, with experts whose optimizer is apart whether ranks share them or not.
@@ -53,7 +64,8 @@ class MixtureOfExperts(MoELayer):
         sent_weights = copy_to_tensor_model_parallel_region(sent_weights)
         found = self._through_experts(sent, sent_weights, chosen.sum(0))
         mixed = unpermute(found, order, restore_shape=tokens.shape)
-        return reduce_from_tensor_model_parallel_region(mixed).view_as(hidden_states), None
+        mixed = reduce_from_tensor_model_parallel_region(mixed).view_as(hidden_states)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden_states), None
 
     def _through_experts(
         self, tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor

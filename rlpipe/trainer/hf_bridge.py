@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlpipe.models import family_of, read_architecture
-from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Architecture, Layout, Part
+from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, ROUTER_BIAS, Architecture, Layout, Part
 from rlpipe.trainer.model import PolicyModel
 
 Tensors = list[torch.Tensor]
@@ -50,20 +51,26 @@ class Entry:
 class _Piece:
     """One parameter of this rank, and what it is made of.
 
-    entries: of the parameter of this name on each expert parallel rank in turn; a single one where all hold
-        the same. rank: this one's place in them. experts: the mixture it belongs to, empty outside of one.
+    parameter: or a buffer of the router. entries: of the parameter of this name on each expert parallel rank
+        in turn; a single one where all hold the same. rank: this one's place in them. experts: the mixture it
+        belongs to, empty outside of one. float32: whether it is sent so whatever the others are.
     """
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     entries: list[Entry]
     rank: int
     experts: str
+    float32: bool
 
     @property
     def entry(self) -> Entry:
         """What this rank's parameter is made of."""
         return self.entries[self.rank]
+
+    def dtype(self, asked: torch.dtype | None) -> torch.dtype:
+        """What it is gathered in where a type is asked of all."""
+        return torch.float32 if asked and self.float32 else asked or self.parameter.dtype
 
     def full_shape(self, tp: int) -> list[int]:
         """Shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""
@@ -123,7 +130,7 @@ def weight_buckets(
         experts = parts[0].experts
         if groups.ep.rank() and not experts:
             continue  # the first of these ranks has the same
-        shards = [model.merged(part.parameter).to(dtype or part.parameter.dtype) for part in parts]
+        shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
         dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
         full = _gather(shards, dims, group, groups.tp.size())
         del shards
@@ -142,7 +149,7 @@ def bucket_plan(
     size, plan = model.pg_collection.tp.size(), []
     for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
         full = [
-            torch.empty(part.full_shape(size), dtype=dtype or part.parameter.dtype, device="meta")
+            torch.empty(part.full_shape(size), dtype=part.dtype(dtype), device="meta")
             for _ in parts[0].entries
             for part in parts
         ]
@@ -203,6 +210,8 @@ def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
         )
     if part.layout is Layout.VOCABULARY:
         return Entry(hf=hf, shard_dim=0, vocab=True)
+    if part.layout is Layout.ROWS:
+        return Entry(hf=hf, shard_dim=0)
     return Entry(hf=hf, shard_dim=1 if part.layout is Layout.COLUMNS else None)
 
 
@@ -234,10 +243,12 @@ def _by_rank(tp: int) -> tuple[Merge, Split]:
 
 
 def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
-    """Every parameter of this rank, in order."""
+    """Every parameter of this rank, in order, then the buffers of routers."""
     groups, pieces = model.pg_collection, []
     table = name_table(hf_config, groups.tp.size(), model.share_embeddings_and_output_weights)
-    for name, parameter in model.named_parameters():
+    kept = family_of(hf_config).float32
+    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron)]
+    for name, parameter in chain(model.named_parameters(), buffers):
         if name.startswith("adapters."):  # merged into what they stand beside
             continue
         experts, mark, rest = name.partition(".local_experts.")
@@ -251,7 +262,12 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
         entries, rank = [table[known] for known in names], groups.ep.rank() if mark else 0
         pieces.append(
             _Piece(
-                name=name, parameter=parameter, entries=entries, rank=rank, experts=experts if mark else ""
+                name=name,
+                parameter=parameter,
+                entries=entries,
+                rank=rank,
+                experts=experts if mark else "",
+                float32=entries[rank].hf[0].endswith(kept),
             )
         )
     return pieces
@@ -280,8 +296,7 @@ def _cut_into_buckets(
     bucket: list[_Piece] = []
     held = 0
     for piece in _pieces(model, hf_config):
-        itemsize = (dtype or piece.parameter.dtype).itemsize
-        num_bytes = math.prod(piece.full_shape(model.pg_collection.tp.size())) * itemsize
+        num_bytes = math.prod(piece.full_shape(model.pg_collection.tp.size())) * piece.dtype(dtype).itemsize
         kind = piece.experts, piece.parameter.dtype
         full = held + num_bytes > megabytes * 2**20 and not piece.experts
         if bucket and (full or kind != (bucket[0].experts, bucket[0].parameter.dtype)):

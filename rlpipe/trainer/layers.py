@@ -154,21 +154,27 @@ class CausalAttention(MegatronModule):
 Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
 
 
-def block_specs(config: TransformerConfig, te: bool) -> tuple[Any, Any]:
-    """Specs of the decoder and of the MTP block (None without one)."""
-    options = {"qk_layernorm": config.qk_layernorm, "num_experts": config.num_moe_experts}
-    layer = get_gpt_layer_with_transformer_engine_spec(**options) if te else _local_layer(**options)
-    if config.num_moe_experts:
-        layer.submodules.mlp.module = MixtureOfExperts
-        layer.submodules.mlp.submodules.router = Router
+def block_specs(config: TransformerConfig, te: bool, dense: int = 0) -> tuple[Any, Any]:
+    """Specs of the decoder and of the MTP block (None without one). dense: first layers without experts."""
+    layer = _layer(config.qk_layernorm, config.num_moe_experts, te)
+    layers = [_layer(config.qk_layernorm, None, te)] * dense + [layer] * (config.num_layers - dense)
     norm = TENorm if te else RmsNorm
-    decoder = TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
+    decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
         return decoder, None
     mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te)
     for spec in mtp.layer_specs:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = norm
     return decoder, mtp
+
+
+def _layer(qk_layernorm: bool, num_experts: int | None, te: bool) -> ModuleSpec:
+    make = get_gpt_layer_with_transformer_engine_spec if te else _local_layer
+    layer = make(qk_layernorm=qk_layernorm, num_experts=num_experts)
+    if num_experts:
+        layer.submodules.mlp.module = MixtureOfExperts
+        layer.submodules.mlp.submodules.router = Router
+    return layer
 
 
 def _local_layer(qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:

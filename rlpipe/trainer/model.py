@@ -23,6 +23,7 @@ from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.models import Architecture, read_architecture
 from rlpipe.models.base import Experts
 from rlpipe.trainer.continuation import Continuation
+from rlpipe.trainer.experts import Router
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.lora import Adapters, attach
@@ -118,7 +119,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     """
     arch = read_architecture(hf_config)
     transformer = transformer_config(arch, config, runtime)
-    decoder, mtp = block_specs(transformer, runtime.te)
+    decoder, mtp = block_specs(transformer, runtime.te, arch.experts.dense if arch.experts else 0)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=decoder,
@@ -126,6 +127,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         max_sequence_length=arch.max_position,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
+        rotary_percent=arch.rotary_dim / arch.head_dim,
         rotary_base=arch.rope.theta,
         mtp_block_spec=mtp,
     )
@@ -141,7 +143,11 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         use_onednn(model.decoder)
         if model.mtp_process:
             use_onednn(model.mtp)
-    return model.to(device=runtime.device, dtype=runtime.dtype)
+    model = model.to(device=runtime.device, dtype=runtime.dtype)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module._maintain_float32_expert_bias()
+    return model
 
 
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
@@ -184,6 +190,9 @@ def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normed,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_topk_scaling_factor": experts.scaling if experts.sigmoid else None,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }

@@ -14,7 +14,7 @@ keeps are made here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,6 +95,7 @@ def server_parts(
     and one that its neighbours are fused with and that is not there.
     """
     found: dict[str, Parts] = {}
+    kept = family_of(hf_config).float32
     unknown = {name for name in weights if is_served(name, drafter)}
     tied = bool(hf_config.get("tie_word_embeddings"))
     for served, prefix, part in _table(hf_config, drafter):
@@ -105,7 +106,9 @@ def server_parts(
             continue
         if missing := sorted(set(names) - present):
             raise ValueError(f"{served} is made of {names}, and {missing} are not sent: send them together.")
-        found[served] = shard.pieces([weights[name].to(dtype) for name in names], part.layout)
+        types = [torch.float32 if name.endswith(kept) else dtype for name in names]
+        sent = [weights[name].to(kind) for name, kind in zip(names, types, strict=True)]
+        found[served] = shard.pieces(sent, part.layout)
     if unknown:
         raise ValueError(
             f"No table says where an SGLang server keeps {', '.join(sorted(unknown))}: add it to the "
@@ -154,13 +157,14 @@ def _table(hf_config: Mapping[str, Any], drafter: Drafter | None) -> Iterator[tu
     places = [(prefix, prefix, layer) for prefix in layers]
     if drafter:
         draft = drafter.kind.served
-        places += [(DRAFT + at, draft.prefix + prefix, parts) for at, prefix, parts in draft.tables(family)]
+        for at, prefix, parts in draft.tables(family, hf_config):
+            places.append((DRAFT + at, draft.prefix + prefix, _fused(parts)))
     for place, prefix, parts in places:
         for part in parts:
             yield place + part.served_name, prefix, part
 
 
-def _fused(parts: Sequence[Part]) -> list[Part]:
+def _fused(parts: Iterable[Part]) -> list[Part]:
     """The weights as a server keeps them: those of one name, the experts', are one, in their order."""
     found: dict[str, Part] = {}
     for part in parts:

@@ -29,11 +29,11 @@ _ALIGNMENT = 64
 class SharedBuckets:
     """Two buckets, each as large as the largest piece it was given, until they are closed; also a context.
 
-    dtype: in which floating-point weights are laid.
+    dtype: in which floating-point weights are laid. float32: endings of the names of those that are laid so.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, float32: tuple[str, ...] = ()) -> None:
+        self._dtype, self._float32 = dtype, float32
         self._files = [os.memfd_create("rlpipe-weights") for _ in range(2)]
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in self._files]
         self._laying = threading.Lock()
@@ -67,6 +67,7 @@ class SharedBuckets:
         size = 0
         for name, tensor in piece:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            dtype = torch.float32 if name.endswith(self._float32) else dtype
             offset = -(-size // _ALIGNMENT) * _ALIGNMENT
             size = offset + tensor.numel() * dtype.itemsize
             kind = str(dtype).removeprefix("torch.")

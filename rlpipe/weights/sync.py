@@ -26,10 +26,12 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.models import family_of
 from rlpipe.models.checkpoint import (
     is_mtp_weight,
     read_config,
     read_weights,
+    stored_name,
     weight_shapes,
     write_checkpoint,
 )
@@ -133,7 +135,8 @@ class WeightSync:
     async def _share(self, client: Server, pieces: Sequence[Bucket], version: int, flush: bool) -> None:
         """Lay each piece into shared memory while the server loads the one before."""
         requests = list(self._requests(pieces, version, flush))
-        memory = self._memory = self._memory or SharedBuckets(getattr(torch, self._config.dtype))
+        dtype, float32 = getattr(torch, self._config.dtype), family_of(self._hf_config).float32
+        memory = self._memory = self._memory or SharedBuckets(dtype, float32)
         try:
             async with self._session(client):
                 loading: Awaitable[None] = asyncio.sleep(0)
@@ -343,6 +346,7 @@ class WeightSync:
             if self._draft_path is not None:
                 selector = "draft" if piece[0][0].startswith(self._prefix) else "target"
                 piece = [(name.removeprefix(self._prefix), tensor) for name, tensor in piece]
+            piece = [(stored_name(name, self._hf_config), tensor) for name, tensor in piece]
             yield (
                 piece,
                 {

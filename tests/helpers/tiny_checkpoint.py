@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
 }
@@ -51,6 +52,7 @@ def write_random_checkpoint(
     mtp_layers: int = 1,
     normed: bool = True,
     expert_intermediate: int = 12,
+    qk_norm: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
@@ -58,7 +60,7 @@ def write_random_checkpoint(
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
     normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
-    expert_intermediate: channels of one.
+    expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -87,8 +89,14 @@ def write_random_checkpoint(
     }
     if family == "mistral":
         config["sliding_window"] = None
-    experts = 8 if family == "qwen3_moe" else 0
-    if experts:
+    glm = family == "glm4_moe"
+    experts = 8 if family in ("qwen3_moe", "glm4_moe") else 0
+    if glm:
+        config |= {"n_routed_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": expert_intermediate, "n_shared_experts": 1, "n_group": 1}
+        config |= {"topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+        config |= {"attention_bias": True, "use_qk_norm": qk_norm, "partial_rotary_factor": 0.5}
+    elif experts:
         config |= {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": normed}
         config |= {
             "moe_intermediate_size": expert_intermediate,
@@ -96,7 +104,7 @@ def write_random_checkpoint(
             "mlp_only_layers": [],
         }
         config |= {"router_aux_loss_coef": 0.001}
-    if family == "mimo":
+    if family == "mimo" or glm:
         config["num_nextn_predict_layers"] = mtp_layers
     (path / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -109,19 +117,24 @@ def write_random_checkpoint(
     def vector(name: str, size: int, mean: float) -> None:
         weights[name] = mean + 0.1 * torch.randn(size, generator=generator)
 
-    def decoder_layer(prefix: str) -> None:
+    def decoder_layer(prefix: str, dense: bool = False) -> None:
         for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             matrix(f"{prefix}self_attn.{name}_proj.weight", size * head_dim, hidden)
-            if model_type == "qwen2":
+            if model_type == "qwen2" or glm:
                 vector(f"{prefix}self_attn.{name}_proj.bias", size * head_dim, 0.0)
-        if model_type.startswith("qwen3"):
+        if model_type.startswith("qwen3") or (glm and qk_norm):
             vector(f"{prefix}self_attn.q_norm.weight", head_dim, 1.0)
             vector(f"{prefix}self_attn.k_norm.weight", head_dim, 1.0)
         matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
-        if experts:
+        mixed = bool(experts) and not dense
+        if mixed:
             matrix(f"{prefix}mlp.gate.weight", experts, hidden)
-        inner = expert_intermediate if experts else intermediate
-        for mlp in [f"mlp.experts.{index}" for index in range(experts)] or ["mlp"]:
+        inner = expert_intermediate if mixed else intermediate
+        mlps = [f"mlp.experts.{index}" for index in range(experts)] if mixed else ["mlp"]
+        if glm and mixed:
+            vector(f"{prefix}mlp.gate.e_score_correction_bias", experts, 0.0)
+            mlps.append("mlp.shared_experts")
+        for mlp in mlps:
             matrix(f"{prefix}{mlp}.gate_proj.weight", inner, hidden)
             matrix(f"{prefix}{mlp}.up_proj.weight", inner, hidden)
             matrix(f"{prefix}{mlp}.down_proj.weight", hidden, inner)
@@ -130,7 +143,7 @@ def write_random_checkpoint(
 
     matrix("model.embed_tokens.weight", vocab, hidden, 1.0)
     for index in range(layers):
-        decoder_layer(f"model.layers.{index}.")
+        decoder_layer(f"model.layers.{index}.", dense=glm and index == 0)
     vector("model.norm.weight", hidden, 1.0)
     if not tie:
         matrix("lm_head.weight", vocab, hidden, head_scale or scale)
@@ -141,6 +154,12 @@ def write_random_checkpoint(
             matrix(f"{prefix}input_proj.weight", hidden, 2 * hidden)
             for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
                 vector(f"{prefix}{name}.weight", hidden, 1.0)
+    if glm and mtp_layers:
+        prefix = f"model.layers.{layers}."
+        decoder_layer(prefix)
+        matrix(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            vector(f"{prefix}{name}.weight", hidden, 1.0)
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path

@@ -1,25 +1,42 @@
-"""A real SGLang server with experts: new weights arrive, and it reads them as the trainer does."""
+"""Real SGLang servers with experts: new weights arrive, and they read them as the trainer does."""
+
+from dataclasses import replace
 
 import pytest
 
+from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
+from rlpipe.rollout.sglang import arguments
 from tests.helpers.engines import generate, request, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import perturbed, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import trainer_logprobs
 
 pytestmark = pytest.mark.integration
+SERVED = {"qwen3_moe": ("none", 21, 0), "glm4_moe": ("rejection", 25, 19)}  # tensors of target and draft
 
 
-def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(tmp_path):
-    path = write_random_checkpoint(tmp_path / "model", "qwen3_moe", expert_intermediate=32)
+@pytest.fixture
+def without_cuda(tmp_path, monkeypatch):
+    """Servers on a CPU whose drafts wait for no GPU, else SGLang's own code."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.synchronize = lambda *_: None\n")
+    monkeypatch.setattr(arguments, "SERVED", f"{tmp_path}:{arguments.SERVED}")
+    monkeypatch.setitem(FAMILIES, "glm4_moe", replace(FAMILIES["glm4_moe"], draft_on_cpu=True))
+
+
+@pytest.mark.usefixtures("without_cuda")
+@pytest.mark.parametrize("family", SERVED)
+def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(tmp_path, family):
+    path = write_random_checkpoint(tmp_path / "model", family, expert_intermediate=32)
+    mode, target, draft = SERVED[family]
     weights, updated, prompt = read_weights(path), tmp_path / "updated", [5, 6, 7]
     new = perturbed(weights, 0.02)
     write_checkpoint(updated, new, like=path)
-    with running_server(path, tmp_path / "logs", "none", bucket_mb=1) as engine:
+    with running_server(path, tmp_path / "logs", mode, bucket_mb=1) as engine:
         engine.update_weights(new, 1)
         assert engine.check_weights(new).passed and not engine.events
-        assert len(engine.check_weights(weights).target) == 21  # every tensor changed and is checked
+        old = engine.check_weights(weights)
+        assert (len(old.target), len(old.draft)) == (target, draft)  # every tensor changed and is checked
         name = "model.layers.1.mlp.experts.6.down_proj.weight"
         wrong = new | {name: new[name].clone()}
         wrong[name][3, 4] += 1e-3

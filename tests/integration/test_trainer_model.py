@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.trainer import Recompute, TrainerConfig
+from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
 from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_weights
@@ -30,6 +30,8 @@ FAMILIES = {
     "qwen3 all heads grouped": {"family": "qwen3", "kv_heads": 1, "tie": True},
     "qwen3 moe": {"family": "qwen3_moe", "head_dim": 12},
     "qwen3 moe weights below 1": {"family": "qwen3_moe", "normed": False},
+    "glm moe": {"family": "glm4_moe", "head_dim": 12},
+    "glm moe without norms": {"family": "glm4_moe", "layers": 3, "qk_norm": False, "mtp_layers": 0},
     "mistral": {"family": "mistral", "head_dim": 12},
     "llama theta": {
         "family": "llama",
@@ -151,6 +153,23 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(
     assert stepped.keys() == {name for name in exported if not is_mtp_weight(name)}
     for name, weight in stepped.items():
         assert (exported[name] - weight).abs().max() < 2e-5, name
+
+
+def test_the_bias_of_the_choice_of_experts_stays_in_float32_and_is_not_trained(tmp_path, trainer_of):
+    """Servers keep it and the router so, whatever the others are; Megatron would move it after each step."""
+    path = write_random_checkpoint(tmp_path / "model", "glm4_moe")
+    trainer = trainer_of(path, TrainerConfig(lr=1e-2, precision=Precision.BF16))
+    trainer.train_step(make_batch(make_groups(), AlgoConfig()))
+    sent = [pair for bucket in trainer.weight_buckets(1, torch.bfloat16) for pair in bucket]
+    planned = [pair for bucket in trainer.bucket_plan(1, torch.bfloat16) for pair in bucket]
+    assert [(n, t.dtype, t.shape) for n, t in sent] == [(n, t.dtype, t.shape) for n, t in planned]
+    weights, biases = read_weights(path), 0
+    for name, tensor in sent:
+        assert tensor.dtype is (torch.float32 if ".mlp.gate." in name else torch.bfloat16), name
+        if name.endswith("e_score_correction_bias"):
+            assert torch.equal(tensor, weights[name])
+            biases += 1
+    assert biases == 2
 
 
 def test_recomputation_changes_nothing(tmp_path, trainer_of):

@@ -65,7 +65,11 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("layers", [1, 3], ids=["one layer", "a layer per depth"])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("mimo", 1), ("mimo", 3), ("glm4_moe", 1)],
+    ids=["one layer", "a layer per depth", "a layer with experts"],
+)
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize(
     "mtp",
@@ -77,9 +81,11 @@ def assert_equal(found, expected):
     ],
     ids=lambda mtp: f"{mtp.objective}-{mtp.anchors}",
 )
-def test_the_step_of_the_draft_equals_plain_autograd_on_the_reference_layer(tmp_path, common, mtp, layers):
+def test_the_step_of_the_draft_equals_plain_autograd_on_the_reference_layer(
+    tmp_path, common, mtp, family, layers
+):
     """A large epsilon makes AdamW nearly linear in the gradient, so the weights tell of its direction."""
-    path = write_random_checkpoint(tmp_path / "model", "mimo", head_scale=0.5, mtp_layers=layers)
+    path = write_random_checkpoint(tmp_path / "model", family, head_scale=0.5, mtp_layers=layers)
     groups = make_groups(common=common)
     for t in (t for g in groups for t in g.trajectories):
         t.token_ids[-1] = 0  # after the last sampled token: not read

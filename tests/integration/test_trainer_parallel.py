@@ -32,9 +32,11 @@ EXPERTS = {  # ranks share the experts of a mixture, too
     "ep_sharded": replace(ALONE, dp=2, ep=2, distributed_optimizer=True),
     "ep_of_cp": replace(ALONE, cp=2, ep=2),
 }
+MIXTURES = ("qwen3_moe", "glm4_moe")
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
+    "experts": ONLINE,  # a draft whose layer is a mixture of experts
     "kl": replace(ONLINE, objective=MtpObjective.KL),
     "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
     "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
@@ -45,13 +47,14 @@ TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) != ("ppow", "cp")]  #
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Three families trained alone and split, and a run continued on other sizes; a launch per world size."""
+    """Four families trained alone and split, and a run continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
     models = {
         "mimo": write_random_checkpoint(folder / "mimo", "mimo", vocab=61),
         "qwen3": write_random_checkpoint(folder / "qwen3", "qwen3", vocab=64, tie=True),
         "qwen3_moe": write_random_checkpoint(folder / "qwen3_moe", "qwen3_moe", vocab=61),
+        "glm4_moe": write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61),
     }
     groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(3)]
 
@@ -59,7 +62,8 @@ def outcomes(tmp_path_factory):
         return Run(path=models[model], config=config, algo=ALGO, groups=work, **files)
 
     def draft(kind, config):
-        return Run(path=models["mimo"], config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
+        path = models["glm4_moe" if kind == "experts" else "mimo"]
+        return Run(path=path, config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
 
     sharded = replace(ALONE, distributed_optimizer=True)
     alone = {f"{model}/alone": run(model, ALONE, groups[:2]) for model in models}
@@ -70,7 +74,7 @@ def outcomes(tmp_path_factory):
     split = {
         f"{model}/{name}": run(model, config, groups[:2])
         for model in models
-        for name, config in (SPLITS | (EXPERTS if model == "qwen3_moe" else {})).items()
+        for name, config in (SPLITS | (EXPERTS if model in MIXTURES else {})).items()
     }
     alone["experts first"] = run("qwen3_moe", ALONE, groups[:2], save=folder / "saved experts")
     alone["experts then"] = run("qwen3_moe", ALONE, groups[2:], load=folder / "saved experts")
@@ -96,8 +100,8 @@ def assert_same_steps(alone, other):
         assert theirs["perf/train_tokens"] == mine["perf/train_tokens"]
 
 
-CASES = [(model, split) for model in ("mimo", "qwen3", "qwen3_moe") for split in SPLITS]
-CASES += [("qwen3_moe", split) for split in EXPERTS]
+CASES = [(model, split) for model in ("mimo", "qwen3", *MIXTURES) for split in SPLITS]
+CASES += [(model, split) for model in MIXTURES for split in EXPERTS]
 
 
 @pytest.mark.parametrize(("model", "split"), CASES)

@@ -125,7 +125,7 @@ DRAFTER = DrafterKind(
     sglang="EAGLE3",
     served=ServedDraft(
         prefix=PREFIX,
-        tables=lambda _: [("", "", [Part((), ("fc.weight",)), Part((), ("norm",), served="norm.weight")])],
+        tables=lambda *_: [("", "", [Part((), ("fc.weight",)), Part((), ("norm",), served="norm.weight")])],
         shared=(EMBEDDING,),
     ),
 )

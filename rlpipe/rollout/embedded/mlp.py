@@ -26,24 +26,30 @@ class GatedMlp:
 
 @dataclass(slots=True)
 class Mixture:
-    """Each token through the experts of its highest scores, weighted by a softmax in float32.
+    """Each token through the experts of its highest scores, weighted by a softmax or sigmoids in float32.
 
-    router: [experts, H].
+    router: [experts, H]. shared: reads every token. bias: [experts] float32, added for the choice alone.
     """
 
     experts: Experts
     router: torch.Tensor
     members: Sequence[GatedMlp]
+    shared: GatedMlp | None = None
+    bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        scores = F.linear(x.float(), self.router.float()).softmax(-1)
-        weights, chosen = scores.topk(self.experts.per_token)
+        scores = F.linear(x.float(), self.router.float())
+        scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
+        chosen = (scores if self.bias is None else scores + self.bias).topk(self.experts.per_token).indices
+        weights = scores.gather(1, chosen)
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.experts.scaling
         chosen, order = chosen.flatten().sort(stable=True)
         tokens = order // self.experts.per_token
         sizes = chosen.bincount(minlength=len(self.members)).tolist()
         sent = x.index_select(0, tokens).split(sizes)
         found = [mlp(part) for mlp, part in zip(self.members, sent, strict=True) if len(part)]
         weighted = torch.cat(found).float() * weights.flatten()[order].unsqueeze(-1)
-        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
+        mixed = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
+        return mixed if self.shared is None else mixed + self.shared(x)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.models import Architecture
+from rlpipe.models.base import ROUTER_BIAS, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.rollout.embedded.attention import (
     attend,
@@ -112,14 +113,15 @@ class Model:
         heads = torch.arange(2 * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * rows * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(rows, device=device).unsqueeze(1) * (kv_heads * slots)
-        frequencies = torch.tensor(arch.rope.frequencies(arch.head_dim), dtype=torch.float64)
+        frequencies = torch.tensor(arch.rope.frequencies(arch.rotary_dim), dtype=torch.float64)
         angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
         rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)
         self._rotations = rotations.to(device, torch.complex64)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
-        half = arch.head_dim // 2
-        self._interleave = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
+        half = arch.rotary_dim // 2
+        rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
+        self._interleave = torch.cat((rotated, torch.arange(2 * half, arch.head_dim)))
         self.load(weights)
         if draft is not None:
             draft.attach(self)
@@ -141,10 +143,11 @@ class Model:
         self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
         if self.mtp:
             self.mtp_layer = self.layer(get, weights, MTP_PREFIX)
-            self.mtp_input = Linear(get(f"{MTP_PREFIX}input_proj.weight"))
-            self.mtp_token_norm = get(f"{MTP_PREFIX}token_layernorm.weight")
-            self.mtp_hidden_norm = get(f"{MTP_PREFIX}hidden_layernorm.weight")
-            self.mtp_final_norm = get(f"{MTP_PREFIX}final_layernorm.weight")
+            found = [get(MTP_PREFIX + part.hf[0]) for part in self.arch.draft]
+            self.mtp_token_norm, self.mtp_hidden_norm, joined, self.mtp_final_norm = found
+            if Layout.SWAPPED not in {part.layout for part in self.arch.draft}:  # it reads the token first
+                joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
+            self.mtp_input = Linear(joined)
         if self.draft_model is not None:
             prefix = self.draft_model.prefix
             draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -283,7 +286,7 @@ class Model:
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), layer.q_norm, arch.norm_eps)
             keys = qkv[:, heads : heads + kv_heads]
             keys.copy_(F.rms_norm(keys, (head_dim,), layer.k_norm, arch.norm_eps))
-        self._rotate(qkv[:, : heads + kv_heads], rotation)
+        self._rotate(qkv[:, : heads + kv_heads, : arch.rotary_dim], rotation)
         self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, head_dim))
         masks = [span.mask for span in spans]
         if selects is not None:
@@ -312,7 +315,7 @@ class Model:
 
     @staticmethod
     def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> None:
-        """RoPE in place: x [N, heads, D] with interleaved pairs, rotation [N, 1, D/2] complex64."""
+        """RoPE in place: x [N, heads, R] with interleaved pairs, rotation [N, 1, R/2] complex64."""
         if x.dtype == torch.float32:
             torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotation)
         else:
@@ -357,7 +360,9 @@ class Model:
 
         def mixture() -> Mixture:
             members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
-            return Mixture(arch.experts, get(f"{prefix}mlp.gate.weight"), members)
+            shared = mlp("mlp.shared_experts") if arch.experts.shared else None
+            bias = weights[prefix + ROUTER_BIAS.hf[0]].to(self.device) if arch.experts.sigmoid else None
+            return Mixture(arch.experts, get(f"{prefix}mlp.gate.weight"), members, shared, bias)
 
         return Layer(
             get(f"{prefix}input_layernorm.weight"),

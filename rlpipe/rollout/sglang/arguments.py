@@ -24,6 +24,7 @@ from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.models import family_of
 from rlpipe.models.checkpoint import read_config, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.weights.shared import LOADER, SERVED
@@ -62,6 +63,11 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
     drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)
     require_mtp(draft, drafting, spec.mode)
+    if not on_gpu and not family_of(draft).draft_on_cpu:
+        raise ValueError(
+            f"spec.mode={spec.mode}: SGLang's MTP draft of a {draft['model_type']!r} starts on a GPU "
+            "only. Use rollout=embedded, spec.mode=none, or spec.drafter=suffix with rollout=embedded."
+        )
     if draft.get("vocab_size") != target.get("vocab_size"):
         raise ValueError(
             f"the draft {str(drafting)!r} has vocab_size={draft.get('vocab_size')} and the target "
@@ -103,6 +109,8 @@ def command(
             words += ["--mem-fraction-static", sglang.memory_fraction]
     if backend:
         words += ["--attention-backend", backend]
+    if (read_config(model_path).get("n_shared_experts") or 0) > 0:  # else under names of other experts
+        words += ["--disable-shared-experts-fusion"]
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]
     if spec.mode is not SpecMode.NONE:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from rlpipe.config.drafters import DRAFTERS
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
 from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.eagle3 import OUTSIDE, Eagle3
@@ -192,6 +194,12 @@ def test_a_mapping_outside_the_vocabulary_is_refused(target, tmp_path):
     save_file(weights, path / "model.safetensors")
     with pytest.raises(ValueError, match="d2t"):
         Eagle3.load(path, read_config(target))
+
+
+def test_a_target_that_rotates_a_part_of_its_heads_is_refused(tmp_path):
+    target = read_config(write_random_checkpoint(tmp_path, "glm4_moe"))
+    with pytest.raises(ValueError, match=r"'glm4_moe' rotates 4 of 8 numbers: draft with its MTP layer"):
+        DRAFTERS["eagle3"].check_trained(SimpleNamespace(), target)
 
 
 def test_a_missing_directory_and_impossible_settings_are_refused(target, tmp_path):

@@ -6,10 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlpipe.memory import parameters
 from rlpipe.models import FAMILIES, family_of, read_architecture
-from rlpipe.models.checkpoint import check_weights, read_config, read_weights
+from rlpipe.models.checkpoint import (
+    check_weights,
+    read_config,
+    read_weights,
+    weight_shapes,
+    write_checkpoint,
+)
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -48,6 +55,9 @@ EXPERTS = {  # of Qwen/Qwen3-30B-A3B; families without experts do not read them
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "num_nextn_predict_layers": None,
+    "n_routed_experts": 128,
+    "first_k_dense_replace": 0,
+    "num_hidden_layers": 48,
 }
 DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -106,6 +116,74 @@ def test_the_released_qwen3_30b_a3b_is_counted_with_all_its_experts():
     }
     model, draft = parameters(read_architecture(released))
     assert model == pytest.approx(30.53e9, rel=1e-3) and not draft
+
+
+GLM_4_5_AIR = {  # config.json of zai-org/GLM-4.5-Air, what is read of it
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
+def test_the_released_glm_4_5_air_is_read_as_it_was_published():
+    arch = read_architecture(GLM_4_5_AIR)
+    assert (arch.rotary_dim, arch.head_dim, arch.experts.dense, arch.experts.shared) == (64, 128, 1, 1408)
+    assert arch.qkv_bias and not arch.output_bias and not arch.qk_norm and arch.mtp_layers == 1
+    model, draft = parameters(arch)
+    assert model == pytest.approx(106.8e9, rel=2e-3) and draft == pytest.approx(2.4e9, rel=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 8}, "n_group=8, which is not supported: use a GLM-4.5"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 of n_routed_experts=128"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2.*at most one MTP layer"),
+        ({"first_k_dense_replace": 46}, "first_k_dense_replace=46 of num_hidden_layers=46"),
+        ({"n_routed_experts": None}, "n_routed_experts=None: it must be a whole number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of 0.5 of a head"),
+    ],
+)
+def test_what_of_glm_would_be_computed_wrongly_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture(GLM_4_5_AIR | change)
+
+
+def test_an_mtp_layer_that_is_numbered_after_the_others_comes_back_under_that_name(tmp_path):
+    path = write_random_checkpoint(tmp_path / "model", "glm4_moe")
+    stored = load_file(path / "model.safetensors")
+    assert "model.layers.2.enorm.weight" in stored
+    copies = {f"model.layers.2.{n}.weight": torch.zeros(64, 32) for n in ("embed_tokens", "shared_head.head")}
+    save_file(stored | copies, path / "model.safetensors")  # as in released files; they are not read
+    weights = read_weights(path)
+    assert not any(name.startswith("model.layers.2.") for name in weights)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == weight_shapes(path)
+    write_checkpoint(tmp_path / "written", weights, like=path)
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("sliding_window", [{}, {"sliding_window": 4096}])

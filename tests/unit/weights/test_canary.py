@@ -7,7 +7,7 @@ import torch
 
 from rlpipe.config.spec import Drafter
 from rlpipe.models import FAMILIES
-from rlpipe.models.checkpoint import read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, compare, server_parts
 from rlpipe.weights.fingerprint import fingerprints
 from tests.helpers.eagle3_drafts import random_draft
@@ -159,6 +159,29 @@ def test_the_experts_of_a_layer_are_two_tensors_cut_along_their_channels(tmp_pat
     del weights["model.layers.0.mlp.experts.7.up_proj.weight"]
     with pytest.raises(ValueError, match=r"w13_weight is made of .*not sent"):
         tensors(weights, drafter=None, **changed)
+
+
+# What SGLang's glm4_moe.py and glm4_moe_nextn.py call a layer with experts, and the draft's own weights.
+GLM_MIXTURE = {f"mlp.{n}" for n in ("gate.weight", "gate.e_score_correction_bias", "experts.w13_weight")}
+GLM_MIXTURE |= {f"mlp.{n}" for n in ("experts.w2_weight", "shared_experts.gate_up_proj.weight")}
+GLM_MIXTURE |= {"mlp.shared_experts.down_proj.weight"}
+GLM_DRAFT = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+
+
+def test_every_tensor_of_glm_has_the_name_and_the_type_that_the_server_gives_it(tmp_path):
+    path = write_random_checkpoint(tmp_path, "glm4_moe", vocab=100)
+    parts = server_parts(
+        read_weights(path), torch.bfloat16, Shard(kv_heads=2), read_config(path), drafter=Drafter.MTP
+    )
+    dense = LAYER | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    mixed = {name for name in dense if not name.startswith("mlp.")} | GLM_MIXTURE
+    names = SHARED | {"model.norm.weight"} | {f"draft.{name}" for name in SHARED}
+    names |= {f"model.layers.0.{n}" for n in dense} | {f"model.layers.1.{n}" for n in mixed}
+    names |= {f"draft.model.{n}" for n in GLM_DRAFT} | {f"draft.model.decoder.{n}" for n in mixed}
+    assert parts.keys() == names
+    for name, pieces in parts.items():
+        expected = torch.float32 if ".mlp.gate." in name else torch.bfloat16
+        assert {piece.dtype for piece in pieces} == {expected}, name
 
 
 EAGLE3 = {"lm_head.weight", "model.embed_tokens.weight", "model.fc.weight", "model.norm.weight"}

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rlpipe.models import read_architecture
-from rlpipe.models.checkpoint import MTP_PREFIX, read_config, read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded.attention import attend, attend_products, expand_mask, pieces_of
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
+from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import transformers_logits
 from tests.helpers.tiny_checkpoint import SCALED, write_random_checkpoint
 
@@ -39,6 +40,7 @@ VARIANTS = {
     "qwen3 with head_dim != hidden / heads": {"family": "qwen3", "head_dim": 16},
     "experts": {"family": "qwen3_moe"},
     "experts whose weights sum to less than 1": {"family": "qwen3_moe", "normed": False},
+    "experts by sigmoids": {"family": "glm4_moe", "head_dim": 12},
     "llama": {"family": "llama"},
     "mistral": {"family": "mistral"},
     "mimo backbone": {"family": "mimo"},
@@ -79,19 +81,13 @@ def test_bfloat16_stays_close_to_float32(tmp_path):
     assert (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 @torch.inference_mode()
-def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_path):
+def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_path, family):
     """Depth k sees depth-1 keys of the prefix plus its own draft keys, RoPE position t + k - 1."""
-    from transformers import AutoConfig
-
-    from recipes.tiny_model.layer import MtpLayer
-
-    path = write_random_checkpoint(tmp_path)
+    path = write_random_checkpoint(tmp_path, family)
     model, weights = _model(path, mtp=True), read_weights(path)
-    reference = MtpLayer(AutoConfig.from_pretrained(path))
-    reference.load_state_dict(
-        {k.removeprefix(MTP_PREFIX): v for k, v in weights.items() if k.startswith(MTP_PREFIX)}
-    )
+    [reference] = read_layers(path)
     length, gamma = 12, 3
     tokens = _tokens(2, length + gamma)
     span = model.span(0, torch.arange(length).expand(2, length), length)

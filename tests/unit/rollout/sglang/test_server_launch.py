@@ -147,6 +147,16 @@ def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
         supported(model, draft=draft)
 
 
+def test_glms_draft_is_refused_on_a_cpu_and_its_shared_expert_is_not_fused(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", "glm4_moe")
+    with pytest.raises(ValueError, match=r"draft of a 'glm4_moe' starts on a GPU only. Use rollout=embedded"):
+        supported(model)
+    supported(model, on_gpu=True)
+    supported(model, mode="none")
+    words = command(RolloutConfig(), SpecConfig(), model, port=1, on_gpu=True, version=0)
+    assert "--disable-shared-experts-fusion" in words
+
+
 @pytest.fixture
 def eagle3(tmp_path):
     """Check a new EAGLE-3 draft for a target of four layers; settings are of the draft, then of others."""

@@ -1,0 +1,68 @@
+"""GLM-4.5, 4.6 and 4.7: a mixture of experts by sigmoids behind some dense layers, and one MTP layer.
+
+Half of each head is rotated, queries and keys have biases, and in the larger model norms. A bias for each
+expert, added to the scores for the choice alone, is kept as it was trained: it balanced experts in
+pretraining, and RL does not move it. The MTP layer is a decoder layer with experts; its files call it
+`model.layers.N`, N being the number of layers (see `checkpoint`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlpipe.models.base import Experts, Family, Layout, Part, whole_number
+
+DRAFT = (
+    Part(("enorm.weight",), ("enorm.weight",)),
+    Part(("hnorm.weight",), ("hnorm.weight",)),
+    Part(("eh_proj.weight",), ("eh_proj.weight",), Layout.ROWS),
+    Part(("final_layernorm.weight",), ("shared_head.norm.weight",)),
+)
+
+
+def read_experts(config: Mapping[str, Any]) -> Experts:
+    """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
+    count = whole_number("n_routed_experts", config.get("n_routed_experts", config.get("num_local_experts")))
+    per_token, intermediate = (
+        whole_number(name, config.get(name)) for name in ("num_experts_per_tok", "moe_intermediate_size")
+    )
+    shared = whole_number("n_shared_experts", config.get("n_shared_experts", 1))
+    layers, dense = (
+        int(config.get(name, default))
+        for name, default in (("num_hidden_layers", 0), ("first_k_dense_replace", 1))
+    )
+    groups, drafts = int(config.get("n_group") or 1), int(config.get("num_nextn_predict_layers") or 0)
+    refused = {
+        f"n_group={groups}": groups > 1,
+        "norm_topk_prob=false": not config.get("norm_topk_prob", True),
+        f"num_experts_per_tok={per_token} of n_routed_experts={count}": not 1 < per_token <= count,
+        f"num_nextn_predict_layers={drafts}": drafts > 1,
+        f"first_k_dense_replace={dense} of num_hidden_layers={layers}": not 0 <= dense < layers,
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"The model's config.json asks for {what}, which is not supported: use a GLM-4.5, 4.6 or 4.7 "
+                "as released, with one group of experts, weights that sum to 1 and at most one MTP layer."
+            )
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate=intermediate,
+        normed=True,
+        sigmoid=True,
+        scaling=float(config.get("routed_scaling_factor", 1.0)),
+        shared=shared * intermediate,
+        dense=dense,
+    )
+
+
+FAMILY = Family(
+    name="glm4_moe",
+    output_bias=False,
+    draft=DRAFT,
+    experts=read_experts,
+    rotary=0.5,
+    draft_block="decoder",
+    draft_on_cpu=False,  # set_embed_and_head of SGLang 0.5.23 waits for CUDA
+    float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+)
