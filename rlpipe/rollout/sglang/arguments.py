@@ -25,7 +25,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models import family_of
-from rlpipe.models.checkpoint import read_config, require_mtp
+from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.weights.shared import LOADER, SERVED
 
@@ -109,7 +109,8 @@ def command(
             words += ["--mem-fraction-static", sglang.memory_fraction]
     if backend:
         words += ["--attention-backend", backend]
-    if (read_config(model_path).get("n_shared_experts") or 0) > 0:  # else under names of other experts
+    model = read_json(Path(model_path) / "config.json", "model.path")
+    if model.get("n_shared_experts"):  # else they have the names of other experts
         words += ["--disable-shared-experts-fusion"]
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]
