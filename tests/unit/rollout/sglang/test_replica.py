@@ -225,13 +225,14 @@ def test_a_turn_waiting_for_a_server_can_be_aborted(fake):
     assert result.finish_reason is FinishReason.ABORT and result.output_ids == []
 
 
-def test_a_turn_aborted_on_a_server_that_hangs_is_played_by_no_other(fake):
+def test_a_turn_aborted_on_a_server_that_then_hangs_is_played_by_no_other(fake):
     async def run():
         (fake.folder / "slow").touch()
         aborted = asyncio.ensure_future(fake.generate(request("w", [5], max_new_tokens=2)))
         await asyncio.to_thread(until, lambda: fake.stats().running == 1)
-        hang(fake)
         fake.abort(["w"])
+        await asyncio.to_thread(fake.membership)  # on the engine's loop, after the abort
+        hang(fake)
         (fake.folder / "slow").unlink()
         result = await aborted
         again = await fake.generate(request("w", [5], max_new_tokens=2))
