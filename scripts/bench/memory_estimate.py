@@ -73,6 +73,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "trainer, fp32, tied head": {"model": {"tie_word_embeddings": True}, "trainer": TRAINER},
     "trainer, fp32, reference": {"trainer": TRAINER, "algo": {"kl_coef": 0.1}},
+    "trainer, fp32, adapters": {"trainer": TRAINER | {"lora": {"rank": 16}}},
+    "trainer, bf16, adapters, reference": {
+        "trainer": TRAINER | {"precision": "bf16", "lora": {"rank": 16}},
+        "algo": {"kl_coef": 0.1},
+    },
     "trainer, fp32, many tokens": {
         "model": {"vocab_size": 1024},
         "trainer": TRAINER | {"micro_batch_tokens": 2048},
