@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from rlpipe.config.run import ClusterMode, Config
 _PREFIX = "rlpipe-ray-"
 _SESSIONS = "sessions"  # the file in the folder that names them, for whoever sweeps it
 _WATCHED = ("gcs_server", "raylet")
+_LOOK_S, _PATIENCE_S = 0.2, 60.0  # between two looks at what was killed, and for all of them
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
 
@@ -148,15 +150,25 @@ def sweep() -> None:
 
 
 def _end(sessions: Mapping[int, float]) -> None:
-    """Kill all processes of sessions, unless the id of a dead leader is another's by now."""
-    killed = []
+    """Kill all processes of sessions until none lives, one that was just being started included."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (living := _members(sessions)) and time.monotonic() < deadline:
+        for process in living:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(living, timeout=_LOOK_S)
+
+
+def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:
+    """Living processes of sessions, unless the id of a dead leader is another's by now."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             leader = os.getsid(process.pid)
-            if leader in sessions and _started_at(leader) in (None, sessions[leader]):
-                process.kill()
-                killed.append(process)
-    psutil.wait_procs(killed, timeout=3)
+            ours = leader in sessions and _started_at(leader) in (None, sessions[leader])
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _started_at(pid: int) -> float | None:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.integration
 
 SCRIPT = """
 import json, os, sys
+from contextlib import suppress
 import psutil
 from rlpipe.actors.ray_session import RaySession
 from rlpipe.config.run import Config
@@ -28,13 +29,19 @@ def look():
 module, worker = ray.get(look.remote())
 mine = psutil.Process()
 processes = [mine, *mine.children(recursive=True)]
-listening = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
+listening, in_our_group = [], []
+for process in processes:
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):  # Ray ends workers that it does not need
+        sockets = process.net_connections("inet")
+        listening += [c.laddr.ip for c in sockets if c.status == "LISTEN"]
+        if process != mine and os.getpgid(process.pid) == os.getpgrp():
+            in_our_group.append(process.name())
 folder = session._folder
 told = {
     "module": module,
     "listening": listening,
     "worker": worker in {p.pid for p in processes},
-    "in_our_group": [p.name() for p in processes[1:] if os.getpgid(p.pid) == os.getpgrp()],
+    "in_our_group": in_our_group,
     "mode": oct(folder.stat().st_mode & 0o777),
     "token": os.environ["RAY_AUTH_MODE"],
 }
@@ -42,7 +49,11 @@ if sys.argv[1:] == ["at_once"]:
     session.stop(at_once=True)
 else:
     session.stop()
-told["left"] = [p.name() for p in processes[1:] if p.is_running() and p.status() != "zombie"]
+told["left"] = []
+for process in processes[1:]:
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running() and process.status() != "zombie":
+            told["left"].append(process.name())
 told["folder"] = folder.exists()
 print(json.dumps(told), flush=True)
 os._exit(0)
