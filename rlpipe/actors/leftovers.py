@@ -24,14 +24,11 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from rlpipe.actors.ray_session import module_path
+from rlpipe.actors.ray_session import LOOK_S, PATIENCE_S, kill_all, module_path
 from rlpipe.actors.ray_session import sweep as sweep_folders
 from rlpipe.envs.sandbox.sweep import MARK, left
 from rlpipe.envs.sandbox.sweep import sweep as sweep_sandboxes
 from rlpipe.rollout.shared_entries import sweep as sweep_servers
-
-_LOOK_S = 0.2
-_PATIENCE_S = 60.0
 
 
 @contextmanager
@@ -77,17 +74,13 @@ def _lives(process: psutil.Process) -> bool:
 
 def clean_up(mark: str, containers: bool) -> None:
     """Kill all that carries the mark, then remove what the dead left behind."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while (living := marked(mark)) and time.monotonic() < deadline:  # again: they may have started others
-        for process in living:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(living, timeout=_LOOK_S)
+    deadline = time.monotonic() + PATIENCE_S
+    kill_all(lambda: marked(mark))
     sweep_folders()
     sweep_servers()
     sweep_sandboxes(mark)
     while left(mark) and time.monotonic() < deadline:  # a process in them was still dying
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
         sweep_sandboxes(mark)
     if containers:
         from rlpipe.envs.sandbox.container import sweep as sweep_containers

@@ -31,7 +31,7 @@ from rlpipe.config.run import ClusterMode, Config
 _PREFIX = "rlpipe-ray-"
 _SESSIONS = "sessions"  # the file in the folder that names them, for whoever sweeps it
 _WATCHED = ("gcs_server", "raylet")
-_LOOK_S, _PATIENCE_S = 0.2, 60.0  # between two looks at what was killed, and for all of them
+LOOK_S, PATIENCE_S = 0.2, 60.0  # between two looks at what was killed, and for all of them
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
 
@@ -150,13 +150,18 @@ def sweep() -> None:
 
 
 def _end(sessions: Mapping[int, float]) -> None:
-    """Kill all processes of sessions until none lives, one that was just being started included."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while (living := _members(sessions)) and time.monotonic() < deadline:
-        for process in living:
+    """Kill all processes of sessions."""
+    kill_all(lambda: _members(sessions))
+
+
+def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
+    """Kill what `living` finds until it finds nothing: processes die slowly, and may have started others."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := living()) and time.monotonic() < deadline:
+        for process in found:
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(living, timeout=_LOOK_S)
+        psutil.wait_procs(found, timeout=LOOK_S)
 
 
 def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:

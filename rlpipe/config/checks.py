@@ -265,8 +265,7 @@ def check_adapt(config: Config) -> None:
     if config.trainer.world_size > 1:
         raise ValueError(
             f"mtp_adapt trains in one process, but trainer.tp*trainer.cp*trainer.dp="
-            f"{config.trainer.world_size}: set "
-            "both to 1."
+            f"{config.trainer.world_size}: set all three to 1."
         )
 
 

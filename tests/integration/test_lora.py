@@ -147,7 +147,7 @@ def test_logits_and_gradients_are_pefts(tmp_path, trainer_of):
 
 @pytest.mark.parametrize("recompute", Recompute)
 def test_gradients_are_those_of_the_dense_weight_in_float64(path, trainer_of, recompute):
-    """Of W + s B A: the gradient G of the dense weight makes s G A^T of B and s B^T G of A."""
+    """Gradients of W + s B A: the gradient G of the dense weight makes s G A^T of B and s B^T G of A."""
     trainer = trainer_of(path, replace(LORA, recompute=recompute))
     model = in_float64(trainer.model)
     fill(model)

@@ -25,7 +25,7 @@ def hooks(monkeypatch):
 
 
 def source_digest(text, name):
-    """Of the function `name`, read without importing SGLang; equals `plugin.digest` inside the server."""
+    """Hash of the function `name`, read without importing SGLang: the server's `plugin.digest`."""
     node = ast.parse(text)
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == part)
