@@ -175,14 +175,14 @@ class Config:
 
     @property
     def broadcasts_weights(self) -> bool:
-        """Whether the trainer broadcasts weights to all SGLang servers itself.
+        """Whether the trainer brings weights to all SGLang servers itself.
 
         Not in one process, and not where a rollout worker serves other weights than the trainer's own.
         """
         rollout = self.rollout
         return (
             rollout.engine is EngineKind.SGLANG
-            and rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE
+            and rollout.sglang.weight_transfer in (WeightTransfer.COLLECTIVE, WeightTransfer.IPC)
             and self.cluster.mode is ClusterMode.RAY
             and self.run.half is Half.BOTH
             and not (self.injection.active() or self.decoupled.active)
@@ -218,10 +218,19 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
     """The settings with `rollout.sglang.weight_transfer=auto` decided, and why; without `auto` as they are.
 
     Shared memory where trainer and servers are on one host, unless the servers have GPUs of their own: then,
-    and across hosts, the trainer broadcasts, where it can. hosts: of the cluster. gpus: whether it has any.
+    and across hosts, the trainer broadcasts, where it can. On one GPU with it, the server maps its memory.
+    hosts: of the cluster. gpus: whether it has any. Raises ValueError for ipc where no server can.
     """
     rollout = config.rollout
     sglang = rollout.sglang
+    on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
+    apart = on_gpu and not config.cluster.share_gpus
+    if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and (hosts > 1 or apart):
+        where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
+        raise ValueError(
+            f"rollout.sglang.weight_transfer=ipc with {where}: a server maps memory of the trainer's own "
+            "host and GPU. Set weight_transfer=auto, or cluster.share_gpus=true."
+        )
     if rollout.engine is not EngineKind.SGLANG or sglang.weight_transfer is not WeightTransfer.AUTO:
         return config, ""
 
@@ -229,9 +238,9 @@ def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Con
         return replace(config, rollout=replace(rollout, sglang=replace(sglang, weight_transfer=transfer)))
 
     broadcast = by(WeightTransfer.COLLECTIVE)
-    on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
-    apart = on_gpu and not config.cluster.share_gpus
     if broadcast.broadcasts_weights and (hosts > 1 or apart):
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
         return broadcast, f"weights reach the servers by broadcast (collective): {where}"
+    if broadcast.broadcasts_weights and on_gpu and config.trainer.world_size == 1:
+        return by(WeightTransfer.IPC), "weights reach the server through memory of their GPU (ipc)"
     return by(WeightTransfer.SHARED), "weights reach the servers through memory that they share with workers"

@@ -1,6 +1,6 @@
 """The trainer's side of a broadcast to all servers: buckets of full weights, sent as they are gathered.
 
-    trainer.weight_buckets, draft --> Root.send --> every rank of every server
+    trainer.weight_buckets, draft --> Root.send --> every rank of every server (or `MappedRoot.send`)
                           |--> checksums for the canary, computed where the bucket lies
                           \\--> host memory: a copy for a server that was lost
 
@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
 from rlpipe.weights.canary import is_served, rank_fingerprints
 from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
+from rlpipe.weights.mapped import MappedRoot
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
 
@@ -46,7 +49,7 @@ class WeightSender:
         self._drafter = drafter if drafter is not Drafter.MTP or has_mtp(self._model) else None
         self._form = {"megabytes": config.sglang.bucket_mb, "dtype": getattr(torch, config.dtype)}
         self._on_gpu = on_gpu
-        self._root: Root | None = None
+        self._root: Root | MappedRoot | None = None
         self._newest: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
@@ -56,11 +59,16 @@ class WeightSender:
         servers are on GPUs, else gloo.
         """
         self.close()
-        backend = "nccl" if self._on_gpu and self._trainer.device.type == "cuda" else "gloo"
-        sglang = self._config.sglang
-        self._root = Root(host, servers * sglang.tp, sglang.update_timeout, backend)
-        plan = [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in self._draft_buckets()]
-        return self._root.rendezvous, [*plan, *self._served(self._trainer.bucket_plan(**self._form))]
+        sglang, device = self._config.sglang, self._trainer.device
+        draft = [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in self._draft_buckets()]
+        plan = [*draft, *self._served(self._trainer.bucket_plan(**self._form))]
+        if sglang.weight_transfer is WeightTransfer.IPC:
+            first_ranks = range(1, 1 + servers * sglang.tp, sglang.tp)
+            self._root = MappedRoot(host, first_ranks, sglang.update_timeout, device, plan)
+        else:
+            backend = "nccl" if self._on_gpu and device.type == "cuda" else "gloo"
+            self._root = Root(host, servers * sglang.tp, sglang.update_timeout, backend)
+        return self._root.rendezvous, plan
 
     def send(self, version: int) -> Sent:
         """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept.
@@ -71,14 +79,16 @@ class WeightSender:
         kept: dict[str, torch.Tensor] = {}
         checksums = Checksums(ranks=[{} for _ in range(self._config.sglang.tp)])
         failure = ""
-        for bucket in self._buckets():
-            failure = failure or self._sent(bucket, deadline)
-            kept |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
-            made = rank_fingerprints(
-                dict(bucket), self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
-            )  # what SGLang fuses lies in one bucket
-            for found, more in zip(checksums.ranks, made, strict=True):
-                found |= more
+        with ThreadPoolExecutor(1) as thread:
+            for bucket in self._buckets():
+                sending = None if failure else thread.submit(self._sent, bucket, deadline)
+                kept |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+                made = rank_fingerprints(
+                    dict(bucket), self._config, self._model, drafter=self._drafter, on_gpu=self._on_gpu
+                )  # what SGLang fuses lies in one bucket
+                for found, more in zip(checksums.ranks, made, strict=True):
+                    found |= more
+                failure = sending.result() if sending else failure
         self._newest = version, kept
         num_bytes = sum(tensor.nbytes for tensor in kept.values())
         return Sent(checksums=checksums, num_bytes=num_bytes, failure=failure)

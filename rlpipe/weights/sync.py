@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
@@ -47,8 +48,9 @@ from rlpipe.weights.collective import (
     Sent,
     described,
 )
+from rlpipe.weights.mapped import BACKEND, Taker
 from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
-from rlpipe.weights.shared import LOADER, SharedBuckets
+from rlpipe.weights.shared import LOADER, SharedBuckets, encoded, laid
 
 
 class WeightSync:
@@ -76,6 +78,7 @@ class WeightSync:
         self._root: Root | None = None  # of the group with this server alone
         self._memory: SharedBuckets | None = None
         self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
+        self._taker: Taker | None = None  # there, where the trainer's memory is mapped
 
     def require_fitting(self, weights: Mapping[str, torch.Tensor], *, draft: bool) -> None:
         """Refuse weights of another model before anything is touched; they may be on the meta device.
@@ -142,8 +145,7 @@ class WeightSync:
                 loading: Awaitable[None] = asyncio.sleep(0)
                 for piece, body in requests:
                     description, _ = await asyncio.gather(asyncio.to_thread(memory.lay, piece), loading)
-                    body["load_format"] = LOADER
-                    loading = self._post_tensors(client, serialize([("bucket", description)]), body)
+                    loading = self._post_laid(client, description, body)
                 await loading
         except BaseException:
             self.close()  # what the server still reads must not be written over
@@ -152,6 +154,10 @@ class WeightSync:
     async def _post_tensors(self, client: Server, serialized: str, body: dict[str, Any]) -> None:
         body["serialized_named_tensors"] = [serialized] * self._config.sglang.tp
         await client.post("/update_weights_from_tensor", body, self._patience)
+
+    async def _post_laid(self, client: Server, description: torch.Tensor, body: dict[str, Any]) -> None:
+        body["load_format"] = LOADER
+        await self._post_tensors(client, serialize([("bucket", description)]), body)
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
         """Have the server, `member` of the group, take what the trainer broadcasts.
@@ -218,16 +224,28 @@ class WeightSync:
         """The server's part of a broadcast: join the group if it is new, then ask for piece after piece."""
         if self.group_of(client) != group.name:
             await self._leave(client)
-            await client.post("/init_weights_update_group", group.body(first_rank), self._patience)
+            if group.backend == BACKEND:
+                self._taker = await asyncio.to_thread(Taker, group, first_rank, self._patience)
+            else:
+                await client.post("/init_weights_update_group", group.body(first_rank), self._patience)
             self._joined = client, group.name
         async with self._session(client):
             for piece, body in self._requests(pieces, version, flush):
-                body |= described(piece, group.name)
-                await client.post("/update_weights_from_distributed", body, self._patience)
+                if self._taker is not None:
+                    where = await self._taker.where()
+                    await self._post_laid(client, encoded(where | laid(piece)), body)
+                    await self._taker.taken()
+                else:
+                    body |= described(piece, group.name)
+                    await client.post("/update_weights_from_distributed", body, self._patience)
 
     async def _leave(self, client: Server) -> None:
         """Have the server leave its group; one that broke off cannot always be left in order."""
-        if name := self.group_of(client):
+        if self._taker is not None:
+            with contextlib.suppress(dist.DistError):  # its holder may be gone
+                await self._taker.taken("a server did not take it")
+            self._taker = None
+        elif name := self.group_of(client):
             with contextlib.suppress(ServerError):
                 body = {"group_name": name}
                 await client.post("/destroy_weights_update_group", body, self._config.sglang.health_timeout)

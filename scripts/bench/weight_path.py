@@ -8,9 +8,11 @@ otherwise, by every way in turn, repeat by repeat; between them the floor on the
 Seconds are of one update until the server serves it, pausing and canary included. Parts overlap, so that
 their sum exceeds the whole:
 
-    hand over  lay into shared memory, serialise or broadcast     load    what the server was asked for
-    our hash, server hash  both sides of the canary               pause   until the server goes on
-    export     the trainer's side: weights into one payload; no part of an update
+    hand over  lay into shared memory, serialise or broadcast; for ipc, until the server has taken it
+    load       what the server was asked for
+    our hash, server hash  both sides of the canary
+    pause      until the server goes on
+    export     the trainer's side: weights into one payload; no part of an update, which ipc does without
 
 Memory is what our process and the server's add to what they held before, in an update that is not timed.
 
@@ -47,14 +49,16 @@ from rollout_speed import provenance  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.sglang import WeightTransfer  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
-from rlpipe.models.checkpoint import read_weights  # noqa: E402
+from rlpipe.models.checkpoint import read_config, read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from rlpipe.weights import shared, sync  # noqa: E402
+from rlpipe.weights import sender, shared, sync  # noqa: E402
 from rlpipe.weights.buckets import buckets  # noqa: E402
 from rlpipe.weights.collective import Root  # noqa: E402
+from rlpipe.weights.mapped import MappedRoot  # noqa: E402
 from rlpipe.weights.payload import pack_weights, unpack_weights  # noqa: E402
+from tests.helpers.broadcasts import CPU, Trainer  # noqa: E402
 
-WAYS = ("shared", "tensor", "collective")
+WAYS = ("shared", "ipc", "tensor", "collective")
 PATIENCE_S = 60.0  # a way that has taken longer is not repeated
 COMMON = {"kv_heads": 2, "vocab": 151936}
 SIZES = {
@@ -92,6 +96,8 @@ class Profile:
     def install(self, engine: SglangEngine) -> None:
         """From here on, all updates of this engine."""
         shared.SharedBuckets.lay = self.timed(shared.SharedBuckets.lay, "hand over")
+        MappedRoot.send = self.timed(MappedRoot.send, "hand over")
+        sender.rank_fingerprints = self.timed(sender.rank_fingerprints, "our hash")
         sync.serialize = self.timed(sync.serialize, "hand over")
         Root.send = self.timed(Root.send, "hand over")
         sync.WeightSync._checksums = self.timed(sync.WeightSync._checksums, "our hash")
@@ -179,13 +185,17 @@ def measure(
     config: RolloutConfig,
     weights: dict[str, torch.Tensor],
     repeats: int,
+    model: Path,
     ways: Sequence[str] = WAYS,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Seconds and parts of the updates of every way, the memory that one adds, and the floors."""
     profile = Profile()
     profile.install(engine)
     largest = max(sum(t.nbytes for _, t in piece) for piece in buckets(weights, config.sglang.bucket_mb))
     copy = torch.zeros(largest, dtype=torch.uint8)
+    trainer = Trainer.of(config, read_config(model), device=device, on_gpu=device.type == "cuda")
+    laid = {name: weight.to(device) for name, weight in weights.items()}  # where a trainer has them
     results = {way: {"all_s": [], "parts_s": defaultdict(list)} for way in ways}
     floor: dict[str, list[float]] = defaultdict(list)
     version = 0
@@ -193,10 +203,16 @@ def measure(
     def update(way: str) -> None:
         nonlocal version
         version += 1
-        weights["model.norm.weight"] = weights["model.norm.weight"] + 1  # no update brings what is there
+        held = laid if way == "ipc" else weights
+        held["model.norm.weight"] = held["model.norm.weight"] + 1  # no update brings what is there
         config.sglang.weight_transfer = WeightTransfer(way)
         profile.seconds.clear()
-        engine.update_weights(weights, version)
+        if way == "ipc":
+            member = engine.membership()
+            again = trainer.plan is not None and member.group == trainer.plan[0].name
+            engine.receive_weights(trainer.offer(held, version, [member.server], again=again))
+        else:
+            engine.update_weights(weights, version)
         assert not engine.stats().sync["weights/canary_failures"]
 
     for way, result in results.items():
@@ -237,7 +253,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the server")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of trainer and server")
     args = parser.parse_args()
     load = os.getloadavg()
     torch.set_num_threads(args.threads)
@@ -256,7 +272,7 @@ def main() -> None:
         weights = unpack_weights(pack_weights(read_weights(model), 0))  # in memory, as a worker has them
         engine = SglangEngine(config, SpecConfig(), model, log_dir=folder / "logs")
         stack.callback(engine.close)
-        report = measure(engine, config, weights, args.repeats, args.ways)
+        report = measure(engine, config, weights, args.repeats, model, args.ways, torch.device(args.device))
         size = sum(tensor.nbytes for tensor in weights.values())
     used = {name: getattr(args, name) for name in ("size", "repeats", "threads", "bucket_mb", "device")}
     report = provenance(args, load) | {"config": used, "weights_bytes": size} | report

@@ -91,7 +91,7 @@ def plan() -> list[Row]:
     on_cpu = "cluster=inline pipeline.prompts_per_step=2 pipeline.group_size=2 injection.long_turn_tokens=4"
     decode = "{python} scripts/bench/decoding_modes.py --json {out}"
     memory = "{python} scripts/bench/memory_estimate.py --json {out} --only"
-    weights = "{python} scripts/bench/weight_path.py --json {out} --ways shared"
+    weights = "{python} scripts/bench/weight_path.py --json {out} --ways ipc shared"
     hashes = "{python} scripts/bench/fingerprint.py --json {out}"
     sglang = f"{on_gpu} cluster=one_node_shared rollout=sglang rollout.workers=1"
     return [
@@ -193,23 +193,25 @@ def plan() -> list[Row]:
         ),
         *(
             Row(
-                name=f"update of {size} through shared memory: {what}",
+                name=f"update of {size} on one card by {way}: {what}",
                 unit="s",
                 goal=goal,
                 command=f"{weights} --model {{{model}}} --device cuda --repeats {repeats}",
                 small=f"{weights} --size tiny --repeats 1",
-                read=of_json("results", "shared", *keys),
+                read=of_json("results", way, *keys),
                 sglang=True,
                 sglang_small=True,
             )
             for size, model, whole, repeats in (("1.5B", "grown", 1.0, 3), ("7.8B", "grown_7b", 3.0, 1))
-            for what, goal, *keys in (
-                ("whole", whole, "median_s"),
-                ("server paused", 0.3 if size == "1.5B" else None, "parts_s", "pause"),
-                ("hand over", None, "parts_s", "hand over"),
-                ("load", None, "parts_s", "load"),
-                ("our hash", None, "parts_s", "our hash"),
-                ("server hash", None, "parts_s", "server hash"),
+            for way, what, goal, *keys in (
+                ("ipc", "whole", whole, "median_s"),
+                ("ipc", "server paused", 0.3 if size == "1.5B" else None, "parts_s", "pause"),
+                ("ipc", "hand over", None, "parts_s", "hand over"),
+                ("ipc", "load", None, "parts_s", "load"),
+                ("ipc", "our hash", None, "parts_s", "our hash"),
+                ("ipc", "server hash", None, "parts_s", "server hash"),
+                ("shared", "whole", None, "median_s"),
+                ("shared", "server paused", None, "parts_s", "pause"),
             )
         ),
         *(

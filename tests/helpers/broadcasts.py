@@ -19,6 +19,8 @@ from rlpipe.weights.payload import unpack_weights
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sender import WeightSender
 
+CPU = torch.device("cpu")
+
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
@@ -26,7 +28,7 @@ class Weights:
 
     hf_config: Mapping[str, Any]
     weights: Mapping[str, torch.Tensor]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = CPU
 
     def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """As a trainer's: what one of its parameters makes stays together."""
@@ -57,9 +59,16 @@ class Trainer:
     plan: Any = None
 
     @classmethod
-    def of(cls, config: RolloutConfig, hf_config: Mapping[str, Any], **draft: Any) -> Trainer:
-        trainer = Weights(hf_config=hf_config, weights={})
-        return cls(sender=WeightSender(config, trainer, on_gpu=False, **draft))
+    def of(
+        cls,
+        config: RolloutConfig,
+        hf_config: Mapping[str, Any],
+        device: torch.device = CPU,
+        on_gpu: bool = False,
+        **draft: Any,
+    ) -> Trainer:
+        trainer = Weights(hf_config=hf_config, weights={}, device=device)
+        return cls(sender=WeightSender(config, trainer, on_gpu=on_gpu, **draft))
 
     def offer(
         self, weights: Mapping[str, torch.Tensor], version: int, members: list[str], *, again: bool = False

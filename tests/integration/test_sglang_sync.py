@@ -40,10 +40,10 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
     assert sglang.stats().policy_version == 5 and not sglang.events
 
 
-@pytest.fixture
-def trainer(sglang):
-    """Broadcasts to the shared server as a trainer does to all."""
-    with configured(sglang, weight_transfer="collective", bucket_mb=1):
+@pytest.fixture(params=["collective", "ipc"])
+def trainer(sglang, request):
+    """Brings weights to the shared server as a trainer does to all."""
+    with configured(sglang, weight_transfer=request.param, bucket_mb=1):
         trainer = Trainer.of(sglang._config, read_config(TINY))
         yield trainer
         trainer.close()
@@ -65,7 +65,8 @@ def test_weights_that_a_trainer_broadcasts_are_bit_equal_on_the_server(sglang, t
     assert [kind for kind, _ in sglang.events] == ["canary_failed"]
     assert "11 of the draft" in sglang.events[0][1]["what"]
     assert sglang.check_weights(versions[7]).passed  # sent again, to this server alone
-    assert sglang.membership().group != offer.group.name and sglang.stats().policy_version == 7
+    alone = sglang.membership().group != offer.group.name
+    assert alone == (offer.group.backend == "gloo") and sglang.stats().policy_version == 7
 
 
 def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sglang, weights, tmp_path):

@@ -1,11 +1,13 @@
-"""Runs inside an SGLang server: reads the weights that `rlpipe/weights/shared.py` laid into shared memory.
+"""Runs inside an SGLang server: reads the weights that another process laid into memory which both map.
 
-From the first piece on, the server's check hashes several tensors at once. Imports nothing of rlpipe, which
-the server's environment does not have.
+Memory of the host (`rlpipe/weights/shared.py`) or of the GPU (`rlpipe/weights/device_memory.py`). From the
+first piece on, the check of a server on a CPU hashes several tensors at once. Imports nothing of rlpipe,
+which the server's environment does not have.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-_mapped: dict[int, torch.Tensor] = {}  # by inode: the two buckets, whose pages are found again
+_mapped: dict[int | str, torch.Tensor] = {}  # by inode or handle: two buckets, whose pages are found again
 
 
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,7 +27,7 @@ def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     description: what `SharedBuckets.lay` returned.
     """
     said = json.loads(bytes(description.tolist()))
-    memory = _map(said["path"], said["bytes"])
+    memory = _map(said["path"], said["bytes"]) if "path" in said else _map_gpu(said)
     for laid in said["tensors"]:
         dtype, shape = getattr(torch, laid["dtype"]), torch.Size(laid["shape"])
         end = laid["offset"] + shape.numel() * dtype.itemsize
@@ -38,10 +40,49 @@ def _map(path: str, size: int) -> torch.Tensor:
     memory = _mapped.pop(inode, torch.empty(0, dtype=torch.uint8))
     if len(memory) < size:
         memory = torch.from_file(path, shared=True, size=file.st_size, dtype=torch.uint8)
+    return _keep(inode, memory)
+
+
+def _keep(key: int | str, memory: torch.Tensor) -> torch.Tensor:
+    """Remember it and the last before it."""
     for other in list(_mapped)[:-1]:
-        del _mapped[other]
-    _mapped[inode] = memory
+        gone = _mapped.pop(other)
+        if gone.is_cuda:
+            _driver("cuIpcCloseMemHandle", ctypes.c_uint64(gone.data_ptr()))
+    _mapped[key] = memory
     return memory
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
+
+
+def _map_gpu(said: dict[str, Any]) -> torch.Tensor:
+    """The GPU's memory with this handle. Raises RuntimeError where it is another GPU's."""
+    key = said["handle"]
+    if (memory := _mapped.pop(key, None)) is None:
+        ours = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        if ours != said["gpu"]:
+            raise RuntimeError(
+                f"the weights lie on the GPU {said['gpu']}, and this server runs on {ours}: set "
+                "rollout.sglang.weight_transfer=auto."
+            )
+        pointer, lazily = ctypes.c_uint64(0), ctypes.c_uint(1)
+        handle = _Handle((ctypes.c_ubyte * 64).from_buffer_copy(bytes.fromhex(key)))
+        _driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, lazily)
+        place = {"shape": (said["size"],), "data": (pointer.value, False)}
+        interface = {"typestr": "|u1", "version": 3, **place}
+        memory = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
+    return _keep(key, memory)
+
+
+def _driver(function: str, *arguments: Any) -> None:
+    """Call CUDA's driver in torch's context."""
+    torch.cuda.synchronize()
+    if code := getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments):
+        raise RuntimeError(f"{function}: CUDA driver error {code}")
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -52,6 +93,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     try:
         for _, description in named_tensors:
             model.load_weights(tensors(description))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the memory is written over once we have answered
     finally:
         torch.set_num_threads(threads)
 

@@ -47,7 +47,10 @@ def test_the_trainer_broadcasts_unless_a_worker_has_to_hold_weights(other, value
         (1, True, {}, "collective"),  # servers on GPUs of their own
         (1, True, {"rollout.device": "cpu"}, "shared"),
         (1, False, {"rollout.device": "cuda:1"}, "collective"),
-        (1, True, {"cluster.share_gpus": True}, "shared"),
+        (1, True, {"cluster.share_gpus": True}, "ipc"),
+        (1, True, {"cluster.share_gpus": True, "trainer.dp": 2}, "shared"),  # all is gathered on one GPU
+        (1, True, {"cluster.share_gpus": True, "injection.stale_steps": 2}, "shared"),  # from its worker
+        (1, False, {"rollout.sglang.weight_transfer": "ipc"}, "ipc"),
         (2, True, {"decoupled.path": "shipped:models/tiny"}, "shared"),  # from its worker
         (2, True, {"cluster.mode": "inline"}, "shared"),
         (2, True, {"rollout.sglang.weight_transfer": "disk"}, "disk"),
@@ -60,6 +63,18 @@ def test_auto_takes_shared_memory_on_one_host_and_says_so(hosts, gpus, settings,
         put(config, name, value)
     chosen, line = with_weight_transfer(config, hosts=hosts, gpus=gpus)
     assert chosen.rollout.sglang.weight_transfer == transfer
-    assert bool(line) == (transfer in ("shared", "collective"))
-    assert chosen.broadcasts_weights == ("broadcast" in line)
     assert config.rollout.sglang.weight_transfer == settings.get("rollout.sglang.weight_transfer", "auto")
+    assert bool(line) == (config.rollout.sglang.weight_transfer == "auto" and transfer != "auto")
+    assert chosen.broadcasts_weights == (transfer in ("collective", "ipc"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "said"),
+    [(2, False, "with 2 hosts"), (1, True, "with servers with GPUs of their own")],
+)
+def test_memory_that_no_server_can_map_is_refused(hosts, gpus, said):
+    config = Config()
+    put(config, "rollout.engine", "sglang")
+    put(config, "rollout.sglang.weight_transfer", "ipc")
+    with pytest.raises(ValueError, match=rf"weight_transfer=ipc {said}.*weight_transfer=auto"):
+        with_weight_transfer(config, hosts=hosts, gpus=gpus)

@@ -40,6 +40,7 @@ def test_the_embedded_engine_needs_no_share_of_memory():
         ({"tp": 2}, "tp=2"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.4"),
         ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, shared, tensor or disk"),
+        ({"weight_transfer": WeightTransfer.IPC}, "ipc and 4 trainer ranks"),
     ],
 )
 def test_what_cannot_share_is_refused(options, words):

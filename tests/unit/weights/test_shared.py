@@ -1,13 +1,10 @@
 """Weights through shared memory: bit for bit, two buckets at a time, and nothing left behind."""
 
 import asyncio
-import importlib.util
 import json
 import os
-import pickle
 import subprocess
 import sys
-from base64 import b64decode
 from pathlib import Path
 from types import ModuleType
 
@@ -22,25 +19,11 @@ from rlpipe.weights.protocols import ServerError
 from rlpipe.weights.shared import LOADER, SERVED, SharedBuckets
 from rlpipe.weights.sync import WeightSync
 from tests.helpers.cli import ROOT
+from tests.helpers.mapped import Server, open_files, served
 from tests.helpers.sglang import perturbed
 
 pytestmark = pytest.mark.unit
 TINY = ROOT / "models" / "tiny"
-_module, _function = LOADER.split(".")
-_spec = importlib.util.spec_from_file_location(_module, SERVED / f"{_module}.py")
-served = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(served)
-
-
-def open_files():
-    """Buckets that this process has open."""
-    found = []
-    for file in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(file.readlink()))
-        except FileNotFoundError:  # the listing's own
-            continue
-    return [link for link in found if "rlpipe-weights" in link]
 
 
 def piece(seed):
@@ -105,7 +88,7 @@ def test_the_host_holds_two_buckets_of_the_largest_piece_without_a_name():
     with SharedBuckets(torch.float32) as memory:
         for size in sizes:
             memory.lay([("weight", torch.zeros(size))])
-        files = list(memory._files)
+        files = [one._file for one in memory._memory]
         assert sorted(os.fstat(file).st_size for file in files) == [4 * 50_000] * 2
         assert open_files() == ["/memfd:rlpipe-weights (deleted)"] * 2
         assert not list(Path("/dev/shm").glob("*rlpipe-weights*"))
@@ -169,28 +152,6 @@ def test_loading_leaves_the_servers_threads_as_they_were():
     assert seen == [1] and torch.get_num_threads() == threads
 
 
-class Server:
-    """Loads as SGLang does, after the next piece had the time to be laid; `fails` at one request."""
-
-    def __init__(self, fails=-1):
-        self.asked, self.weights, self.fails = [], {}, fails
-
-    async def post(self, path, body, timeout=None):
-        self.asked.append((path, body.get("weight_version"), body.get("load_format")))
-        if path != "/update_weights_from_tensor":
-            return
-        if len(self.asked) == self.fails:
-            raise ServerError("refused")
-        await asyncio.to_thread(self._load, body)
-
-    def _load(self, body):
-        for serialized in body["serialized_named_tensors"]:
-            served.load(self, pickle.loads(b64decode(serialized)))
-
-    def load_weights(self, pairs):
-        self.weights |= {name: tensor.clone() for name, tensor in pairs}
-
-
 @pytest.fixture
 def sync(tmp_path):
     config = RolloutConfig(engine="sglang", device="cpu")
@@ -218,7 +179,7 @@ def test_both_sides_keep_their_buckets_from_one_update_to_the_next(sync):
         server, weights = Server(), perturbed(read_weights(TINY), 0.02, seed=version)
         asyncio.run(sync.send(server, weights, version, flush=True))
         assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
-        memory = [tensor.data_ptr() for tensor in sync._memory._memory]
+        memory = [memory.bytes.data_ptr() for memory in sync._memory._memory]
         mapped = {inode: tensor.data_ptr() for inode, tensor in served._mapped.items()}
         if version == 8:
             before = set(memory), mapped

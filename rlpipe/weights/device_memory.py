@@ -1,0 +1,68 @@
+"""Memory of a GPU that another process on it maps, by CUDA IPC through the driver's own library.
+
+Not by torch's handles: they fit only a torch of the same version, and a server has its own. The server's side
+is in `served/rlpipe_shared_weights.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
+
+
+class DeviceMemory:
+    """Does what `HostMemory` does, on a GPU. Its calls raise RuntimeError with the driver's error code."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
+        self._pointer = ctypes.c_uint64(0)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def grow(self, size: int) -> None:
+        """Make it at least so large; what it held is lost."""
+        if len(self.bytes) < size:
+            self.close()
+            self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
+            self.bytes = as_tensor(self._pointer.value, size, self._device)
+
+    def where(self) -> dict[str, Any]:
+        """What `served/rlpipe_shared_weights.py` finds it by, once all that was written is there."""
+        handle = Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        return {"handle": bytes(handle.bytes).hex(), "gpu": uuid, "size": len(self.bytes)}
+
+    def close(self) -> None:
+        """Free it."""
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._pointer.value:
+            self._call("cuMemFree_v2", self._pointer)
+            self._pointer.value = 0
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # and so this thread has the context that torch works in
+            if code := getattr(self._driver, function)(*arguments):
+                raise RuntimeError(f"{function} on {self._device}: CUDA driver error {code}")
+
+
+def as_tensor(pointer: int, size: int, device: torch.device) -> torch.Tensor:
+    """[size] uint8 over memory that is not torch's."""
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=device)
