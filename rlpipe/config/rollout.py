@@ -48,6 +48,8 @@ class RolloutConfig:
     device: "auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ...
     threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
         steps (one request is always admitted).
+    cuda_graphs: on a GPU the embedded engine captures its passes over decoding rows, once for each of a few
+        shapes, and replays them; not with experts.
     kv_on_update: see `KvOnUpdate`.
     sglang: of the server, engine sglang only.
     """
@@ -66,6 +68,7 @@ class RolloutConfig:
     dtype: Dtype = Dtype.FLOAT32
     threads: int = 1
     prefill_tokens: int = 4096
+    cuda_graphs: bool = True
     kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
     sglang: SglangConfig = field(default_factory=SglangConfig)
 

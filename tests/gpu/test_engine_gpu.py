@@ -7,6 +7,7 @@ import torch
 
 from rlpipe.models.checkpoint import read_weights
 from tests.helpers.engines import generate, recomputed, request, running_engine, transformers_logits
+from tests.helpers.sglang import perturbed
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,27 @@ def test_greedy_output_on_the_gpu_equals_the_cpu(checkpoint, mode):
     with running_engine(checkpoint, mode) as engine:
         on_cpu = generate(engine, *requests)
     assert [r.output_ids for r in on_gpu] == [r.output_ids for r in on_cpu]
+
+
+@pytest.mark.parametrize("mode", (*MODES, "tree"))
+def test_captured_passes_say_what_passes_say(checkpoint, mode):
+    """Batches that shrink as turns end, conversations that come back, and weights that change."""
+    found = []
+    for graphs in (True, False):
+        with running_engine(checkpoint, mode, device="cuda", cuda_graphs=graphs) as engine:
+            turns = []
+            for turn in range(3):
+                asked = (
+                    request(f"{turn} {i}", [3 + i, 9, 4 + turn] * (1 + i), f"{i}", max_new_tokens=4 + 5 * i)
+                    for i in range(6)
+                )
+                turns += generate(engine, *asked)
+                engine.update_weights(perturbed(read_weights(checkpoint), 0.02, seed=turn), 1 + turn)
+            assert engine._model._graphs._usable == graphs
+        found.append(turns)
+    for one, other in zip(*found, strict=True):
+        assert one.output_ids == other.output_ids and one.versions == other.versions
+        assert torch.tensor(one.logprobs).sub(torch.tensor(other.logprobs)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])

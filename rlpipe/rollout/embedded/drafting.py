@@ -137,7 +137,7 @@ class ChainDrafting(_RowDrafting):
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
         positions = last[:, None] + np.arange(gamma + 1)
-        span = model.span(0, self._upload(positions), last + gamma + 1)
+        span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
         tokens, probs, hidden = [pending], [], table.hidden[:decoding]
         for depth in range(gamma):
             if depth:
@@ -203,7 +203,7 @@ class LookupDrafting(ChainDrafting):
             for row, total in enumerate(table.total[:decoding]):
                 guesses[row] = self._spec.drafter.kind.guess(table.tokens[row, :total], gamma, self._spec)
         positions = last[:, None] + np.arange(gamma + 1)
-        span = model.span(0, self._upload(positions), last + gamma + 1)
+        span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
         part = Part(0, span, tokens, torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, None, list(range(gamma)))
@@ -270,7 +270,7 @@ class TreeDrafting(_RowDrafting):
         tokens.scatter_(1, accepted.unsqueeze(1), next_token)
         nodes = torch.cat((torch.zeros_like(path[:, :1]), path), 1)
         positions = last[:, None] + np.arange(tree.max_depth + 1)
-        chain = self._model.span(0, self._upload(positions), last + tree.max_depth + 1)
+        chain = self._model.span(0, self._upload(positions), last + tree.max_depth + 1, decoding=True)
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
         return Judged(tokens, accepted, probs, emitted, nodes)
@@ -287,6 +287,7 @@ class TreeDrafting(_RowDrafting):
             contexts,
             slots=self._upload(root + np.arange(nodes) - draft),
             unseen=~seen,
+            decoding=True,
         )
 
 

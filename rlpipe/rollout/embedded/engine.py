@@ -78,15 +78,17 @@ class EmbeddedEngine:
             self._optional |= {"lm_head.weight"}
         check_weights(weights, self._shapes, self._optional)
         self._spec = spec
+        device = torch.device(_pick_device(config.device))
         self._model = Model(
             arch,
             weights,
             mtp=drafts,
             rows=config.max_running,
             slots=config.max_context + spec.drafts + 2,
-            device=torch.device(_pick_device(config.device)),
+            device=device,
             dtype=getattr(torch, config.dtype),
             draft=draft,
+            graphs=config.cuda_graphs and device.type == "cuda",
         )
         self._build()
         self._busy_seconds = 0.0

@@ -31,6 +31,7 @@ from rlpipe.rollout.embedded.attention import (
     pieces_of,
     use_products,
 )
+from rlpipe.rollout.embedded.graphs import Graphs
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
 from rlpipe.rollout.embedded.span import Span, flat_index, join
@@ -87,7 +88,7 @@ class Model:
     """Target and (optionally) one draft, the MTP layer or one apart, over one KV cache.
 
     The cache is [layers (+ 1 for the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
-    The draft's live in the last layer.
+    The draft's live in the last layer. graphs: run passes over decoding rows by `Graphs`, which adds a row.
     """
 
     def __init__(
@@ -101,18 +102,22 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         draft: DraftModel | None = None,
+        graphs: bool = False,
     ) -> None:
         self.arch, self.mtp, self.draft_model, self.device, self.dtype = arch, mtp, draft, device, dtype
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
         layers, kv_heads, head_dim = arch.layers + self.drafts, arch.kv_heads, arch.head_dim
-        self.cache = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        graphs = graphs and arch.experts is None  # how many tokens an expert gets is known on the host alone
+        kept = rows + graphs
+        self.cache = torch.zeros(layers, 2, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
         heads = torch.arange(2 * kv_heads, device=device)
-        self._head_offsets = (heads // kv_heads * rows * kv_heads + heads % kv_heads) * slots
-        self._row_offsets = torch.arange(rows, device=device).unsqueeze(1) * (kv_heads * slots)
+        self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
+        self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
+        self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
         frequencies = torch.tensor(arch.rope.frequencies(arch.rotary_dim), dtype=torch.float64)
         angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
         rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)
@@ -136,6 +141,7 @@ class Model:
 
         Check names and shapes before.
         """
+        self._graphs.clear()
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
@@ -162,13 +168,14 @@ class Model:
         *,
         slots: torch.Tensor | None = None,
         unseen: torch.Tensor | None = None,
+        decoding: bool = False,
     ) -> Span:
         """A span of rows first, first + 1, ...
 
         first: first cache row. positions: [B, q] int64, RoPE position of each token. context: slots
         seen, more than any that matters; of all rows, or of each [B]. slots: [B, q], where keys go; unseen:
         [B, q, most slots seen] bool, what a token must not attend to. Without them a token's slot is its
-        position, and it sees no later one.
+        position, and it sees no later one. decoding: see `Span`.
         """
         batch, width = positions.shape
         arch, products = self.arch, use_products(width, self.device)
@@ -192,6 +199,7 @@ class Model:
             mask=mask,
             keys=seen[:, 0].unbind(0),
             values=seen[:, 1].unbind(0),
+            decoding=decoding,
         )
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -202,6 +210,11 @@ class Model:
         self, tokens: torch.Tensor, spans: Sequence[Span]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `forward`; returns also what `draft` reads of these tokens [N, H]: the same, or features."""
+        return self._graphs.run("target", self._forward_to_draft, tokens, spans)
+
+    def _forward_to_draft(
+        self, tokens: torch.Tensor, spans: Sequence[Span]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.draft_model is None:
             hidden = self.forward(tokens, spans)
             return hidden, hidden
@@ -240,6 +253,15 @@ class Model:
         [B] int64, the one token of each row to carry on from (keys of all tokens are written all the same).
         Returns [N, H], or [sum B, H].
         """
+        return self._graphs.run("draft", self._draft, tokens, spans, hidden, selects)
+
+    def _draft(
+        self,
+        tokens: torch.Tensor,
+        spans: Sequence[Span],
+        hidden: torch.Tensor,
+        selects: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor:
         if self.draft_model is not None:
             return self.draft_model.step(self, tokens, hidden, spans, selects)
         embedded = self.norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)

@@ -21,6 +21,7 @@ class Span:
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
     mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
     pieces: rows that attend together in two batched products; none: all, by another kernel.
+    decoding: whether the rows are the first of the cache and each has a step's few tokens.
     """
 
     batch: int
@@ -31,6 +32,7 @@ class Span:
     mask: torch.Tensor
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    decoding: bool = False
 
     @property
     def tokens(self) -> int:
@@ -49,6 +51,7 @@ class Span:
             mask=self.mask[:, part],
             keys=self.keys,
             values=self.values,
+            decoding=self.decoding,
         )
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
