@@ -32,7 +32,7 @@ from rlpipe.adapt.estimates import (
     figures,
     to_json,
 )
-from rlpipe.adapt.play import Played, play_domains
+from rlpipe.adapt.play import OnEvent, Played, play_domains
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.metrics.values import Last, Ratio, Value
@@ -164,7 +164,12 @@ class Evaluation:
 
 
 def evaluate(
-    config: Config, domains: Sequence[Domain], step: int, weights: Mapping[str, Any] | None, forced: Forced
+    config: Config,
+    domains: Sequence[Domain],
+    step: int,
+    weights: Mapping[str, Any] | None,
+    forced: Forced,
+    on_event: OnEvent,
 ) -> Evaluation:
     """Play every domain under every mode of `adapt.eval_modes`, and ask the trainer about the same tokens.
 
@@ -173,7 +178,7 @@ def evaluate(
     whole = Evaluation(step=step, gamma=config.spec.gamma, temperature=config.rollout.temperature)
     whole.domains = {d.name: DomainEvaluation(in_domain=d.in_domain) for d in domains}
     for mode in config.adapt.eval_modes:
-        for name, played in play_domains(config, domains, SpecMode(mode), weights).items():
+        for name, played in play_domains(config, domains, SpecMode(mode), weights, on_event).items():
             mine, counts = whole.domains[name], count(played.trajectories)
             mine.played[mode] = PlayedCounts(counts=counts, tokens=played.tokens, seconds=played.seconds)
             if mode in FROM_Q and not mine.teacher_forced:

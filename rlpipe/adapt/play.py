@@ -1,7 +1,8 @@
 """Real generation: an engine plays prompts under one verification rule.
 
-Owns the engine's life: built, given the weights, closed. Engines do not overlap, so one at a time is in
-memory. Seeds depend on prompt and attempt alone: two drafts are compared on the same random streams.
+Owns the engine's life: built, given the weights, closed. Engines, or their servers, do not overlap, so one at
+a time is in memory. Seeds depend on prompt and attempt alone, so that the embedded engine compares two drafts
+on the same random streams; a server samples as it likes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlpipe.actors.engines import make_engine
 from rlpipe.adapt.domains import Domain
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
@@ -19,8 +21,10 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.rollout.engine import Engine
 from rlpipe.types import Group, Prompt, Trajectory
+
+OnEvent = Callable[..., None]  # told of faults of servers: kind, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +37,11 @@ class Played:
 
 
 def play_domains(
-    config: Config, domains: Sequence[Domain], mode: SpecMode, weights: Mapping[str, Any] | None
+    config: Config,
+    domains: Sequence[Domain],
+    mode: SpecMode,
+    weights: Mapping[str, Any] | None,
+    on_event: OnEvent,
 ) -> dict[str, Played]:
     """Every prompt of every domain, `adapt.eval_samples` times, one domain after another.
 
@@ -42,7 +50,7 @@ def play_domains(
     spec = replace(config.spec, mode=mode, adaptive=False)  # one gamma, or rates cannot be compared
     rollout = config.rollout
 
-    async def play_all(engine: EmbeddedEngine) -> dict[str, Played]:
+    async def play_all(engine: Engine) -> dict[str, Played]:
         found = {}
         for domain in domains:
             before = engine.stats()
@@ -58,7 +66,7 @@ def play_domains(
             )
         return found
 
-    with _engine(replace(config, spec=spec)) as engine:
+    with _engine(replace(config, spec=spec), on_event) as engine:
         if weights is not None:
             engine.update_weights(weights, 1)
         return asyncio.run(play_all(engine))
@@ -70,6 +78,7 @@ def collect(
     prompts: Sequence[Prompt],
     keep: Callable[[Group], None],
     stopped: Callable[[], bool],
+    on_event: OnEvent,
 ) -> None:
     """Play `adapt.samples` trajectories of each prompt; `keep` gets each group as it ends, in any order.
 
@@ -77,7 +86,7 @@ def collect(
     """
     size = config.adapt.samples
 
-    async def play_all(engine: EmbeddedEngine) -> None:
+    async def play_all(engine: Engine) -> None:
         room = asyncio.Semaphore(max(1, config.rollout.max_running // size))
 
         async def one(prompt: Prompt) -> None:
@@ -88,13 +97,13 @@ def collect(
         async with _collector(config, engine, suite) as collector:
             await _together(one(prompt) for prompt in prompts)
 
-    with _engine(config) as engine:
+    with _engine(config, on_event) as engine:
         asyncio.run(play_all(engine))
 
 
 @contextmanager
-def _engine(config: Config) -> Iterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(config.rollout, config.spec, resolve(config.model.path))
+def _engine(config: Config, on_event: OnEvent) -> Iterator[Engine]:
+    engine = make_engine(config, on_event)
     try:
         yield engine
     finally:
@@ -102,7 +111,7 @@ def _engine(config: Config) -> Iterator[EmbeddedEngine]:
 
 
 @asynccontextmanager
-async def _collector(config: Config, engine: EmbeddedEngine, suite: Suite) -> AsyncIterator[Collector]:
+async def _collector(config: Config, engine: Engine, suite: Suite) -> AsyncIterator[Collector]:
     chat = ChatFormat.from_pretrained(resolve(config.model.path))
     collector = Collector(engine=engine, suite=suite, chat=chat, rollout=config.rollout, env=config.env)
     try:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rlpipe.adapt.play import collect
+from rlpipe.adapt.play import OnEvent, collect
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
@@ -34,7 +34,9 @@ PLAIN = ("trajectory_id", "group_id", "instance_id", "reward", "truncated", "pro
 SAMPLED = ("rollout_logprobs", "entropies")
 
 
-def own_rollouts(config: Config, suite: Suite, file: Path, stopped: Callable[[], bool]) -> list[Trajectory]:
+def own_rollouts(
+    config: Config, suite: Suite, file: Path, stopped: Callable[[], bool], on_event: OnEvent
+) -> list[Trajectory]:
     """Trainable trajectories of the first `adapt.prompts` prompts, in prompt order; missing ones are played.
 
     After a stop some are missing: the caller must not train on them.
@@ -45,7 +47,11 @@ def own_rollouts(config: Config, suite: Suite, file: Path, stopped: Callable[[],
     missing = {stream[index].group_id: index for index in wanted if index not in groups.by_index}
     prompts = [stream[index] for index in missing.values()]
     if prompts:
-        collect(config, suite, prompts, lambda g: groups.add(missing[g.prompt.group_id], g), stopped)
+
+        def keep(group: Group) -> None:
+            groups.add(missing[group.prompt.group_id], group)
+
+        collect(config, suite, prompts, keep, stopped, on_event)
     found = (t for index in wanted for t in groups.by_index.get(index, []))
     return [trajectory for trajectory in found if trainable(trajectory)]
 

@@ -24,6 +24,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpipe.actors.engines import check_engine
 from rlpipe.adapt.conversations import ConversationFormat, read_conversations
 from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
@@ -32,6 +33,7 @@ from rlpipe.adapt.rollouts import own_rollouts
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
+from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.envs import check_environment
 from rlpipe.metrics.bus import MetricsBus
@@ -69,6 +71,7 @@ class Adaptation:
     def __post_init__(self, done: int | None) -> None:
         for name in self.config.adapt.environments(self.config.env):
             check_environment(replace(self.config.env, name=name))
+        self._check_engines()
         forget_evaluations(self.run_dir, done)
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
@@ -104,6 +107,16 @@ class Adaptation:
     def close(self, at_once: bool) -> None:
         """Nothing outlives this process; `run` closes its trainer."""
 
+    def _check_engines(self) -> None:
+        """Refuse now what the engine of an evaluation could not do after the training. Raises ValueError."""
+        config, settings = self.config, self.config.adapt
+        modes = {
+            config.spec.mode,
+            *(() if settings.drafter.kind.draft else map(SpecMode, settings.eval_modes)),
+        }
+        for mode in sorted(modes):
+            check_engine(replace(config, spec=replace(config.spec, mode=mode)))
+
     def _load(self, suites: dict[Any, Any]) -> list[Trajectory]:
         settings, config = self.config.adapt, self.config
         if settings.data:
@@ -116,7 +129,7 @@ class Adaptation:
         else:
             file = resolve(settings.rollouts) if settings.rollouts else self.run_dir / "rollouts.jsonl"
             self.bus.event("phase", message=f"own rollouts on {settings.prompts} prompts ({file.name})")
-            found = own_rollouts(config, suites[config.env.name], file, lambda: self._stop)
+            found = own_rollouts(config, suites[config.env.name], file, lambda: self._stop, self.bus.event)
         tokens, cut = sum(t.response_length for t in found), sum(t.truncated for t in found)
         self.bus.event("adapt_data", trajectories=len(found), sampled_tokens=tokens, truncated=cut)
         return found
@@ -177,7 +190,7 @@ class Adaptation:
         if missing := [domain for domain in self._domains if domain.name not in known]:
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
             config, weights = self._drafting()
-            found = evaluate(config, missing, self.step, weights, self._forced)
+            found = evaluate(config, missing, self.step, weights, self._forced, self.bus.event)
             found.domains = known | found.domains
             found.write(file)
         return Evaluation.read(file)

@@ -247,10 +247,6 @@ def check_staleness(config: Config) -> None:
 
 def check_sglang(config: Config) -> None:
     """What the SGLang engine cannot do, whatever the machine. Raises ValueError."""
-    if config.task is Task.MTP_ADAPT:
-        raise ValueError(
-            "mtp_adapt records the drafts' probabilities, which SGLang does not return: use rollout=embedded."
-        )
     if config.spec.mode is SpecMode.TREE or config.spec.adaptive:
         raise ValueError(
             f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "

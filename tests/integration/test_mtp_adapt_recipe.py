@@ -5,9 +5,14 @@ import json
 import pytest
 import torch
 
+from rlpipe.adapt.estimates import estimate, figures
+from rlpipe.adapt.evaluation import Evaluation
+from rlpipe.config.sglang import SglangConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
+from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.cli import ROOT, run, undeclared
 from tests.helpers.engines import generate, request, running_engine
+from tests.helpers.sglang import needs_sglang
 
 pytestmark = pytest.mark.integration
 
@@ -75,6 +80,44 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     with running_engine(parts / "model") as engine:
         (result,) = generate(engine, request(1, [3, 4, 5], max_new_tokens=8))
     assert result.spec.verify_steps > 0
+
+
+def test_servers_roll_out_and_evaluate_as_the_embedded_engine_does(tmp_path):
+    """Either can be trained on what the other recorded, and acceptance differs by noise alone."""
+    needs_sglang()
+    python = find_environment(SglangConfig(), on_gpu=False).python
+    server = ["rollout=sglang", f"rollout.sglang.python={python}", "rollout.device=cpu"]
+    sets = ["adapt.prompts=4", "adapt.eval_prompts=16", "adapt.eval_samples=2", "run.steps=1"]
+    sets += ["adapt.eval_modes=[rejection]", "adapt.eval_first=false"]
+    served = adapt(tmp_path, "served", *server, *sets)
+    header, *lines = (json.loads(line) for line in (served / "rollouts.jsonl").read_text().splitlines())
+    assert header["samples"] == 2 and len(lines) == 4 * 2
+    for line in lines:  # exact entropies, not estimates by the tokens' logprobs
+        assert len(line["entropies"]) == len(line["rollout_logprobs"]) == sum(line["loss_mask"]) > 0
+        assert line["entropies"] != [-value for value in line["rollout_logprobs"]]
+
+    embedded = adapt(tmp_path, "embedded", *sets, f"adapt.rollouts={served / 'rollouts.jsonl'}")
+    first, second = (read_weights(out / "model") for out in (served, embedded))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    counts = [
+        Evaluation.read(out / "evaluations" / "step_1.json").counts("swe.held_instances", "rejection")
+        for out in (served, embedded)
+    ]
+    assert counts[0].keys() == counts[1].keys() and len(counts[0]) == 16
+    for figure in figures(3):
+        one, other = (estimate(played, figure) for played in counts)
+        noise = (one.se**2 + other.se**2) ** 0.5
+        print(figure, one, other)
+        assert abs(one.value - other.value) <= 5 * noise + 0.02, figure
+
+
+def test_a_rule_that_the_server_does_not_have_is_refused_at_launch(tmp_path):
+    needs_sglang()
+    python = find_environment(SglangConfig(), on_gpu=False).python
+    overrides = ["rollout=sglang", f"rollout.sglang.python={python}", "rollout.device=cpu", "run.dir=out"]
+    result = run("+recipe=mtp_adapt", *overrides, *SMALL, "adapt.eval_modes=[rejection,block]", cwd=tmp_path)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "spec.mode=block" in result.stderr and "rejection" in result.stderr
 
 
 def test_a_file_of_conversations_is_trained_on(tmp_path):

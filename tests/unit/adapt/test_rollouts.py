@@ -25,7 +25,7 @@ def played(monkeypatch):
     """Stands in for the engine: prompts end in reverse order; every fifth trajectory is masked."""
     asked = []
 
-    def collect(config, suite, prompts, keep, stopped):
+    def collect(config, suite, prompts, keep, stopped, on_event):
         asked.append([prompt.group_id for prompt in prompts])
         for prompt in reversed(prompts):
             if stopped():
@@ -53,35 +53,35 @@ def names(trajectories):
 
 def test_rollouts_are_sampled_once_and_come_back_in_prompt_order(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    first = own_rollouts(config(), Suite(), file, lambda: False)
+    first = own_rollouts(config(), Suite(), file, lambda: False, print)
     assert names(first) == sorted(names(first)) and len(first) == 11  # one was masked
-    assert own_rollouts(config(), Suite(), file, lambda: False) == first
-    assert own_rollouts(config(8), Suite(), file, lambda: False)[:11] == first
+    assert own_rollouts(config(), Suite(), file, lambda: False, print) == first
+    assert own_rollouts(config(8), Suite(), file, lambda: False, print)[:11] == first
     assert [len(batch) for batch in played] == [6, 2]
 
 
 def test_a_prompt_cut_short_is_played_again(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    whole = own_rollouts(config(), Suite(), file, lambda: False)
+    whole = own_rollouts(config(), Suite(), file, lambda: False, print)
     text = file.read_text()
     file.write_text(text[: len(text) - 40])  # in the middle of the last line: prompt 0
-    assert own_rollouts(config(), Suite(), file, lambda: False) == whole
+    assert own_rollouts(config(), Suite(), file, lambda: False, print) == whole
     assert played[1] == ["g000000"]
     assert sorted(file.read_text().splitlines()) == sorted(text.splitlines())
 
 
 def test_after_a_stop_nothing_more_is_played(tmp_path, played):
     calls = iter([False, False, True])
-    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: next(calls))
-    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: False)
+    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: next(calls), print)
+    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: False, print)
     assert [len(batch) for batch in played] == [6, 4]
 
 
 def test_rollouts_of_something_else_are_refused(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    own_rollouts(config(), Suite(), file, lambda: False)
+    own_rollouts(config(), Suite(), file, lambda: False, print)
     with pytest.raises(ValueError, match=r"temperature differ.*delete the file"):
-        own_rollouts(config(temperature=0.5), Suite(), file, lambda: False)
+        own_rollouts(config(temperature=0.5), Suite(), file, lambda: False, print)
 
 
 def test_a_trajectory_survives_the_file():
