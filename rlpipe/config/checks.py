@@ -247,10 +247,17 @@ def check_staleness(config: Config) -> None:
 
 def check_sglang(config: Config) -> None:
     """What the SGLang engine cannot do, whatever the machine. Raises ValueError."""
-    if config.spec.mode is SpecMode.TREE or config.spec.adaptive:
+    if config.spec.mode is SpecMode.TREE:
         raise ValueError(
-            f"spec.mode={config.spec.mode}, spec.adaptive={config.spec.adaptive}: SGLang decodes a chain of "
-            "a fixed number of drafts. Use spec.mode=rejection and spec.adaptive=false, or rollout=embedded."
+            f"spec.mode={config.spec.mode}: SGLang decodes a chain of drafts. Use spec.mode=rejection, or "
+            "rollout=embedded."
+        )
+    sglang = config.rollout.sglang
+    if config.spec.adaptive and (sglang.tp > 1 or not sglang.plugin):
+        raise ValueError(
+            f"spec.adaptive=true with rollout.sglang.tp={sglang.tp}, rollout.sglang.plugin={sglang.plugin}: "
+            "rlpipe's plugin chooses the drafts, on one device. Set tp=1 and plugin=true, or "
+            "spec.adaptive=false."
         )
     if not config.spec.drafter.kind.sglang:
         served = " or ".join(name for name, kind in DRAFTERS.items() if kind.sglang)

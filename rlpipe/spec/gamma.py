@@ -155,6 +155,12 @@ class AdaptiveGamma:
                 self._seconds[node, gamma] *= exp(lesson * weight * (ratio - known))
             self._expected.clear()
 
+    def measured(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """Add what steps of further batch sizes take, each with all gammas."""
+        self._seconds |= seconds
+        self._batches = sorted({batch for batch, _ in self._seconds})
+        self._expected.clear()
+
     def speedup(self, batch: int, gamma: int) -> float:
         """Predicted throughput of gamma over that of no drafts."""
         speeds = self._speeds(batch)

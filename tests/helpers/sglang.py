@@ -28,7 +28,12 @@ def needs_sglang() -> None:
 
 @contextmanager
 def running_server(
-    path: Path, logs: Path, mode: str = "rejection", draft: Path | None = None, **sglang: Any
+    path: Path,
+    logs: Path,
+    mode: str = "rejection",
+    draft: Path | None = None,
+    adaptive: bool = False,
+    **sglang: Any,
 ) -> Iterator[SglangEngine]:
     """A server on the CPU, closed at the end, and `engine.events`, the faults it told of.
 
@@ -45,7 +50,7 @@ def running_server(
     events: list[tuple[str, dict[str, Any]]] = []
     engine = SglangEngine(
         config,
-        SpecConfig(mode=mode, gamma=GAMMA, **eagle3),
+        SpecConfig(mode=mode, gamma=GAMMA, adaptive=adaptive, **eagle3),
         path,
         log_dir=logs,
         on_event=lambda kind, **fields: events.append((kind, fields)),

@@ -157,6 +157,14 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
     depth = proposed // steps
     histogram = [int(count) for count in meta["spec_correct_drafts_histogram"]]
     histogram += [0] * (depth + 1 - len(histogram))  # SGLang leaves out what never happened
+    if len(histogram) > depth + 1:  # by rlpipe's plugin: entry w (w + 1) / 2 + k for k kept of w drafts
+        cells = [(w, k, histogram[w * (w + 1) // 2 + k]) for w in range(depth + 1) for k in range(w + 1)]
+        return SpecCounts(
+            drafted=[sum(n for w, k, n in cells if w > d and k >= d) for d in range(depth)],
+            accepted=[sum(n for _, k, n in cells if k > d) for d in range(depth)],
+            verify_steps=steps,
+            proposed=sum(w * n for w, _, n in cells),
+        )
     at_least = [sum(histogram[k:]) for k in range(depth + 1)]
     return SpecCounts(drafted=at_least[:-1], accepted=at_least[1:], verify_steps=steps, proposed=proposed)
 

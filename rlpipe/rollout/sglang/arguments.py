@@ -27,6 +27,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models import family_of
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
+from rlpipe.spec import gamma
 from rlpipe.weights.shared import LOADER, SERVED
 
 _PLUGIN = "sglang_env/plugin"
@@ -131,13 +132,15 @@ def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
-def server_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
+def server_environment(rollout: RolloutConfig, on_gpu: bool, adaptive: bool = False) -> dict[str, str]:
     """Environment variables of the server: ours without what belongs to our own interpreter."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     path = [str(SERVED), str(shipped(_PLUGIN))] if rollout.sglang.plugin else [str(SERVED)]
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(path)}
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
+    if adaptive:
+        variables |= {"RLPIPE_GAMMA": str(Path(gamma.__file__))}
     if not on_gpu:
         variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -169,6 +172,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
             "speculative_num_draft_tokens": spec.gamma + 1,
             "speculative_use_rejection_sampling": spec.mode in _SAMPLED,
             "speculative_use_block_verification": spec.mode is SpecMode.BLOCK,
+            "speculative_adaptive": spec.adaptive,
         }
     wrong = [
         f"{name}={info.get(name)!r} instead of {value!r}"

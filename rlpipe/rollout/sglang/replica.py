@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import tempfile
 import time
@@ -302,14 +303,19 @@ class Replica:
         words = arguments.command(config, spec, path, port=port, on_gpu=on_gpu, version=goal.version)
         url = f"http://{sglang.host}:{port}"
         key = secrets.token_hex(24)  # never begins with a dash, which SGLang would take for an option
-        with tempfile.NamedTemporaryFile(
-            "w", suffix=".yaml"
-        ) as settings:  # a command line is readable by all
+        with (
+            tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings,  # a command line is readable by all
+            tempfile.NamedTemporaryFile("w", suffix=".json") as widths,
+        ):
+            if spec.adaptive:  # read for the largest width; rlpipe's plugin chooses
+                json.dump({"1": {"candidate_steps": list(range(spec.gamma + 1))}}, widths)
+                widths.flush()
+                words += ["--speculative-adaptive", "--speculative-adaptive-config", widths.name]
             settings.write(f"api-key: '{key}'\n")
             settings.flush()
             self._server = server = ServerProcess(
                 [str(self._environment.python), *words, "--config", settings.name],
-                arguments.server_environment(config, on_gpu),
+                arguments.server_environment(config, on_gpu, spec.adaptive),
                 self._log_dir / f"sglang-{port}.log",
             )
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)

@@ -2,6 +2,7 @@
 
     plugin.py   the entry point that SGLang calls in every process: the table of hooks, and the report
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
+    width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts
     pack.py     in the HTTP process: both as packed float32 in the answer
 
 Travels with rlpipe: a server finds this folder on its PYTHONPATH. Imports nothing of rlpipe, which the

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import multiprocessing
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import measure, pack
+from rlpipe_sglang import measure, pack, width
 
 REPORT = "rlpipe_plugin"
 
@@ -72,6 +73,22 @@ HOOKS = (
     Hook("http", f"{_MANAGER}.update_request_meta_info", "acccc58e0ca8eb2f", pack.noted),
     Hook("http", f"{_CONTROL}.get_internal_state", "2c8c8a78ff656d01", told_by_http),
 )
+_WORKER, _REQUEST = "speculative.eagle_worker_v2:EAGLEWorkerV2", "managers.schedule_batch:Req"
+ADAPTIVE = (  # where spec.adaptive=true
+    Hook("scheduler", f"{_WORKER}.init_cuda_graphs", "4899c2890def19e0", width.installed),
+    Hook("scheduler", f"{_WORKER}._forward_prefill_batch", "d98e2fbfef949bee", width.prefilled),
+    Hook("scheduler", f"{_WORKER}._build_trivial_verify_input", "85faa54279bb0e90", width.undrafted, "after"),
+    Hook("scheduler", f"{_REQUEST}.update_spec_correct_drafts_histogram", "6cf6d992e9f9ccc0", width.counted),
+    Hook("scheduler", f"{_WORKER}.forward_batch_generation", "e41ad8d8053cf2c0"),
+    Hook("scheduler", f"{_WORKER}.on_verify_complete_cpu", "94142dddb8d16e90"),
+    Hook("scheduler", f"{_RESULT}._resolve_spec_v2_tokens", "d79752842869a4d7"),
+    Hook(
+        "scheduler",
+        "speculative.adaptive_runtime_state:AdaptiveController.activate_step_by_batch",
+        "6819eab7a655bd9a",
+    ),
+    Hook("http", f"{_MANAGER}._calculate_spec_decoding_metrics", "8f1657dbeea4ba06"),
+)
 report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
 
 
@@ -91,7 +108,7 @@ def load() -> None:
         role = "scheduler"
     else:
         return
-    hooks = [hook for hook in HOOKS if hook.role == role]
+    hooks = [hook for hook in (HOOKS + ADAPTIVE if width.ASKED in os.environ else HOOKS) if hook.role == role]
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]
     report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else "ok"
     for hook in hooks:

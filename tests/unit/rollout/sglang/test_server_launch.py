@@ -124,8 +124,10 @@ def test_modes_sglang_does_not_have_are_refused(tmp_path):
         check_sglang(Config(spec=SpecConfig(mode=mode)))
     with pytest.raises(ValueError, match=r"spec.mode=tree.*rejection"):
         check_sglang(Config(spec=SpecConfig(mode="tree")))
-    with pytest.raises(ValueError, match=r"spec.adaptive=True.*spec.adaptive=false"):
-        check_sglang(Config(spec=SpecConfig(adaptive=True)))
+    check_sglang(Config(spec=SpecConfig(adaptive=True)))
+    for sglang in (SglangConfig(tp=2), SglangConfig(plugin=False)):
+        with pytest.raises(ValueError, match=r"spec.adaptive=true.*tp=1 and plugin=true"):
+            check_sglang(Config(spec=SpecConfig(adaptive=True), rollout=RolloutConfig(sglang=sglang)))
     with pytest.raises(ValueError, match=r"spec.drafter=suffix.*eagle3 or mtp"):
         check_sglang(Config(spec=SpecConfig(drafter="suffix")))
     with pytest.raises(ValueError, match=r"spec.mode=block.*no GPU.*rejection"):
@@ -253,6 +255,7 @@ GOOD = {
     "speculative_num_draft_tokens": 4,
     "speculative_use_rejection_sampling": True,
     "speculative_use_block_verification": False,
+    "speculative_adaptive": False,
     "internal_states": [{"rlpipe_plugin": {"scheduler": "ok", "http": "ok"}}],
 }
 

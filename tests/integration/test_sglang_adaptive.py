@@ -1,0 +1,65 @@
+"""A real SGLang server whose steps draft 0 to 3 tokens, as rlpipe's policy chooses."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.cli import ROOT
+from tests.helpers.engines import generate, request, transformers_logits
+from tests.helpers.goodness_of_fit import normal_quantile
+from tests.helpers.sglang import GAMMA, running_server
+from tests.integration.test_sglang_engine import prompts
+
+pytestmark = pytest.mark.integration
+TINY = ROOT / "models" / "tiny"
+BINS, ALPHA = 20, 1e-6
+
+
+@pytest.fixture(scope="module", params=["rejection", "target_only"])
+def turns(request, tmp_path_factory):
+    """(prompt, result) of a lone request, then of a batch of 32."""
+    asked = prompts(33, seed=5, longest=12)
+    with running_server(TINY, tmp_path_factory.mktemp("logs"), request.param, adaptive=True) as engine:
+        lone = ask(engine, asked[:1])
+        return list(zip(asked, lone + ask(engine, asked[1:]), strict=True))
+
+
+def ask(engine, asked):
+    return generate(engine, *(request(i, p, temperature=1.0, max_new_tokens=80) for i, p in enumerate(asked)))
+
+
+def score(turns, temperature, seed=0):
+    """Chi-squared of where each token fell in its law, likely tokens first; number of tokens."""
+    logits, rng, places = transformers_logits(TINY), np.random.default_rng(seed), []
+    for prompt, result in turns:
+        ids = list(result.output_ids)
+        law = torch.softmax(logits([*prompt, *ids])[len(prompt) - 1 : -1].double() / temperature, -1)
+        chosen = law.gather(1, torch.tensor(ids)[:, None])
+        above = (law * (law > chosen)).sum(1)
+        places += (above + chosen[:, 0] * torch.from_numpy(rng.random(len(ids)))).tolist()
+    counts = np.histogram(places, BINS, (0, 1 + 1e-9))[0]
+    expected = len(places) / BINS
+    return ((counts - expected) ** 2).sum() / expected, len(places)
+
+
+def test_tokens_have_the_law_of_the_target_whatever_the_width(turns):
+    """alpha 1e-6, about 2,600 tokens. Power: tokens taken for those of a temperature of 1.7 must fail."""
+    found, tokens = score(turns, 1.0)
+    wrong, _ = score(turns, 1.7)
+    print("tokens", tokens, "score", round(found, 2), "of a wrong law", round(wrong, 2))
+    spread = 2 / (9 * (BINS - 1))  # Wilson and Hilferty
+    bound = (BINS - 1) * (1 - spread + normal_quantile(ALPHA) * spread**0.5) ** 3
+    assert found < bound < wrong
+
+
+def test_the_width_changes_and_every_draft_is_counted(turns):
+    for _, result in turns:
+        spec, count = result.spec, len(result.output_ids)
+        assert 0 <= 1 + spec.verify_steps + sum(spec.accepted) - count <= GAMMA  # the last step may overrun
+        assert sum(spec.drafted) <= spec.proposed <= GAMMA * spec.verify_steps
+        kept = [spec.verify_steps, *spec.accepted]
+        assert all(d <= k for d, k in zip(spec.drafted, kept, strict=False))
+    counts = [result.spec for _, result in turns]
+    steps = sum(spec.verify_steps for spec in counts)
+    first, deepest = (sum(spec.drafted[d] for spec in counts) for d in (0, GAMMA - 1))
+    assert 0 < deepest < first < steps  # some steps drafted nothing, some to the full depth
