@@ -1,5 +1,6 @@
 """The policy that chooses a server's drafts, without a server."""
 
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -97,3 +98,22 @@ def test_the_policy_travels_by_its_path():
     variables = server_environment(RolloutConfig(), on_gpu=False, adaptive=True)
     assert variables["RLPIPE_GAMMA"] == str(ROOT / "rlpipe" / "spec" / "gamma.py")
     assert "RLPIPE_GAMMA" not in server_environment(RolloutConfig(), on_gpu=False)
+
+
+def test_the_benchmark_forces_a_width_and_teaches_nothing_by_it(width, monkeypatch, tmp_path):
+    order = tmp_path / "order"
+    order.write_text("a")
+    monkeypatch.setenv("RLPIPE_BENCH_POLICY", str(ROOT / "rlpipe" / "spec" / "gamma.py"))
+    monkeypatch.setenv("RLPIPE_BENCH_ORDER", str(order))
+    load = Load(width, {1: 0.01})
+    load.policy._gamma = runpy.run_path(str(ROOT / "scripts" / "bench" / "forced_gamma.py"))["AdaptiveGamma"]
+    for _ in range(13):
+        load.step(1)
+    assert load.step(1) == DEEPEST
+    alphas = load.policy._policy.alphas
+    order.write_text("1")
+    load.kept = lambda _: 0
+    assert [load.step(1) for _ in range(40)] == [1] * 40
+    assert load.policy._policy.alphas == alphas
+    order.write_text("a")
+    assert load.step(1) == DEEPEST

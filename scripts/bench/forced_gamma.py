@@ -1,0 +1,32 @@
+"""What `sglang_gamma.py` has a server load in place of rlpipe's policy: the same, which a file can overrule.
+
+Imports nothing of rlpipe, which the server's environment does not have.
+"""
+
+import os
+import runpy
+from collections.abc import Sequence
+
+POLICY, ORDER = "RLPIPE_BENCH_POLICY", "RLPIPE_BENCH_ORDER"  # paths: of gamma.py, and of the file
+ADAPTIVE = b"a"
+
+
+class AdaptiveGamma(runpy.run_path(os.environ[POLICY])["AdaptiveGamma"]):
+    """Drafts as many tokens as the file's one character says, and learns nothing meanwhile; `a` chooses."""
+
+    def choose(self, batch: int) -> int:
+        """The width of the next step."""
+        file = self.__dict__.setdefault("_file", None) or os.open(os.environ[ORDER], os.O_RDONLY)
+        self._file, order = file, os.pread(file, 1, 0)
+        self._forced = order != ADAPTIVE
+        return int(order) if self._forced else super().choose(batch)
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn acceptance, unless told how many to draft."""
+        if not self.__dict__.get("_forced"):
+            super().observe(drafted, accepted)
+
+    def timed(self, batch: int, gamma: int, seconds: float) -> None:
+        """Learn costs, unless told how many to draft."""
+        if not self.__dict__.get("_forced"):
+            super().timed(batch, gamma, seconds)

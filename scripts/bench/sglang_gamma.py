@@ -1,0 +1,172 @@
+"""Does an SGLang server with rlpipe's policy draft as many tokens as pays, at every batch size?
+
+One CPU server, shipped model, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, so that no
+two processes are compared; `forced_gamma.py` tells the server whose turn it is. A recorded load with long
+tails: held-out SWE prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths
+are drawn once (log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At
+most `batch` requests run at once, three times as many are queued, and the last ones run ever more alone.
+Adaptive runs --learning times before each cell is measured. Goals: at least .95 of the best fixed gamma in
+each cell (median over repeats of the ratio within a repeat), and above each one over the whole load.
+
+    python scripts/bench/sglang_gamma.py --json OUT [--repeats 8] [--batches 1 2 4 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from itertools import count, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from drafters import reasoning  # noqa: E402
+from rollout_speed import paired_ratio, provenance, summary, swe_workloads, total  # noqa: E402
+
+from rlpipe.config.paths import resolve  # noqa: E402
+from rlpipe.config.rollout import RolloutConfig  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.rollout.sglang import SglangEngine, arguments  # noqa: E402
+from rlpipe.spec import gamma  # noqa: E402
+from rlpipe.types import GenerateRequest, SamplingParams, SpecCounts  # noqa: E402
+
+GAMMA, MEDIAN, SPREAD, SHORTEST, LONGEST = 3, 40, 1.0, 8, 256
+ARMS = {f"gamma {width}": str(width) for width in range(GAMMA + 1)} | {"adaptive": "a"}
+DOMAINS = ["swe", "reasoning"]
+Load = list[tuple[list[int], int]]  # prompt, tokens to make
+
+
+class Bench:
+    """A server, and the file that tells it how many tokens to draft."""
+
+    def __init__(self, model: Path, threads: int, folder: Path) -> None:
+        self._order, self._names = folder / "order", count()
+        self._order.write_text(ARMS["adaptive"])
+        os.environ |= {"RLPIPE_BENCH_POLICY": gamma.__file__, "RLPIPE_BENCH_ORDER": str(self._order)}
+        arguments.gamma = SimpleNamespace(__file__=str(ROOT / "scripts" / "bench" / "forced_gamma.py"))
+        config = RolloutConfig(
+            engine="sglang", max_running=64, max_context=512, device="cpu", threads=threads
+        )
+        self.engine = SglangEngine(config, SpecConfig(gamma=GAMMA, adaptive=True), model, log_dir=folder)
+
+    def run(self, arm: str, load: Load, batch: int) -> tuple[float, SpecCounts]:
+        """Seconds that the load takes, and counts of drafts."""
+        with self._order.open("r+") as file:  # in place: the server has it open
+            file.write(ARMS[arm])
+        started = time.perf_counter()
+        counts = asyncio.run(self._play(load, batch))
+        return time.perf_counter() - started, total(counts)
+
+    async def _play(self, load: Load, batch: int) -> list[SpecCounts]:
+        room = asyncio.Semaphore(batch)
+
+        async def play(prompt: list[int], length: int) -> SpecCounts:
+            sampling = SamplingParams(temperature=1.0, max_new_tokens=length)
+            async with room:
+                result = await self.engine.generate(
+                    GenerateRequest(request_id=str(next(self._names)), prompt_ids=prompt, sampling=sampling)
+                )
+            assert len(result.output_ids) == length, "a request stopped early"
+            return result.spec
+
+        return await asyncio.gather(*(play(*one) for one in load))
+
+
+def loads(model: Path, batches: list[int], names: list[str]) -> dict[tuple[str, int], Load]:
+    """By domain and batch: the same requests in every run."""
+    domains = dict(zip(DOMAINS, (swe_workloads(model)["fixed"], reasoning(model)), strict=True))
+    found = {}
+    for batch, name in product(batches, names):
+        rng = random.Random(f"{name} {batch}")
+        prompts = [turns[0] for turns in domains[name].conversations]
+        lengths = (rng.lognormvariate(0, SPREAD) * MEDIAN for _ in range(max(8, 3 * batch)))
+        found[name, batch] = [
+            (prompts[i % len(prompts)], round(min(max(length, SHORTEST), LONGEST)))
+            for i, length in enumerate(lengths)
+        ]
+    return found
+
+
+def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
+    """One cell: rows of all arms, and adaptive against the best."""
+    tokens = sum(length for _, length in load)
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    counts = {arm: SpecCounts() for arm in ARMS}
+    for _ in range(args.learning):
+        bench.run("adaptive", load, batch)
+    names = list(ARMS)
+    for repeat in range(args.repeats):
+        for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            took, found = bench.run(arm, load, batch)
+            seconds[arm].append(took)
+            counts[arm].add(found)
+    speeds = {arm: [tokens / took for took in mine] for arm, mine in seconds.items()}
+    rows = {arm: summary(speeds[arm], counts[arm]) for arm in ARMS}
+    for arm in ARMS:
+        rows[arm] |= {
+            "seconds": round(statistics.median(seconds[arm]), 3),
+            "drafts_per_step": round(counts[arm].proposed / max(counts[arm].verify_steps, 1), 2),
+        }
+    best = max(names[:-1], key=lambda arm: statistics.median(speeds[arm]))
+    return {
+        "lengths": [length for _, length in load],
+        "arms": rows,
+        "best": best,
+        "adaptive / best": paired_ratio(speeds["adaptive"], speeds[best]),
+    }
+
+
+def main() -> None:
+    """Run what was asked for and write one JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--learning", type=int, default=4, help="runs of adaptive before each cell")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=DOMAINS)
+    parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
+    args = parser.parse_args()
+    before, results = os.getloadavg(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args.shipped, args.threads, Path(folder))
+        try:
+            for (domain, batch), load in loads(args.shipped, args.batches, args.domains).items():
+                cell = results[f"{domain}, batch {batch}"] = measure(bench, load, batch, args)
+                speeds = {arm: row["tokens_per_s"] for arm, row in cell["arms"].items()}
+                width = cell["arms"]["adaptive"]["drafts_per_step"]
+                print(
+                    f"{domain}, batch {batch}: adaptive / {cell['best']} {cell['adaptive / best']}, "
+                    f"drafts a step {width}, tokens/s {speeds}",
+                    flush=True,
+                )
+        finally:
+            bench.engine.close()
+    spent = {arm: sum(cell["arms"][arm]["seconds"] for cell in results.values()) for arm in ARMS}
+    whole = {arm: round(took / spent["adaptive"], 3) for arm, took in spent.items() if arm != "adaptive"}
+    print("adaptive / fixed over the whole load:", whole)
+    if args.json:
+        report = {
+            "question": "an SGLang server's adaptive drafts against each fixed gamma, by batch and domain",
+            **provenance(args, before),
+            "results": results,
+            "adaptive / fixed over the whole load": whole,
+        }
+        report["config"]["new_tokens"] = [SHORTEST, LONGEST]
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
