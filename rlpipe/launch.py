@@ -22,7 +22,7 @@ from rlpipe.actors.engines import check_engine
 from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvName, SandboxBackend
 from rlpipe.config.paths import resolve
-from rlpipe.config.run import ClusterMode, Config, Task, ValConfig, of_half, with_weight_transfer
+from rlpipe.config.run import ClusterMode, Config, Half, Task, ValConfig, of_half, with_weight_transfer
 from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import Suite
@@ -211,7 +211,7 @@ class ReinforcementLearning:
         self._dump = _dump(config, done or 0)
         if not half.rolls:
             self._prompts = DumpedPrompts(self._dump)
-        self._cluster = self._ray = self._ledger = self._loop = None
+        self._cluster = self._pool = self._ray = self._ledger = self._loop = None
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
         config = self._config
@@ -223,7 +223,7 @@ class ReinforcementLearning:
             from rlpipe.actors.ray_session import RaySession
 
             self._ray = RaySession(config, give_up)
-        self._cluster = _make_cluster(config, bus)
+        self._cluster = self._pool = _make_cluster(config, bus)
         if self._dump is not None:
             self._cluster = with_dump(self._cluster, self._dump, config, bus.event)
         self._controller = Controller(
@@ -249,10 +249,20 @@ class ReinforcementLearning:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
+        serving = asyncio.ensure_future(self._serve_pool())
         try:
             await self._controller.run()
         finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
             await self._cluster.close()
+
+    async def _serve_pool(self) -> None:
+        """Let workers be added and drained from outside."""
+        if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is Half.BOTH:
+            from rlpipe.actors.pool import serve
+
+            await serve(self._pool, self._run_dir)
 
     def request_stop(self) -> None:
         if self._loop is None:

@@ -2,20 +2,18 @@
 
 With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
 
-Owns placement, routing to the least loaded worker, and replacing a dead rollout worker: the new one
-gets the newest weights before it serves, and what the dead one was playing is played again, so no
-prompt is lost. A worker that does not answer within `cluster.hang_s` is killed, which makes it a dead one.
-Weights pass from trainer to workers as an object-store reference, or are broadcast by the trainer's first
-rank to all SGLang servers at once (rollout.sglang.weight_transfer=collective). When a trainer rank dies or
-hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others, which have learnt
-nothing. A half (`run.half`) has no workers, or no ranks.
+Owns placement, the trainer's ranks, and how weights reach the workers, which `workers.py` calls, replaces,
+adds and drains. Weights pass from trainer to workers as an object-store reference, or are brought by the
+trainer's first rank to all SGLang servers at once (rollout.sglang.weight_transfer=collective, ipc). When a
+trainer rank dies or hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others,
+which have learnt nothing. A half (`run.half`) has no workers, or no ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.actors.workers import Workers, answer_of, close, first_line
 from rlpipe.cluster import TrainerLost
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Mean, Value, reduce
-from rlpipe.types import Group, Prompt, RunStopped, Trajectory
+from rlpipe.types import Group, Prompt, Trajectory
 from rlpipe.weights.collective import Offer, Rendezvous
 from rlpipe.weights.payload import unpack_weights
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 _WRITING = "writing"  # concurrency group of a rank: its checkpoint is written beside its steps
 _GIVING = "giving"  # another: it hands out weights that it has published
-_CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
 _GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
 
 
@@ -63,11 +61,9 @@ class RayCluster:
             self._pairs, gpus = _pairs(config.rollout.workers), 0.5
         own = config.rollout.sglang.tp if config.rollout.engine is EngineKind.SGLANG else 1
         self._options = {"num_cpus": 1, "num_gpus": gpus * own, "max_concurrency": 1000}
-        self._rollouts = [self._spawn_rollout(n) for n in range(config.rollout.workers * half.rolls)]
-        self._load = [0] * len(self._rollouts)
-        self._restarts = 0
-        self._respawning = asyncio.Lock()
-        self._newest: tuple[str, Any] | None = None  # how a worker is given the newest weights
+        self._workers = Workers(
+            config.cluster, self._spawn_rollout, on_event, config.rollout.workers * half.rolls
+        )
         self._group: Rendezvous | None = None  # of trainer and servers, where the trainer broadcasts
         self._members: list[str] = []  # the servers in it
         beside = {_WRITING: 1, _GIVING: 1}
@@ -75,18 +71,18 @@ class RayCluster:
         self._trainers: list[Any] = []
         if half.trains:
             self._start_trainers()
-        ray.get([w.metrics.remote() for w in self._rollouts])
+        ray.get([worker.actor.metrics.remote() for worker in self._workers.members])
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        return await self._on_some_worker("collect", prompt, group_size)
+        return await self._workers.on_some("collect", prompt, group_size)
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        count = len(self._rollouts)
+        count = len(self._workers.staying)
         shares = [list(instance_ids[n::count]) for n in range(count)]
         played = await asyncio.gather(
-            *(self._on_some_worker("evaluate", share, samples, temperature) for share in shares if share)
+            *(self._workers.on_some("evaluate", share, samples, temperature) for share in shares if share)
         )
         return [trajectory for part in played for trajectory in part]
 
@@ -102,7 +98,7 @@ class RayCluster:
         await self._on_trainers("freeze_draft")
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
-        if not (self._rollouts and self._config.run.half.trains):
+        if not (self._workers.members and self._config.run.half.trains):
             return {}
         started = time.monotonic()
         if self._config.broadcasts_weights:
@@ -110,15 +106,15 @@ class RayCluster:
         else:
             exports = [t.export.remote(version) for t in self._trainers]
             await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
-            self._newest = "update_weights", exports[0]
-            metrics = reduce(await asyncio.gather(*self._on_workers(*self._newest)))
+            newest = self._workers.newest = "update_weights", exports[0]
+            metrics = reduce(await self._workers.on_all(*newest))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
         """From the trainer to all servers at once: neither here nor through the object store."""
         trainer = self._trainers[0]
-        found = await asyncio.gather(*self._on_workers("membership"))
+        found = await self._workers.on_all("membership")
         members = [member for member in found if member.server]  # no other is waited for
         servers = [member.server for member in members]
         if self._group is None or servers != self._members or {m.group for m in members} - {self._group.name}:
@@ -136,8 +132,8 @@ class RayCluster:
             sent=partial(_asked, "does not tell of its broadcast", sending[0]),
             weights=partial(_given, trainer, version, sending[0]),
         )
-        self._newest = "receive_weights", offer
-        taking = asyncio.gather(*self._on_workers(*self._newest), return_exceptions=True)
+        newest = self._workers.newest = "receive_weights", offer
+        taking = asyncio.ensure_future(self._workers.on_all(*newest, return_exceptions=True))
         try:
             await self._on_trainers("__ray_ready__")
         finally:  # without a trainer they fail as well, and tell less of it
@@ -159,60 +155,69 @@ class RayCluster:
         await self._on_trainers("load", directory)
 
     async def rebuild_trainer(self) -> None:
-        self._newest = self._group = None  # of what was lost
+        self._workers.newest = self._group = None  # of what was lost
         try:
             await asyncio.to_thread(self._start_trainers)
         except RayActorError as error:
-            raise self._lost(self._trainers, "trainer_died", error=_first_line(error)) from error
+            raise self._lost(self._trainers, "trainer_died", error=first_line(error)) from error
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        return reduce(await asyncio.gather(*self._on_workers("metrics")))
+        return reduce(await self._workers.on_all("metrics"))
 
     async def close(self) -> None:
-        actors = self._rollouts + self._trainers
-        closing = (asyncio.wait_for(actor.close.remote(), _CLOSE_S) for actor in actors)
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(error, BaseException):  # the run is over, and `kill` ends what did not close
-                self._on_event("close_failed", error=_first_line(error))
+        await asyncio.gather(*(close(actor, self._on_event) for actor in self._actors))
         self.kill()
 
     def kill(self) -> None:
         """End every actor at once."""
-        for actor in self._rollouts + self._trainers:
+        for actor in self._actors:
             ray.kill(actor)
 
+    @property
+    def _actors(self) -> list[Any]:
+        return [worker.actor for worker in self._workers.members] + self._trainers
+
+    async def add_workers(self, count: int) -> list[int]:
+        """More rollout workers; returns their numbers once they serve the newest weights.
+
+        Raises ValueError where they have no place, RayError when one does not come up.
+        """
+        if self._pairs is not None or not self._workers.members:
+            raise ValueError(
+                f"cluster.share_gpus={self._config.cluster.share_gpus} and run.half={self._config.run.half}: "
+                "workers join where each has a place of its own, in a run that plays."
+            )
+        needed = {"CPU": self._cpus_of_added, "GPU": self._options["num_gpus"]}
+        free = ray.available_resources()
+        if short := [name for name, each in needed.items() if each * count > free.get(name, 0)]:
+            found = {name: free.get(name, 0) for name in short}
+            raise ValueError(
+                f"{count} more rollout workers need {needed} each, and Ray has {found} free: add fewer, or "
+                "join machines to the Ray cluster first."
+            )
+        return await self._workers.join(count)
+
+    async def drain_worker(self, number: int, grace: float) -> int:
+        """Take a rollout worker out; see `Workers.leave`."""
+        return await self._workers.leave(number, grace)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Every rollout worker: its number, what it plays, whether it leaves."""
+        return [
+            {"worker": one.number, "playing": one.load, "leaving": one.leaving}
+            for one in self._workers.members
+        ]
+
     def _spawn_rollout(self, n: int) -> Any:
-        return ray.remote(RolloutWorker).options(**self._options, **self._place(n)).remote(self._config, n)
+        options = self._options | self._place(n)
+        if n >= self._config.rollout.workers:
+            options["num_cpus"] = self._cpus_of_added
+        return ray.remote(RolloutWorker).options(**options).remote(self._config, n)
 
-    async def _on_some_worker(self, method: str, *args: Any) -> Any:
-        """Call the least loaded worker."""
-        n = min(range(len(self._rollouts)), key=self._load.__getitem__)
-        self._load[n] += 1
-        try:
-            return await self._call(n, method, *args)
-        finally:
-            self._load[n] -= 1
-
-    async def _call(self, n: int, method: str, *args: Any) -> Any:
-        """Call worker n; when it dies, replace it and call again."""
-        while True:
-            worker = self._rollouts[n]
-            answer = getattr(worker, method).remote(*args)
-            seconds = self._config.cluster.hang_s or None
-            try:
-                return await asyncio.wait_for(_wait(answer), seconds)
-            except (
-                RayTaskError
-            ):  # it answers; Ray's error is of the class of its cause too, e.g. TimeoutError
-                raise
-            except TimeoutError:
-                self._on_event("rollout_worker_hung", worker=n, seconds=seconds)
-                ray.kill(worker)  # the next call finds it dead
-            except asyncio.CancelledError:
-                ray.cancel(answer)
-                raise
-            except RayActorError as error:
-                await self._replace(n, worker, error)
+    @property
+    def _cpus_of_added(self) -> int:
+        """What a worker that joins reserves: a local Ray was started with what the first ones need."""
+        return 1 if self._config.cluster.address else 0
 
     def _start_trainers(self) -> None:
         """New ranks, joined with one another."""
@@ -237,19 +242,19 @@ class RayCluster:
         if group is not None:
             methods = [m.options(concurrency_group=group) for m in methods]
         seconds = self._config.cluster.hang_s or None
-        answers = [asyncio.ensure_future(_wait(m.remote(*args))) for m in methods]
+        answers = [asyncio.ensure_future(answer_of(m.remote(*args))) for m in methods]
         try:
             return await asyncio.wait_for(asyncio.gather(*answers), seconds)
         except RayTaskError:  # of its own, or because another rank died: that is known a little later
             await asyncio.wait(answers, timeout=_GRACE_S)
             failed = [a.exception() for a in answers if a.done() and not a.cancelled()]
             if dead := next((e for e in failed if isinstance(e, RayActorError)), None):
-                raise self._lost(ranks, "trainer_died", error=_first_line(dead)) from dead
+                raise self._lost(ranks, "trainer_died", error=first_line(dead)) from dead
             raise
         except TimeoutError:
             raise self._lost(ranks, "trainer_hung", seconds=seconds, method=method) from None
         except RayActorError as error:
-            raise self._lost(ranks, "trainer_died", error=_first_line(error)) from error
+            raise self._lost(ranks, "trainer_died", error=first_line(error)) from error
 
     def _lost(self, ranks: list[Any], kind: str, **fields: Any) -> TrainerLost:
         """End what is left of these ranks; told once, whoever notices it first."""
@@ -267,42 +272,6 @@ class RayCluster:
         strategy = PlacementGroupSchedulingStrategy(self._pairs, placement_group_bundle_index=n)
         return {"scheduling_strategy": strategy}
 
-    def _on_workers(self, method: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
-        """Calls of every worker."""
-        return [self._told(n, method, *args) for n in range(len(self._rollouts))]
-
-    async def _told(self, n: int, method: str, *args: Any) -> Any:
-        """Call worker n, and tell of the faults it knows of."""
-        try:
-            return await self._call(n, method, *args)
-        finally:
-            for kind, fields in await self._call(n, "take_events"):
-                self._on_event(kind, worker=n, **fields)
-
-    async def _replace(self, n: int, dead: Any, error: RayActorError) -> None:
-        """Put a new worker in the dead one's place, once, with the newest weights."""
-        async with self._respawning:
-            while self._rollouts[n] is dead:
-                self._restarts += 1
-                reason = _first_line(error)
-                self._on_event("rollout_worker_died", worker=n, restarts=self._restarts, error=reason)
-                if self._restarts > self._config.cluster.max_restarts:
-                    raise RunStopped(
-                        f"rollout workers died {self._restarts} times (cluster.max_restarts="
-                        f"{self._config.cluster.max_restarts}); the last: {reason}. Run again, it continues "
-                        "from the newest checkpoint."
-                    ) from error
-                worker = self._spawn_rollout(n)
-                try:
-                    if self._newest is not None:
-                        method, what = self._newest
-                        await getattr(worker, method).remote(what)
-                    self._rollouts[n] = worker
-                except RayTaskError:
-                    raise
-                except RayActorError as again:  # this one died while it was started
-                    error = again
-
 
 def _pairs(count: int) -> PlacementGroup:
     """A GPU and two CPUs for each worker and its trainer rank. Raises ValueError where Ray has fewer."""
@@ -317,21 +286,12 @@ def _pairs(count: int) -> PlacementGroup:
     return ray.util.placement_group([{"GPU": 1, "CPU": 2}] * count)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__  # a TimeoutError has no words
-
-
-async def _wait(answer: Any) -> Any:
-    """An object reference as a coroutine."""
-    return await answer
-
-
 async def _asked(failing: str, answer: Any) -> Any:
     """Inside a rollout worker: the trainer's answer. Raises RuntimeError: its death is not the worker's."""
     try:
         return await answer
     except RayError as error:
-        raise RuntimeError(f"the trainer {failing}: {_first_line(error)}") from None
+        raise RuntimeError(f"the trainer {failing}: {first_line(error)}") from None
 
 
 async def _given(trainer: Any, version: int, sent: Any) -> Mapping[str, torch.Tensor]:

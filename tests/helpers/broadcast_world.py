@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from rlpipe.actors import ray_cluster
+from rlpipe.actors import ray_cluster, workers
 from rlpipe.actors.ray_cluster import RayCluster
+from rlpipe.actors.workers import Workers
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config
@@ -329,7 +330,7 @@ class World:
         """Put the world in place of processes, HTTP, groups, clocks and hashes."""
         for module in (replica, updates, collective, sender, ray_cluster):
             monkeypatch.setattr(module, "time", self.loop)
-        monkeypatch.setattr(ray_cluster, "ray", types.SimpleNamespace(cancel=lambda *_: None))
+        monkeypatch.setattr(workers, "ray", types.SimpleNamespace(cancel=lambda *_: None))
         monkeypatch.setattr(collective, "Group", partial(SimGroup, self))
         monkeypatch.setattr(replica, "ServerProcess", partial(Server, self))
         monkeypatch.setattr(replica, "SglangClient", partial(Client, self))
@@ -355,10 +356,10 @@ class World:
             await worker.replica.start()
         cluster = self.cluster = RayCluster.__new__(RayCluster)
         cluster._config, cluster._on_event = self.config, lambda kind, **fields: self.kinds.append(kind)
-        cluster._rollouts = [Actor(worker, serial=False) for worker in self.workers]
+        actors = [Actor(worker, serial=False) for worker in self.workers]
+        cluster._workers = Workers(self.config.cluster, actors.__getitem__, cluster._on_event, len(actors))
         cluster._trainers = [Actor(Trainer(self, self.config), serial=True)]
-        cluster._load, cluster._restarts, cluster._respawning = [0] * self.count, 0, asyncio.Lock()
-        cluster._group, cluster._members, cluster._newest = None, [], None
+        cluster._group, cluster._members = None, []
         cluster._trainer_host = "here"
         self.told, self.kinds = [], []  # events, of refits before and of this one
         took = []

@@ -23,14 +23,17 @@ config = Config(
     trainer=TrainerConfig(dp=2),
 )
 
+def rollouts():
+    return [worker.actor for worker in cluster._workers.members]
+
 def gpus(actors):
     return ray.get([a.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for a in actors])
 
 cluster = RayCluster(config, lambda *_, **__: None)
-told = {"workers": gpus(cluster._rollouts), "ranks": gpus(cluster._trainers)}
-ray.kill(cluster._rollouts[0])
+told = {"workers": gpus(rollouts()), "ranks": gpus(cluster._trainers)}
+ray.kill(rollouts()[0])
 asyncio.run(cluster.rollout_metrics())  # it is replaced
-told["replaced"] = gpus(cluster._rollouts)
+told["replaced"] = gpus(rollouts())
 asyncio.run(cluster.close())
 config.rollout.workers = 3
 try:

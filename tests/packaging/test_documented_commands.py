@@ -57,6 +57,7 @@ NOT_RUN = {
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
+    "python -m rlpipe.pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md", "docs/your_model.md"}

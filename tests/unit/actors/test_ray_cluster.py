@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlpipe.actors import ray_cluster
+from rlpipe.actors import workers
 from rlpipe.actors.ray_cluster import RayCluster
+from rlpipe.actors.workers import Workers
 from rlpipe.config.run import ClusterConfig, Config
 
 pytestmark = pytest.mark.unit
@@ -43,10 +44,9 @@ def cluster_of(worker, replacements, **settings):
     cluster, events = RayCluster.__new__(RayCluster), []
     cluster._config = Config(cluster=ClusterConfig(**settings))
     cluster._on_event = lambda kind, **fields: events.append(kind)
-    cluster._rollouts, cluster._load, cluster._trainers = [worker], [0], [worker]
-    cluster._restarts, cluster._newest = 0, ("update_weights", "version 3")
-    cluster._respawning = asyncio.Lock()
-    cluster._spawn_rollout = lambda n: replacements.pop(0)
+    actors = [worker, *replacements]
+    cluster._workers = Workers(cluster._config.cluster, lambda n: actors.pop(0), cluster._on_event, 1)
+    cluster._workers.newest, cluster._trainers = ("update_weights", "version 3"), [worker]
     return cluster, events
 
 
@@ -54,22 +54,20 @@ TIMED_OUT = RayTaskError("collect", "the store did not answer", TimeoutError()).
 
 
 @pytest.mark.parametrize("hang_s", [0, 60])
-@pytest.mark.parametrize("call", ["_on_some_worker", "_on_trainers"])
+@pytest.mark.parametrize("call", ["rollout", "trainer"])
 def test_a_timeout_raised_inside_an_actor_is_its_error_and_not_a_hang(monkeypatch, hang_s, call):
-    monkeypatch.setattr(
-        ray_cluster.ray, "kill", lambda actor: pytest.fail("an actor that answers was killed")
-    )
+    monkeypatch.setattr(workers.ray, "kill", lambda actor: pytest.fail("an actor that answers was killed"))
     cluster, events = cluster_of(Actor(TIMED_OUT), [], hang_s=hang_s)
-    method = {"_on_some_worker": "collect", "_on_trainers": "step"}[call]
+    calling = cluster._workers.on_some("collect") if call == "rollout" else cluster._on_trainers("step")
     with pytest.raises(RayTaskError, match="the store did not answer"):
-        asyncio.run(getattr(cluster, call)(method))
+        asyncio.run(calling)
     assert events == []
 
 
 def test_a_replacement_that_dies_while_it_is_started_is_replaced_as_well():
     dies = Actor(update_weights=RayActorError())
     cluster, events = cluster_of(Actor(RayActorError()), [dies, dies, Actor("a group")], max_restarts=3)
-    assert asyncio.run(cluster._on_some_worker("collect")) == "a group"
+    assert asyncio.run(cluster._workers.on_some("collect")) == "a group"
     assert events == ["rollout_worker_died"] * 3
 
 
@@ -77,13 +75,13 @@ def test_replacements_that_die_end_the_run_once_no_restart_is_left():
     dies = Actor(update_weights=RayActorError())
     cluster, events = cluster_of(Actor(RayActorError()), [dies] * 9, max_restarts=2)
     with pytest.raises(RuntimeError, match=r"died 3 times \(cluster.max_restarts=2\)"):
-        asyncio.run(cluster._on_some_worker("collect"))
+        asyncio.run(cluster._workers.on_some("collect"))
     assert events == ["rollout_worker_died"] * 3
 
 
 def test_an_actor_that_does_not_close_is_reported_and_killed(monkeypatch):
     killed = []
-    monkeypatch.setattr(ray_cluster.ray, "kill", killed.append)
+    monkeypatch.setattr(workers.ray, "kill", killed.append)
     stuck, closes = Actor(), Actor()
     stuck.close, closes.close = Method(TimeoutError()), Method(None)  # a TimeoutError has no words
     cluster, _ = cluster_of(stuck, [])

@@ -1,0 +1,77 @@
+"""The pool of a running job, changed from outside: files in the run directory that the driver answers.
+
+    command   DIR/pool/ID.json         {"do": "add", "count": 2} or {"do": "drain", "worker": 1, "grace": 60}
+    driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "said": a sentence}
+              DIR/pool/workers.json    every worker, written again when something changes
+
+A file system is all that both must share. What was asked of a run that has ended is forgotten by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rlpipe.actors.ray_cluster import RayCluster
+
+POLL_S = 0.5
+ANSWER = ".answer.json"
+
+
+def folder(run_dir: Path) -> Path:
+    """Where requests and answers are."""
+    return run_dir / "pool"
+
+
+def write(file: Path, what: Any) -> None:
+    """A file that is there complete or not at all."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(what))
+    part.replace(file)
+
+
+async def serve(cluster: RayCluster, run_dir: Path) -> None:
+    """Do what is asked, until cancelled."""
+    place = folder(run_dir)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    shown: list[dict[str, Any]] | None = None
+    async with asyncio.TaskGroup() as tasks:
+        begun: set[Path] = set()
+        while True:
+            for file in sorted(set(place.glob("*.json")) - begun):
+                if file.name != "workers.json" and not file.name.endswith(ANSWER):
+                    begun.add(file)
+                    tasks.create_task(_answer(cluster, file))
+            if (workers := cluster.workers()) != shown:
+                write(place / "workers.json", workers)
+                shown = workers
+            await asyncio.sleep(POLL_S)
+
+
+async def _answer(cluster: RayCluster, file: Path) -> None:
+    """Do one request; its faults are answers, and never the run's."""
+    answer = file.with_suffix(ANSWER)
+    try:
+        asked = json.loads(file.read_text())
+        write(answer, {"state": "accepted", "said": ""})
+        said = await _do(cluster, asked)
+        state = "done"
+    except (ValueError, KeyError, TypeError, RayError) as error:
+        state, said = "refused", str(error)
+    write(answer, {"state": state, "said": said})
+
+
+async def _do(cluster: RayCluster, asked: dict[str, Any]) -> str:
+    if asked["do"] == "add":
+        numbers = await cluster.add_workers(int(asked["count"]))
+        return f"rollout workers {', '.join(map(str, numbers))} serve the newest weights"
+    number, grace = int(asked["worker"]), float(asked["grace"])
+    again = await cluster.drain_worker(number, grace)
+    others = f"; {again} of its groups are played again by others" if again else ""
+    return f"rollout worker {number} has left{others}"

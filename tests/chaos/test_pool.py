@@ -1,0 +1,73 @@
+"""Workers join and leave a real run by `python -m rlpipe.pool`."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlpipe import pool
+from rlpipe.pipeline.ledger import Ledger
+from tests.helpers.cli import SMALL, environment, marked_processes, prompt_states, start
+from tests.helpers.disturbed_runs import events
+
+pytestmark = pytest.mark.chaos
+
+
+def asked(cwd, *arguments):
+    command = [sys.executable, "-m", "rlpipe.pool", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tmp_path):
+    job = ["+recipe=swe_rl", *SMALL, "run.steps=2000", "val.every=0", "run.save_every=5"]
+    process, marker = start(*job, cwd=tmp_path, lines=2)
+    assert asked(tmp_path, "list", "out").stdout.startswith("rollout worker 0: serves")
+    refused = asked(tmp_path, "drain", "out", "0")
+    assert refused.returncode == 2 and "rollout worker 0 is the last one: add another" in refused.stderr
+    added = asked(tmp_path, "add", "out")
+    assert added.returncode == 0 and "rollout workers 1 serve the newest weights" in added.stdout, added
+    drained = asked(tmp_path, "drain", "out", "0", "--grace", "0")
+    assert drained.returncode == 0 and "rollout worker 0 has left" in drained.stdout, drained
+    rollouts = [p for p in marked_processes(marker) if "RolloutWorker" in " ".join(p.cmdline())]
+    assert len(rollouts) == 1
+    unknown = asked(tmp_path, "drain", "out", "0")
+    assert (
+        unknown.returncode == 2 and "there is no rollout worker 0 that stays: name one of 1" in unknown.stderr
+    )
+
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    lines, until = metrics.read_text().count("\n"), time.monotonic() + 120
+    while metrics.read_text().count("\n") < lines + 5:  # the run goes on with the new worker alone
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    (joined,), (left,) = (events(tmp_path, f"rollout_worker_{kind}") for kind in ("joined", "left"))
+    assert joined["worker"] == 1 and joined["workers"] == 2 and left["worker"] == 0 and left["workers"] == 1
+    assert not events(tmp_path, "rollout_worker_died")
+    ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
+    assert ledger.violations(ended=False) == []
+    ledger.close()
+    steps = metrics.read_text().count("\n") - 1
+    assert prompt_states(tmp_path / "out")["trained"] == 2 * steps
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_run_that_is_over_is_said(tmp_path, monkeypatch, capsys, gone):
+    monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
+    if not gone:
+        (tmp_path / "pool").mkdir()
+        (tmp_path / "pool" / "workers.json").write_text("[]")
+    assert pool.main(["add", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said and ("has no pool" if gone else "no run answers") in said
+    assert not list((tmp_path / "pool").glob("*.json")) or not gone
+
+
+def test_a_count_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        pool.main(["add", "out", "--count", "0"])
+    assert ended.value.code == 2 and "name 1 or more" in capsys.readouterr().err
