@@ -62,12 +62,18 @@ def verified(
 ) -> None:
     """AROUND `compute_spec_logprobs`: B requests of n places each, of which the first ones were accepted.
 
-    SGLang's own runs as well where top or named log-probabilities are asked for.
+    SGLang's own runs as well where top or named log-probabilities are asked for. Nothing is computed where
+    `verify.sampled` judged the step and so knows them.
     """
     from sglang.srt.environ import envs
 
     if any(batch.top_logprobs_nums or ()) or any(ids is not None for ids in batch.token_ids_logprobs or ()):
         original(batch, logits_output, predict, accept_index=accept_index, chain_stride=chain_stride)
+    verdict = getattr(logits_output, "rlpipe_verdict", None)
+    if verdict is not None and not envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get():
+        _attach(logits_output, verdict.entropies)
+        logits_output.next_token_logprobs = verdict.logprobs
+        return
     logits, sampling = logits_output.next_token_logits, batch.sampling_info
     places = chain_stride
     if accept_index is not None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import measure, pack, width
+from rlpipe_sglang import drafts, measure, pack, verify, width
 
 REPORT = "rlpipe_plugin"
 
@@ -47,8 +47,8 @@ class Hook(NamedTuple):
 
 
 def told_by_scheduler(result: Any, *_: Any) -> None:
-    """AFTER a scheduler's `get_internal_state`: add what became of its hooks."""
-    result.internal_state[REPORT] = report
+    """AFTER a scheduler's `get_internal_state`: add what became of its hooks, and who judged drafts."""
+    result.internal_state[REPORT] = report | {"judged": dict(verify.judged)}
 
 
 async def told_by_http(original: Callable, manager: Any) -> list[dict[str, Any]]:
@@ -61,7 +61,15 @@ _STATE = "managers.scheduler_components.internal_state:SchedulerInternalStateCon
 _RESULT = "managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 _CONTROL = "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.write_output_to"
+_SPEC, _DRAFT = "speculative.spec_utils", "speculative.eagle_worker_v2:EagleDraftWorker"
 HOOKS = (
+    Hook("scheduler", f"{_SPEC}:sample_draft_proposal", "2ddefb2cc9a94828", drafts.proposed),
+    Hook("scheduler", f"{_SPEC}:renorm_draft_probs", "0962a891a575fe7d", drafts.prefilled),
+    Hook("scheduler", f"{_SPEC}:fast_sample", "755612cf80974fe7", drafts.drawn),
+    Hook("scheduler", "speculative.eagle_utils:eagle_sample", "b497c62acadc5e71", verify.sampled),
+    Hook("scheduler", f"{_DRAFT}.draft_forward", "e1dc83274e26941e"),
+    Hook("scheduler", f"{_DRAFT}._draft_extend_for_prefill", "3189eb126ef534d3"),
+    Hook("scheduler", f"{_DRAFT}._draft_extend_for_decode", "43fac9eb9ad0ac5e"),
     Hook("scheduler", f"{_LOGPROBS}:compute_spec_logprobs", "342e0ba0fc45731d", measure.verified),
     Hook("scheduler", f"{_LOGPROBS}:{_SAMPLED}", "4ec49f40acc4858b", measure.sampled, "after"),
     Hook("scheduler", f"{_LOGPROBS}:{_WRITTEN}", "285dcca6c4bc612c", measure.written, "after"),

@@ -1,0 +1,85 @@
+"""Drafts drawn by Gumbel-max from logits, and what is kept of their law for verification.
+
+    z = logits / T          float32 [B, V]: kept in place of SGLang's probabilities; q = softmax(z)
+    X = argmax_v (z_v - ln E_v),  E_v ~ Exp(1) independent, so that X ~ q
+
+The temperature is applied here and never again. SGLang's `draft_probs` holds z wherever a draft was drawn,
+after a prefill (`renorm_draft_probs`, then `fast_sample`) and a draft step (`sample_draft_proposal`), so that
+rows of both can be merged. Only `verify.sampled` reads it. A request with a seed is drawn by SGLang.
+Multi-layer workers and servers apart for prefill write probabilities elsewhere too; there all is SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def keeps_logits() -> bool:
+    """Whether `draft_probs` of this server holds z."""
+    from sglang.srt.runtime_context import get_disagg, get_spec
+
+    return not get_spec().enable_multi_layer_eagle and get_disagg().disaggregation_mode == "null"
+
+
+def scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """z, in memory of its own: SGLang's CUDA graphs write the next step's logits where these are."""
+    return logits.float() / temperatures
+
+
+def draw(z: torch.Tensor) -> torch.Tensor:
+    """[B, 1] int64 from softmax(z)."""
+    races = torch.empty_like(z).exponential_().clamp_min_(torch.finfo(z.dtype).tiny)
+    return (z - races.log_()).argmax(-1, keepdim=True)
+
+
+def proposed(
+    original: Callable,
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor | None = None,
+    *,
+    sampling_seed: torch.Tensor | None = None,
+    **position: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """AROUND `sample_draft_proposal`: z, ones (scores of a chain, which nothing reads) and X.
+
+    A greedy request (top_k 1) is given the argmax; its target has one token then, see SGLang's docstring.
+    """
+    if not keeps_logits():
+        return original(logits, temperatures, top_ks, sampling_seed=sampling_seed, **position)
+    z = scaled(logits, temperatures)
+    if sampling_seed is not None:
+        drafts = original(logits, temperatures, top_ks, sampling_seed=sampling_seed, **position)[2]
+    else:
+        drafts = draw(z)
+        if top_ks is not None:
+            drafts = torch.where((top_ks <= 1).view(-1, 1), z.argmax(-1, keepdim=True), drafts)
+    return z, torch.ones_like(drafts, dtype=torch.float32), drafts
+
+
+def prefilled(original: Callable, logits: torch.Tensor, sampling: Any, rejection: bool) -> torch.Tensor:
+    """AROUND `renorm_draft_probs`: z, marked for `drawn`, where SGLang would return softmax(z)."""
+    if not (rejection and logits.size(0) and keeps_logits()):
+        return original(logits, sampling, rejection)
+    z = scaled(logits, sampling.temperatures)
+    z.rlpipe_scaled = True
+    return z
+
+
+def drawn(
+    original: Callable,
+    probs: torch.Tensor,
+    *count: int,
+    sampling_seed: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """AROUND `fast_sample`, which is also called with probabilities, and then is SGLang's."""
+    if not hasattr(probs, "rlpipe_scaled"):
+        return original(probs, *count, sampling_seed=sampling_seed, **more)
+    if sampling_seed is not None:
+        return original(probs.softmax(-1), *count, sampling_seed=sampling_seed, **more)
+    drafts = draw(probs)
+    return torch.ones_like(drafts, dtype=torch.float32), drafts

@@ -1,0 +1,156 @@
+"""Rejection sampling of a chain of drafts from logits; acceptance, last token, logprobs and entropies.
+
+The rule is `rlpipe.spec.verify.verify_chain` (Leviathan et al., arXiv:2211.17192, Algorithm 1), and tests
+compare the two; here the laws come as logits, p = softmax(logits / T) and q = softmax(z) with z of `drafts`:
+
+    draft x_i is kept while u_i q_i(x_i) < p_i(x_i); then one token from max(p_i - q_i, 0), or from the
+    row behind the last draft
+
+A batch with anything else in it (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees,
+greedy requests) is judged by SGLang, which is given softmax(z). `judged` counts requests' verify steps by
+what judged them, or why it was SGLang.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rlpipe_sglang import drafts as drawing
+from rlpipe_sglang.measure import entropy
+
+judged: Counter[str] = Counter()  # of this process
+
+
+class Verdict(NamedTuple):
+    """B chains of n - 1 drafts. accepted: [B] int64. tokens: [B, n] int64: drafts, then the last token at
+    `accepted`; what lies behind it is not emitted. p, q: [B, n - 1] of each draft. logprobs: [B, n] of
+    `tokens`, entropies: [B, n] float32 of the target's rows, both at the request's temperature.
+    """
+
+    accepted: torch.Tensor
+    tokens: torch.Tensor
+    p: torch.Tensor
+    q: torch.Tensor
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+
+
+def verify(
+    drafts: torch.Tensor,
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    temperatures: torch.Tensor,
+    coins: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> Verdict:
+    """Judge `drafts` [B, n - 1] int64.
+
+    draft: z [B, n - 1, V]. target: logits [B, n, V], not scaled. temperatures: [B, 1]. coins: [B, n - 1],
+    uniforms: [B], float64 in [0, 1), independent of each other and of the drafts.
+    """
+    batch, depths, vocab = draft.shape
+    rows = torch.arange(batch, device=drafts.device)
+    log_p = (target / temperatures.unsqueeze(-1)).log_softmax(-1)
+    log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # as SGLang's
+    chosen, normalizer = drafts.unsqueeze(-1), draft.logsumexp(-1)
+    p = log_p[:, :depths].gather(-1, chosen).squeeze(-1).exp()
+    q = (draft.gather(-1, chosen).squeeze(-1) - normalizer).exp()
+    accepted = (coins * q < p).cumprod(1, dtype=torch.int64).sum(1)
+
+    whole = weights = log_p[rows, accepted].exp()
+    if depths:
+        at = accepted.clamp(max=depths - 1)
+        rest = (whole - (draft[rows, at] - normalizer[rows, at, None]).exp()).clamp_(min=0)
+        # rounding can leave no mass where exact arithmetic never comes: the target is the nearest law
+        partial = ((accepted < depths) & (rest.sum(-1) > 0)).unsqueeze(-1)
+        weights = torch.where(partial, rest, whole)
+    running = weights.cumsum(-1, dtype=torch.float64)
+    beyond = (running > uniforms.unsqueeze(-1) * running[:, -1:]) & (weights > 0)
+    last = beyond.int().argmax(-1)
+
+    tokens = torch.cat([drafts, last.unsqueeze(-1)], 1).scatter(1, accepted.unsqueeze(-1), last.unsqueeze(-1))
+    logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    entropies = entropy(log_p.view(-1, vocab)).view(batch, -1)
+    return Verdict(accepted, tokens, p, q, logprobs, entropies)
+
+
+def not_covered(spec: Any, sampling: Any, verify_input: Any, logits: torch.Tensor, others: Any) -> str | None:
+    """Why SGLang must judge this batch; None where `verify` does. others: its grammar."""
+    reasons = {
+        "not rejection sampling": not spec.speculative_use_rejection_sampling,
+        "block verification": spec.speculative_use_block_verification,
+        "greedy": sampling.is_all_greedy,
+        "top-k or a greedy request": sampling.need_top_k_sampling,
+        "top-p": sampling.need_top_p_sampling,
+        "min-p": sampling.need_min_p_sampling,
+        "seed": sampling.sampling_seed is not None,
+        "penalty": sampling.acc_additive_penalties is not None or sampling.acc_scaling_penalties is not None,
+        "bias": sampling.logit_bias is not None,
+        "grammar": others is not None,
+        "watermark": sampling.has_watermark_candidates,
+        "tree": verify_input.tree_topk != 1 or verify_input.max_tree_depth != verify_input.draft_token_num,
+        "no draft law": verify_input.draft_probs is None
+        or verify_input.draft_probs.shape[-1] != logits.shape[-1],
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def sampled(
+    original: Callable,
+    verify_input: Any,
+    batch: Any,
+    output: Any,
+    grammar: Any = None,
+    *more: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """AROUND `eagle_sample`: tokens, emitted tokens a request, and the logits' row of each emitted token."""
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative import spec_utils
+    from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+    if batch.forward_mode.is_idle():
+        return original(verify_input, batch, output, grammar, *more, **options)
+    logits, sampling, places = output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
+    reason = not_covered(get_spec(), sampling, verify_input, logits, grammar)
+    if spec_utils.SIMULATE_ACC_LEN > 0:
+        reason = "simulated acceptance"
+    if not drawing.keeps_logits():
+        reason = "drafts of another kind"
+    elif reason is not None and verify_input.draft_probs is not None:
+        verify_input.draft_probs = verify_input.draft_probs.softmax(-1)
+    size = len(batch.seq_lens)
+    judged[reason or "rlpipe"] += size
+    if reason is not None:
+        return original(verify_input, batch, output, grammar, *more, **options)
+
+    sanitize_nan_logits(logits, "verify: target model logits")
+    drafts = verify_input.draft_token.view(size, places)[:, 1:].long()
+    chance = {"dtype": torch.float64, "device": logits.device}
+    coins, uniforms = torch.rand(drafts.shape, **chance), torch.rand(size, **chance)
+    draft = verify_input.draft_probs[:size, : places - 1]  # without drafts SGLang wants a row all the same
+    verdict = verify(drafts, draft, logits.view(size, places, -1), sampling.temperatures, coins, uniforms)
+    output.rlpipe_verdict = verdict
+    kept = torch.arange(places, device=logits.device) <= verdict.accepted.unsqueeze(-1)
+    predict = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
+    predict[verify_input.retrieve_index.reshape(-1)] = verdict.tokens.int().reshape(-1)
+    index = torch.where(kept, verify_input.retrieve_index, -1).int()
+    lengths = verdict.accepted.int() + 1
+    _same_on_all_ranks(predict, index, lengths)
+    return predict, lengths, index
+
+
+def _same_on_all_ranks(*decided: torch.Tensor) -> None:
+    """Take rank 0's decisions, as SGLang does: ranks of a tensor-parallel server round differently."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    if group.world_size > 1:
+        for tensor in decided:
+            group.broadcast(tensor, src=0)
