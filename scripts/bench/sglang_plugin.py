@@ -1,0 +1,129 @@
+"""How fast does an SGLang server decode with rlpipe's plugin, and without, and where does its CPU time go?
+
+    python scripts/bench/sglang_plugin.py --json OUT [--model DIR] [--batches 1 8 32 64] [--device cuda]
+
+For each batch two servers of the same settings, one of them without the plugin, are asked for the same
+requests in turns, in an order that changes with each repeat. Four times as many as the server holds are
+queued at once; counted are the tokens of those that end while the batch is full, which leaves the first and
+the last batch out. CPU: seconds per 1,000 tokens of the server's processes, over the whole wave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+from revision import commit
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.rollout.sglang import SglangEngine
+from rlpipe.types import GenerateRequest, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT, QUEUED = 16, 4
+ARMS = {"plugin": True, "stock": False}
+
+
+def spent(engine: SglangEngine) -> Counter[str]:
+    """CPU seconds so far of the server's processes, by name."""
+    used: Counter[str] = Counter()
+    for process in psutil.Process(engine.server.pid).children(recursive=True):
+        times = process.cpu_times()
+        used[process.name().removeprefix("sglang::")] += times.user + times.system
+    return used
+
+
+async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> float:
+    """Tokens per second of the middle of one wave."""
+    rng = np.random.default_rng(0)
+    ends: list[tuple[float, int]] = []
+
+    async def one(number: int, prompt: list[int]) -> None:
+        sampling = SamplingParams(max_new_tokens=tokens)
+        request = GenerateRequest(request_id=f"{name}.{number}", prompt_ids=prompt, sampling=sampling)
+        result = await engine.generate(request)
+        ends.append((time.perf_counter(), len(result.output_ids)))
+
+    prompts = rng.integers(3, 64, (QUEUED * batch, PROMPT)).tolist()
+    await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    middle = ends[batch - 1 : len(ends) - batch + 1]
+    return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
+
+
+def measured(given: argparse.Namespace, batch: int, folder: Path) -> dict[str, dict[str, object]]:
+    """Speeds and CPU seconds of both arms at one batch."""
+    engines: dict[str, SglangEngine] = {}
+    speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    used: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
+    try:
+        for arm, plugin in ARMS.items():
+            config = RolloutConfig(
+                engine="sglang",
+                device=given.device,
+                dtype="bfloat16" if given.device == "cuda" else "float32",
+                max_running=batch,
+                max_context=PROMPT + given.tokens,
+                ignore_eos=True,
+            )
+            config.sglang.plugin = plugin
+            spec = SpecConfig(mode="rejection", gamma=given.gamma)
+            engines[arm] = SglangEngine(config, spec, given.model, log_dir=folder)
+            asyncio.run(wave(engines[arm], batch, 8, "warm"))
+        for repeat in range(given.repeats):
+            for arm in list(ARMS)[:: 1 if repeat % 2 else -1]:
+                before = spent(engines[arm])
+                speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, str(repeat))))
+                used[arm] += spent(engines[arm]) - before
+    finally:
+        for engine in engines.values():
+            engine.close()
+    thousands = given.repeats * QUEUED * batch * given.tokens / 1000
+    return {
+        arm: {
+            "tokens_per_s": [round(speed, 1) for speed in speeds[arm]],
+            "cpu_s_per_1000_tokens": {name: round(s / thousands, 3) for name, s in used[arm].items()},
+        }
+        for arm in ARMS
+    }
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    batches = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in given.batches:
+            arms = batches[str(batch)] = measured(given, batch, Path(folder))
+            plugin, stock = (statistics.median(arms[arm]["tokens_per_s"]) for arm in ARMS)
+            arms["plugin / stock"] = round(plugin / stock, 3)
+            print(f"batch {batch}: {arms}", flush=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+    result = {"commit": commit(), "settings": settings, "machine": machine, "batches": batches}
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
