@@ -297,6 +297,18 @@ def test_merged_and_padded_requests_are_judged_as_each_alone(plugin, monkeypatch
     assert lengths == {0, 1, 2} and verify.judged == {"rlpipe": 120}
 
 
+def test_a_step_that_drafts_nothing_is_judged_whatever_row_stands_for_its_drafts(plugin):
+    verify = plugin("verify")
+    verify_input, batch, output, _, _ = a_step(plugin("drafts"))
+    verify_input.draft_token_num = verify_input.max_tree_depth = 1
+    verify_input.draft_token = torch.zeros(3, dtype=torch.int64)
+    verify_input.draft_probs = torch.zeros(3, 1, 6)
+    verify_input.retrieve_index = torch.arange(3)[:, None]
+    output.next_token_logits = torch.tensor([[0.0, 99, 0, 0, 0, 0], [99, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 99]])
+    predict, lengths, index = verify.sampled(never, verify_input, batch, output)
+    assert predict.tolist() == [1, 0, 5] and lengths.tolist() == [1] * 3 and index.tolist() == [[0], [1], [2]]
+
+
 UNCOVERED = {
     "top-p": ("sampling", "need_top_p_sampling", True),
     "top-k or a greedy request": ("sampling", "need_top_k_sampling", True),
