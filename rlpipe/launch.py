@@ -127,12 +127,18 @@ def run_task(
 
 
 class _Leaving:
-    """Ends this process at once: its last words, the `end` event, no process left behind."""
+    """Ends this process at once: its last words, the `end` event, no process left behind.
+
+    The first reason counts: where a second Ctrl-C ends Ray, Ray's end is none.
+    """
 
     def __init__(self, task: RunTask, bus: MetricsBus) -> None:
         self._task, self._bus = task, bus
+        self._begun = threading.Lock()
 
     def __call__(self, sentence: str, outcome: str, status: int) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         # Not in this thread: a signal handler may have interrupted the holder of a lock that this needs.
         last = threading.Thread(target=self._close, args=(outcome,), daemon=True)
         last.start()

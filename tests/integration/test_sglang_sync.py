@@ -157,16 +157,16 @@ def test_one_corrupted_number_trips_the_canary(sglang, weights, monkeypatch, nam
 )
 def test_one_flipped_bit_in_shared_memory_trips_the_canary(sglang, weights, monkeypatch, weight):
     """Hashed are the weights, not what was laid of them."""
-    lay = SharedBuckets._lay
+    lay = SharedBuckets.lay
 
     def flipped(memory, piece):
         said = lay(memory, piece)
         for tensor in json.loads(bytes(said.tolist()))["tensors"]:
             if tensor["name"] == weight:
-                memory._memory[0][tensor["offset"]] ^= 1
+                memory._memory[0].bytes[tensor["offset"]] ^= 1
         return said
 
-    monkeypatch.setattr(SharedBuckets, "_lay", flipped)
+    monkeypatch.setattr(SharedBuckets, "lay", flipped)
     role = "draft" if "mtp" in weight else "target"
     with (
         configured(sglang, on_canary_failure="stop", weight_transfer="shared", bucket_mb=1),

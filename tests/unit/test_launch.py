@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +71,20 @@ def test_every_way_to_end_has_one_end_event_and_closes_the_task(tmp_path, work, 
     assert [event["kind"] for event in events] == ["start", "end"]
     assert events[-1]["outcome"] == outcome
     assert closed.read_text() == f"at_once={at_once}"
+
+
+def test_the_first_reason_to_leave_counts():
+    """Ending Ray, as a second Ctrl-C does, makes Ray's end known: no reason of its own."""
+    code = (
+        "import threading, types\n"
+        "from rlpipe.launch import _Leaving\n"
+        "def close(at_once):\n"
+        "    told = threading.Thread(target=leave, args=('Ray died', 'failed', 1))\n"
+        "    told.start(), told.join()\n"
+        "bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)\n"
+        "leave = _Leaving(types.SimpleNamespace(close=close), bus)\n"
+        "leave('stopped at once', 'interrupted', 130)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130, ended.stderr
+    assert "stopped at once" in ended.stderr and "Ray died" not in ended.stderr
