@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = resolve(args.run_dir)
     place = folder(run_dir)
     if not (place / "workers.json").is_file():
-        return _fail(f"{run_dir} has no pool: name the directory (run.dir) of a run with cluster=ray.")
+        return _fail(f"{run_dir} has no pool: name the directory (run.dir) of a cluster=ray run under way.")
     if args.do == "list":
         for worker in json.loads((place / "workers.json").read_text()):
             state = "leaves" if worker["leaving"] else "serves"
@@ -58,7 +58,7 @@ def _wait(file: Path, run_dir: Path) -> int:
             print("asked; the run goes on meanwhile", flush=True)
             accepted = True
         if not file.exists():
-            return _fail(f"the run in {run_dir} was started again: ask again.")
+            return _fail(f"the run in {run_dir} has ended, or was started again.")
         if not accepted and time.monotonic() - asked_at > _PATIENCE_S:
             file.unlink(missing_ok=True)
             return _fail(f"no run answers in {run_dir} for {_PATIENCE_S:.0f} s: it has ended, or hangs.")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,21 @@ async def serve(cluster: RayCluster, run_dir: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     shown: list[dict[str, Any]] | None = None
-    async with asyncio.TaskGroup() as tasks:
-        begun: set[Path] = set()
-        while True:
-            for file in sorted(set(place.glob("*.json")) - begun):
-                if file.name != "workers.json" and not file.name.endswith(ANSWER):
-                    begun.add(file)
-                    tasks.create_task(_answer(cluster, file))
-            if (workers := cluster.workers()) != shown:
-                write(place / "workers.json", workers)
-                shown = workers
-            await asyncio.sleep(POLL_S)
+    begun: set[Path] = set()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for file in sorted(set(place.glob("*.json")) - begun):
+                    if file.name != "workers.json" and not file.name.endswith(ANSWER):
+                        begun.add(file)
+                        tasks.create_task(_answer(cluster, file))
+                if (workers := cluster.workers()) != shown:
+                    with suppress(OSError):  # a full disk: again, the next time
+                        write(place / "workers.json", workers)
+                        shown = workers
+                await asyncio.sleep(POLL_S)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)  # of a run that is over nothing can be asked
 
 
 async def _answer(cluster: RayCluster, file: Path) -> None:
@@ -62,9 +67,10 @@ async def _answer(cluster: RayCluster, file: Path) -> None:
         write(answer, {"state": "accepted", "said": ""})
         said = await _do(cluster, asked)
         state = "done"
-    except (ValueError, KeyError, TypeError, RayError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RayError) as error:
         state, said = "refused", str(error)
-    write(answer, {"state": state, "said": said})
+    with suppress(OSError):  # the command waits until its reader gives up; the run goes on
+        write(answer, {"state": state, "said": said})
 
 
 async def _do(cluster: RayCluster, asked: dict[str, Any]) -> str:

@@ -27,12 +27,16 @@ _POLL_S = 0.1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """load: groups and evaluations it plays. leaving: begins no other, and is not replaced."""
+    """load: groups and evaluations it plays. leaving: begins no other, and is not replaced.
+
+    lost: of what it played when it died while it was leaving.
+    """
 
     number: int
     actor: Any
     load: int = 0
     leaving: bool = False
+    lost: int = 0
 
 
 class _Left(Exception):
@@ -67,7 +71,7 @@ class Workers:
             try:
                 return await self._call(worker, method, *args)
             except _Left:
-                continue
+                worker.lost += worker in self.members
             finally:
                 worker.load -= 1
 
@@ -85,9 +89,16 @@ class Workers:
         return list(chain.from_iterable(one if isinstance(one, list) else [one] for one in found))
 
     async def join(self, count: int) -> list[int]:
-        """Add workers; returns their numbers once all serve the newest weights."""
+        """Add workers; returns their numbers once all serve the newest weights.
+
+        Where one does not come up the others join all the same. Raises RayError.
+        """
         first, self._next = self._next, self._next + count
-        return list(await asyncio.gather(*(self._join(first + n) for n in range(count))))
+        joining = (self._join(first + n) for n in range(count))
+        found = await asyncio.gather(*joining, return_exceptions=True)
+        if failed := next((one for one in found if isinstance(one, BaseException)), None):
+            raise failed
+        return list(found)
 
     async def _join(self, number: int) -> int:
         worker, given = Worker(number=number, actor=self._spawn(number)), None
@@ -120,14 +131,14 @@ class Workers:
         deadline = asyncio.get_running_loop().time() + grace
         while worker.load and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_S)
-        unfinished = worker.load
+        worker.lost += worker.load
         self.members.remove(worker)
-        if not unfinished:
+        if not worker.lost:
             await close(worker.actor, self._on_event)
         ray.kill(worker.actor)
-        fields = {"worker": number, "workers": len(self.staying), "played_again": unfinished}
+        fields = {"worker": number, "workers": len(self.staying), "played_again": worker.lost}
         self._on_event("rollout_worker_left", **fields)
-        return unfinished
+        return worker.lost
 
     async def _call(self, worker: Worker, method: str, *args: Any) -> Any:
         """Call one; when it dies, replace it and call again. Raises _Left."""
