@@ -32,6 +32,7 @@ from rlpipe.metrics.runs import RunData
 EARLY, WINDOW, FEWEST, LEVEL = 30, 15, 24, 0.95
 SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
 DRIFT = 3  # degree of the polynomial that stands for drift
+MOST_CORRELATION = 0.95
 
 
 @dataclass(slots=True, frozen=True)
@@ -192,9 +193,12 @@ def _noise(series: np.ndarray) -> tuple[float, float]:
     power = float(left @ left)
     if power <= 1e-24:
         return 0.0, 0.0
-    measured = float(left[1:] @ left[:-1]) / power
-    unbiased = (measured + (DRIFT + 1) / n) / (1 - (DRIFT + 3) / n)
-    correlation = min(0.95, max(0.0, unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)))
+    correlation = MOST_CORRELATION
+    if n > DRIFT + 3:  # fewer say nothing of it once the drift is taken away
+        measured = float(left[1:] @ left[:-1]) / power
+        unbiased = (measured + (DRIFT + 1) / n) / (1 - (DRIFT + 3) / n)
+        raised = unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)
+        correlation = min(MOST_CORRELATION, max(0.0, raised))
     lags = _lags(n, correlation)
     return correlation, power / (n - float(np.sum(basis * (lags @ basis))))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.acceptance.splits import between_steps
+from rlpipe.acceptance.splits import between_steps, contrast
 
 pytestmark = pytest.mark.statistical
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "coverage.py"))
@@ -34,3 +34,10 @@ def test_without_a_second_measurement_noise_flattens_the_slope_and_the_interval_
             second = true + noise[1] if given else None
             covered[given] += between_steps(y, true + noise[0], second, early=60).covers(-0.3)
     assert covered[True] >= 0.93 * DRAWS and covered[False] < 0.5 * DRAWS
+
+
+@pytest.mark.parametrize("points", [6, 7, 9, 12])
+def test_few_points_have_intervals_that_cover(points):
+    rng, weights = np.random.default_rng(points), np.zeros(points)
+    weights[:2], weights[-2:] = -0.5, 0.5
+    assert sum(contrast(rng.normal(size=points), weights).covers(0) for _ in range(DRAWS)) >= 0.93 * DRAWS

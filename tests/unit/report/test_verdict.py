@@ -70,3 +70,12 @@ def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, 
 def test_an_interval_of_none_solved_is_not_of_width_0():
     assert wilson(0.0, 8).high == pytest.approx(0.3244, abs=1e-4)
     assert wilson(1.0, 8).low == pytest.approx(1 - 0.3244, abs=1e-4)
+
+
+def test_a_verdict_exists_after_any_number_of_probes(tmp_path):
+    run = planted_run(tmp_path / "run", 0, entropy=0.5)
+    files, names = sorted((run.path / "probe").iterdir()), set()
+    for last in reversed(files):
+        names |= {f.name for f in verdict(run).findings}
+        last.unlink()
+    assert "entropy" in names and len(files) > 6
