@@ -23,9 +23,13 @@ from rlpipe.drafts.kernels import tv
 from rlpipe.spec import kernels
 from rlpipe.spec.kernels import launch, programs
 from rlpipe.weights import fingerprint_kernel
+from tests.helpers.cli import ROOT
 from tests.helpers.kernel_cases import RULES, random_case
 
-MODULES = (programs, tv, fingerprint_kernel)
+sys.path.insert(0, str(ROOT / "sglang_env" / "plugin"))
+from rlpipe_sglang import kernels as server
+
+MODULES = (programs, tv, fingerprint_kernel, server)
 VOCABS = (151_936, 151_665)  # rows that start at multiples of 16 elements, and rows that do not
 
 
@@ -71,6 +75,7 @@ def compile_all(capabilities: list[int]) -> dict[str, dict[int, dict[int, list[s
             launch_verification(vocab)
             launch_total_variation(vocab)
             launch_fingerprint(vocab)
+            launch_server(vocab)
     missing = set().union(*map(entry_points, MODULES)) - set(compiled)
     assert not missing, f"no launcher here runs {sorted(missing)}"
     return compiled
@@ -105,6 +110,18 @@ def launch_fingerprint(words: int) -> None:
     for count, first in ((words, 0), (words, 8192), *([(1, 0)] if words % 16 else [])):
         data = torch.zeros(count, dtype=torch.int32)
         fingerprint_kernel.add_mixed(data, first, first + count, sums)
+
+
+def launch_server(vocab: int) -> None:
+    """Draw and verify as SGLang's plugin does: one, three and no drafts, both precisions."""
+    for batch, depths, dtype in ((1, 1, torch.float32), (2, 3, torch.bfloat16), (2, 0, torch.float32)):
+        logits, temperatures = torch.zeros(batch, depths + 1, vocab, dtype=dtype), torch.ones(batch, 1)
+        drafts = torch.zeros(batch, depths, dtype=torch.int64)
+        coins, uniforms = drafts.double(), torch.zeros(batch, dtype=torch.float64)
+        kept = torch.zeros(batch + 1, max(1, depths), vocab)[:batch, :depths]
+        server.verify(drafts, kept, logits, temperatures, coins, uniforms)
+        server.draw(logits[:, 0], temperatures, drafts.new_ones(batch, dtype=torch.int32))
+        server.draw(logits[:, 0].float(), None)
 
 
 if __name__ == "__main__":

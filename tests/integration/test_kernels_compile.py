@@ -38,7 +38,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell():
     for name, architectures in compiled.items():
         assert set(architectures) == {"80", "90", "100"}, name
         for ptx in architectures["90"]["151936"]:  # 16 bytes at once: directly, or copied ahead
-            assert "ld.global.v4" in ptx or "cp.async.cg.shared.global" in ptx, name
+            assert name == "pick_token" or "ld.global.v4" in ptx or "cp.async.cg.shared.global" in ptx, name
         if name.endswith("_kernel"):  # verification: a fused w * p - q would round once, the reference twice
             for ptx in (text for vocabs in architectures.values() for v in vocabs.values() for text in v):
                 assert "fma.rn" not in ptx, name
@@ -62,6 +62,12 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell():
             "a tuple",
         ),
         (
+            "../sglang_env/plugin/rlpipe_sglang/kernels.py",
+            "start",  # two pointers of different types under one name
+            "place",
+            "Mismatched type",
+        ),
+        (
             "weights/fingerprint_kernel.py",
             "tl.full((), num_words, tl.uint32)",
             "num_words.to(tl.uint32)",
@@ -70,7 +76,7 @@ def test_every_kernel_compiles_for_ampere_hopper_and_blackwell():
     ],
 )
 def test_a_planted_bug_that_the_interpreter_does_not_show_is_caught(module, old, new, message, tmp_path):
-    for folder in ("rlpipe", "tests"):
+    for folder in ("rlpipe", "tests", "sglang_env/plugin"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "rlpipe" / module
     source = file.read_text()

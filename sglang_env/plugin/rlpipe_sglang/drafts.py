@@ -11,10 +11,14 @@ Multi-layer workers and servers apart for prefill write probabilities elsewhere 
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+failed: list[str] = []  # why torch runs in place of the kernels on this process's GPU
 
 
 def keeps_logits() -> bool:
@@ -29,10 +33,30 @@ def scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     return logits.float() / temperatures
 
 
-def draw(z: torch.Tensor) -> torch.Tensor:
-    """[B, 1] int64 from softmax(z)."""
+def by_kernel(name: str, reference: Callable, device: torch.device, *given: Any) -> Any:
+    """What `reference` returns; on a GPU by `name` of `kernels`, unless that cannot be compiled."""
+    if device.type == "cuda" and not failed:
+        try:
+            return getattr(importlib.import_module("rlpipe_sglang.kernels"), name)(*given)
+        except Exception as error:  # a compiler's; torch is right, and slower
+            failed.append(f"{type(error).__name__}: {error}")
+            logging.getLogger(__name__).warning("rlpipe's kernels do not run, torch does: %s", failed[0])
+    return reference(*given)
+
+
+def draw(
+    logits: torch.Tensor, temperatures: torch.Tensor | None, top_ks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """z [B, V] and [B, 1] int64 from softmax(z); without temperatures the logits are z already.
+
+    A greedy request (top_k 1) is given the argmax; its target has one token then, see SGLang's docstring.
+    """
+    z = logits if temperatures is None else scaled(logits, temperatures)
     races = torch.empty_like(z).exponential_().clamp_min_(torch.finfo(z.dtype).tiny)
-    return (z - races.log_()).argmax(-1, keepdim=True)
+    drafts = (z - races.log_()).argmax(-1, keepdim=True)
+    if top_ks is not None:
+        drafts = torch.where((top_ks <= 1).view(-1, 1), z.argmax(-1, keepdim=True), drafts)
+    return z, drafts
 
 
 def proposed(
@@ -44,19 +68,14 @@ def proposed(
     sampling_seed: torch.Tensor | None = None,
     **position: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AROUND `sample_draft_proposal`: z, ones (scores of a chain, which nothing reads) and X.
-
-    A greedy request (top_k 1) is given the argmax; its target has one token then, see SGLang's docstring.
-    """
+    """AROUND `sample_draft_proposal`: z, ones (scores of a chain, which nothing reads) and X."""
     if not keeps_logits():
         return original(logits, temperatures, top_ks, sampling_seed=sampling_seed, **position)
-    z = scaled(logits, temperatures)
     if sampling_seed is not None:
         drafts = original(logits, temperatures, top_ks, sampling_seed=sampling_seed, **position)[2]
+        z = scaled(logits, temperatures)
     else:
-        drafts = draw(z)
-        if top_ks is not None:
-            drafts = torch.where((top_ks <= 1).view(-1, 1), z.argmax(-1, keepdim=True), drafts)
+        z, drafts = by_kernel("draw", draw, logits.device, logits, temperatures, top_ks)
     return z, torch.ones_like(drafts, dtype=torch.float32), drafts
 
 
@@ -81,5 +100,5 @@ def drawn(
         return original(probs, *count, sampling_seed=sampling_seed, **more)
     if sampling_seed is not None:
         return original(probs.softmax(-1), *count, sampling_seed=sampling_seed, **more)
-    drafts = draw(probs)
+    drafts = by_kernel("draw", draw, probs.device, probs, None)[1]
     return torch.ones_like(drafts, dtype=torch.float32), drafts

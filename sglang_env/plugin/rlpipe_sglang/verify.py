@@ -8,7 +8,7 @@ compare the two; here the laws come as logits, p = softmax(logits / T) and q = s
 
 A batch with anything else in it (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees,
 greedy requests) is judged by SGLang, which is given softmax(z). `judged` counts requests' verify steps by
-what judged them, or why it was SGLang.
+what judged them, or why it was SGLang. On a GPU `kernels` do what is here in torch.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def sampled(
     elif reason is not None and verify_input.draft_probs is not None:
         verify_input.draft_probs = verify_input.draft_probs.softmax(-1)
     size = len(batch.seq_lens)
-    judged[reason or "rlpipe"] += size
+    judged[reason or ("rlpipe without kernels" if drawing.failed else "rlpipe")] += size
     if reason is not None:
         return original(verify_input, batch, output, grammar, *more, **options)
 
@@ -133,7 +133,8 @@ def sampled(
     chance = {"dtype": torch.float64, "device": logits.device}
     coins, uniforms = torch.rand(drafts.shape, **chance), torch.rand(size, **chance)
     draft = verify_input.draft_probs[:size, : places - 1]  # without drafts SGLang wants a row all the same
-    verdict = verify(drafts, draft, logits.view(size, places, -1), sampling.temperatures, coins, uniforms)
+    given = drafts, draft, logits.view(size, places, -1), sampling.temperatures, coins, uniforms
+    verdict = Verdict(*drawing.by_kernel("verify", verify, logits.device, *given))
     output.rlpipe_verdict = verdict
     kept = torch.arange(places, device=logits.device) <= verdict.accepted.unsqueeze(-1)
     predict = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
