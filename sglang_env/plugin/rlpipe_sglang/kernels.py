@@ -1,6 +1,7 @@
 """Triton kernels of drafting and verification from logits, for a server on a GPU.
 
-The law is that of `drafts` and `verify`, whose torch code is the reference; here each logit is read once:
+The law is that of `drafts` and `verify`, whose torch code is the reference; here each logit is read once, and
+the row that is sampled once more in each of the last two kernels:
 
     draw_races      (B, tiles): z = logits / T kept, ln E_v of Philox bits, the best race of each tile
     pick_token      (B,): the best tile's token
