@@ -14,7 +14,8 @@ head, holds
     experts      F of those that read a token together; their inputs and two more products of F are kept too
     head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it learns
 
-Without recomputation every layer is kept; with it N e H of each, and one layer at a time.
+Without recomputation every layer is kept; with trainer.recompute=full N e H of each, and one layer at a time;
+with selective all but what MLPs and experts make of their inputs, and that of one layer at a time.
 """
 
 from __future__ import annotations
@@ -137,13 +138,13 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
     shared = arch.experts.shared if arch.experts else 0
     inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
-    layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim + 3 * inner)
+    layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim)
     layer += 4 * tokens * (2 + arch.heads // tp)
     if trainer.cp > 1:  # keys and values of the other ranks
         layer += 2 * everywhere * size * keys
-    backward = tokens * size * (3 * hidden + 4 * inner)
+    mlp, backward = 3 * tokens * size * inner, tokens * size * (3 * hidden + 4 * inner)
     if arch.experts:
-        layer += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
+        mlp += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
         backward += tokens * size * 2 * copies * hidden
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
@@ -156,8 +157,10 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     if arch.tied and not trainer.lora.active:  # the head's gradient waits for the embedding's
         backward += vocab * hidden * size
     if trainer.recompute is Recompute.FULL:
-        return tokens * hidden * size * arch.layers, max(head, layer + backward)
-    return layer * arch.layers, max(head, backward)
+        return tokens * hidden * size * arch.layers, max(head, layer + mlp + backward)
+    if trainer.recompute is Recompute.SELECTIVE:
+        return layer * arch.layers, max(head, mlp + backward)
+    return (layer + mlp) * arch.layers, max(head, backward)
 
 
 def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
@@ -331,9 +334,11 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
             servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
-    cheap = {"trainer.recompute": "full", "trainer.distributed_optimizer": True}
+    cheap = [
+        {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
+    ]
     for precision, (tp, cp, dp, ep), small, server, saving in product(
-        (trainer.precision, Precision.BF16), worlds, tokens, servers, (False, True)
+        (trainer.precision, Precision.BF16), worlds, tokens, servers, ({}, *cheap)
     ):
         wanted = {
             "trainer.precision": precision.value,
@@ -342,7 +347,7 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
             "trainer.dp": dp,
             "trainer.ep": ep,
             "trainer.micro_batch_tokens": small,
-            **(cheap if saving else {}),
+            **saving,
             **server,
         }
         yield {name: value for name, value in wanted.items() if value != _value(config, name)}

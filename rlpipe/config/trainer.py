@@ -30,6 +30,7 @@ class Recompute(Choice):
     """What the backward pass recomputes to save memory."""
 
     NONE = "none"
+    SELECTIVE = "selective"  # each layer's MLP or experts, where most activations are
     FULL = "full"  # every layer
 
 

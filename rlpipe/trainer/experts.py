@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     all_to_all,
+    checkpoint,
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
@@ -56,7 +57,12 @@ class MixtureOfExperts(MoELayer):
             parameter.allreduce = False
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """[S, B, H] -> [S, B, H]."""
+        """[S, B, H] -> [S, B, H]; with selective recomputation only the input is kept for the gradient."""
+        if self.moe_layer_recompute and torch.is_grad_enabled():
+            return checkpoint(self._mixture, False, hidden_states), None
+        return self._mixture(hidden_states), None
+
+    def _mixture(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.router(hidden_states)  # [S * B, experts]
         tokens = copy_to_tensor_model_parallel_region(hidden_states.flatten(0, 1))
         sent, sent_weights, order = permute(tokens, chosen, probs=weights)
@@ -65,7 +71,7 @@ class MixtureOfExperts(MoELayer):
         found = self._through_experts(sent, sent_weights, chosen.sum(0))
         mixed = unpermute(found, order, restore_shape=tokens.shape)
         mixed = reduce_from_tensor_model_parallel_region(mixed).view_as(hidden_states)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden_states), None
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden_states)
 
     def _through_experts(
         self, tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor

@@ -152,7 +152,6 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
     """Megatron's description of a Hugging Face model."""
-    recompute = config.recompute is Recompute.FULL
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -172,12 +171,23 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         softmax_scale=arch.rope.magnitude**2 / arch.head_dim**0.5,  # of keys and of queries
         tensor_model_parallel_size=config.tp,
         mtp_num_layers=arch.mtp_layers or None,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **_recomputation(config.recompute),
         **_routing(arch.experts, config.ep),
         **runtime.model_flags,
     )
+
+
+def _recomputation(recompute: Recompute) -> dict[str, Any]:
+    """Megatron's description of what the backward pass computes again."""
+    if recompute is Recompute.FULL:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if recompute is Recompute.SELECTIVE:
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+    return {}
 
 
 def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:

@@ -67,6 +67,10 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 CASES: dict[str, dict[str, Any]] = {
     "trainer, fp32": {"trainer": TRAINER},
     "trainer, fp32, recompute": {"trainer": TRAINER | {"recompute": "full", "micro_batch_tokens": 2048}},
+    "trainer, fp32, selective": {
+        "model": {"vocab_size": 1024},
+        "trainer": TRAINER | {"recompute": "selective", "micro_batch_tokens": 4096},
+    },
     "trainer, bf16": {"trainer": TRAINER | {"precision": "bf16"}},
     "trainer, bf16, recompute, distributed optimizer": {
         "trainer": TRAINER | {"precision": "bf16", "recompute": "full", "distributed_optimizer": True}

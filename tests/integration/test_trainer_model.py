@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -172,14 +173,25 @@ def test_the_bias_of_the_choice_of_experts_stays_in_float32_and_is_not_trained(t
     assert biases == 2
 
 
-def test_recomputation_changes_nothing(tmp_path, trainer_of):
-    path = write_random_checkpoint(tmp_path / "model", "mimo")
-    batch, norms = make_batch(make_groups(common=9), AlgoConfig()), []
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_recomputation_changes_nothing_but_what_is_kept_for_the_gradient(tmp_path, family):
+    path = write_random_checkpoint(tmp_path / "model", family)
+    batch, norms, kept = make_batch(make_groups(common=9), AlgoConfig()), {}, {}
     for recompute in Recompute:
         trainer = make_trainer(path, TrainerConfig(lr=1e-2, recompute=recompute))
-        norms.append(trainer.train_step(batch)["actor/grad_norm"].value())
+        size = Counter()
+
+        def keep(tensor, size=size):
+            size["bytes"] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainer.model.hidden_states(torch.arange(60)[None])
+        kept[recompute] = size["bytes"]
+        norms[recompute] = trainer.train_step(batch)["actor/grad_norm"].value()
         trainer.close()
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert list(norms.values()) == [pytest.approx(norms[Recompute.NONE], rel=1e-6)] * len(Recompute)
+    assert kept[Recompute.FULL] < kept[Recompute.SELECTIVE] < 0.8 * kept[Recompute.NONE]
 
 
 def test_layers_that_read_rows_only_get_the_same_step_from_a_batch_without_sharing(tmp_path, monkeypatch):
