@@ -41,6 +41,7 @@ from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.report.write import write_report
 from rlpipe.saving import Saving
 from rlpipe.types import Group, Prompt, RunStopped
+from rlpipe.watch.growth import Growth
 from rlpipe.watch.monitor import Monitor
 
 T = TypeVar("T")
@@ -69,8 +70,10 @@ class Controller:
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
     _monitor: Monitor = field(init=False)
+    growth: Growth = field(init=False)
 
     def __post_init__(self) -> None:
+        self.growth = Growth(self.config.rollout.workers, self.config.cluster.max_workers)
         self._lane = Lane(self._spans, 0)
         self._saves = Saving(
             config=self.config,
@@ -215,7 +218,9 @@ class Controller:
             self.bus.emit(self.version, metrics | self._spans.drain())
             if self._due(self.config.val.every):
                 await self._validate()
-            self._monitor.see(self.bus.commit(self.version))
+            record = self.bus.commit(self.version)
+            self._monitor.see(record)
+            self.growth.see(record)
             if self._due(settings.save_every):  # after the commit: a checkpoint never lacks its record
                 await self._saves.save(self.version, self._backlog)
             report_every = self.config.metrics.report_every

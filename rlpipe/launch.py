@@ -232,6 +232,7 @@ class ReinforcementLearning:
         self._cluster = self._pool = _make_cluster(config, bus)
         if self._dump is not None:
             self._cluster = with_dump(self._cluster, self._dump, config, bus.event)
+        self._event = bus.event
         self._controller = Controller(
             config=config,
             run_dir=self._run_dir,
@@ -264,11 +265,11 @@ class ReinforcementLearning:
             await self._cluster.close()
 
     async def _serve_pool(self) -> None:
-        """Let workers be added and drained from outside."""
+        """Let workers join and leave."""
         if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is Half.BOTH:
             from rlpipe.actors.pool import serve
 
-            await serve(self._pool, self._run_dir)
+            await serve(self._pool, self._run_dir, self._controller.growth, self._event)
 
     def request_stop(self) -> None:
         if self._loop is None:

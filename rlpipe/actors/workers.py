@@ -22,6 +22,7 @@ from rlpipe.config.run import ClusterConfig
 from rlpipe.types import RunStopped
 
 _CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
+_JOIN_S = 1800.0  # in which one that joins has a place, an engine and the newest weights
 _POLL_S = 0.1
 
 
@@ -91,7 +92,7 @@ class Workers:
     async def join(self, count: int) -> list[int]:
         """Add workers; returns their numbers once all serve the newest weights.
 
-        Where one does not come up the others join all the same. Raises RayError.
+        Where one does not come up the others join all the same. Raises RayError, TimeoutError.
         """
         first, self._next = self._next, self._next + count
         joining = (self._join(first + n) for n in range(count))
@@ -103,13 +104,19 @@ class Workers:
     async def _join(self, number: int) -> int:
         worker, given = Worker(number=number, actor=self._spawn(number)), None
         try:
-            await worker.actor.metrics.remote()  # its engine is up
-            while self.newest is not None and self.newest is not given:
-                given = self.newest  # newer ones may come while it is given these
-                method, what = given
-                await getattr(worker.actor, method).remote(what)
-        except BaseException:
+            async with asyncio.timeout(_JOIN_S):
+                await worker.actor.metrics.remote()  # its engine is up
+                while self.newest is not None and self.newest is not given:
+                    given = self.newest  # newer ones may come while it is given these
+                    method, what = given
+                    await getattr(worker.actor, method).remote(what)
+        except BaseException as error:
             ray.kill(worker.actor)
+            if isinstance(error, TimeoutError) and not isinstance(error, RayError):
+                raise TimeoutError(
+                    f"rollout worker {number} does not serve the newest weights after {_JOIN_S:.0f} s: look "
+                    "at the Ray cluster's free GPUs and at the worker's log."
+                ) from error
             raise
         self.members.append(worker)
         self._on_event("rollout_worker_joined", worker=number, workers=len(self.staying))

@@ -62,6 +62,23 @@ def check_shared_gpus(config: Config) -> None:
         )
 
 
+def _check_growth(config: Config) -> None:
+    """Refuse a pool that cannot grow as it is told to. Raises ValueError with the remedy."""
+    most, workers, cluster = config.cluster.max_workers, config.rollout.workers, config.cluster
+    if most and most < workers:
+        raise ValueError(
+            f"cluster.max_workers={most} is below rollout.workers={workers}, with which the run starts: "
+            "raise it, or set 0 for a pool that keeps its size."
+        )
+    apart = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is Half.BOTH
+    if most and not (apart and config.task is Task.RL):
+        raise ValueError(
+            f"cluster.max_workers={most} with task={config.task}, cluster.mode={cluster.mode}, share_gpus="
+            f"{str(cluster.share_gpus).lower()} and run.half={config.run.half}: workers join a run of task="
+            "rl in which each has a process and a place of its own. Set cluster.max_workers=0."
+        )
+
+
 def check(config: Config) -> None:
     """Everything that can be known to be wrong before anything is started.
 
@@ -69,6 +86,7 @@ def check(config: Config) -> None:
     """
     if config.cluster.share_gpus:
         check_shared_gpus(config)
+    _check_growth(config)
     check_run_dir(config.run)
     check_half(config)
     if config.task is not Task.RL and config.injection.active():

@@ -119,6 +119,8 @@ class ClusterConfig:
 
     gpu_gb: memory of one GPU in GiB, for the estimate of memory; 0: that of this machine's first one.
     share_gpus: rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each.
+    max_workers: rollout workers up to which the run adds some by itself while its trainer waits for them and
+        each makes it faster, and takes them out again (0: rollout.workers, as they are).
     max_restarts: how often a dead rollout worker is replaced before the run gives up.
     max_trainer_restarts: how often a dead trainer is built again and continues from the newest checkpoint.
     hang_s: seconds after which a rollout worker that does not answer (a group, an evaluation, a weight
@@ -130,12 +132,15 @@ class ClusterConfig:
     address: str = ""
     gpu_gb: float = 0.0
     share_gpus: bool = False
+    max_workers: int = 0
     max_restarts: int = 3
     max_trainer_restarts: int = 2
     hang_s: float = 0.0
 
     def __post_init__(self) -> None:
-        at_least(0, self, "cluster", "gpu_gb", "max_restarts", "max_trainer_restarts", "hang_s")
+        at_least(
+            0, self, "cluster", "gpu_gb", "max_workers", "max_restarts", "max_trainer_restarts", "hang_s"
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Workers join and leave a real run by `python -m rlpipe.pool`."""
+"""Workers join and leave a real run: by `python -m rlpipe.pool`, and by themselves."""
 
 import signal
 import subprocess
@@ -52,6 +52,31 @@ def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tm
     assert ledger.violations(ended=False) == []
     ledger.close()
     steps = metrics.read_text().count("\n") - 1
+    assert prompt_states(tmp_path / "out")["trained"] == 2 * steps
+
+
+def test_a_run_whose_trainer_waits_takes_in_a_worker_by_itself(tmp_path):
+    job = ["+recipe=reasoning_rl", *SMALL, "run.steps=2000", "val.every=0", "run.save_every=5"]
+    waits = [
+        "pipeline.max_staleness=0",
+        "cluster.max_workers=2",
+    ]  # in turn: the trainer waits for every group
+    process, _ = start(*job, *waits, cwd=tmp_path, lines=2)
+    until = time.monotonic() + 240
+    while not (joined := events(tmp_path, "rollout_worker_joined")):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    wanted = events(tmp_path, "pool_wanted")[0]
+    assert joined[0]["worker"] == 1 and joined[0]["workers"] == 2
+    assert wanted["workers"] == 1 and wanted["wanted"] == 2 and "the trainer waits" in wanted["reason"]
+    assert not events(tmp_path, "pool_unchanged")
+    ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
+    assert ledger.violations(ended=False) == []
+    ledger.close()
+    steps = (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") - 1
     assert prompt_states(tmp_path / "out")["trained"] == 2 * steps
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rlpipe.actors import pool
+from rlpipe.watch.growth import Growth
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def test_every_request_is_answered_and_the_folder_goes_with_the_run(tmp_path, mo
     place = pool.folder(tmp_path)
 
     async def run():
-        serving = asyncio.ensure_future(pool.serve(Cluster(), tmp_path))
+        serving = asyncio.ensure_future(pool.serve(Cluster(), tmp_path, Growth(1, 0), lambda *_, **__: None))
         found = {}
         for name, asked in requests.items():
             while not (place / "workers.json").exists():
@@ -72,3 +73,73 @@ def test_every_request_is_answered_and_the_folder_goes_with_the_run(tmp_path, mo
     assert found["b"]["said"] == "no room" and "No space left" in found["c"]["said"]
     assert "3 of its groups are played again" in found["d"]["said"]
     assert workers and not place.exists()
+
+
+class Wanting(Growth):
+    """Wants what it is told; remembers what it was told."""
+
+    def __init__(self):
+        super().__init__(1, 9)
+        self.stood, self.refusals = [], 0
+
+    def stands_at(self, workers):
+        super().stands_at(workers)
+        self.stood.append((workers, self.wanted))
+
+    def refused(self):
+        super().refused()
+        self.refusals += 1
+
+
+class Joining(Cluster):
+    """A worker takes its time to join; there is room for three."""
+
+    def __init__(self):
+        super().__init__()
+        self.let = asyncio.Event()
+
+    async def add_workers(self, count):
+        await self.let.wait()
+        if len(self.numbers) + count > 3:
+            raise ValueError("no room")
+        new = list(range(max(self.numbers) + 1, max(self.numbers) + 1 + count))
+        self.numbers += new
+        return new
+
+
+def test_what_a_run_wants_is_done_one_by_one_after_what_users_ask(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    place, events = pool.folder(tmp_path), []
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def run():
+        cluster, growth = Joining(), Wanting()
+        event = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+        serving = asyncio.ensure_future(pool.serve(cluster, tmp_path, growth, event))
+        await until(lambda: growth.stood)
+        growth.wanted = 2
+        await until(lambda: events)
+        pool.write(place / "a.json", {"do": "add", "count": 1})  # while the other one joins
+        await until((place / f"a{pool.ANSWER}").exists)
+        growth.stood.clear()
+        await asyncio.sleep(0.05)
+        assert not growth.stood  # something moves
+        cluster.let.set()
+        await until(lambda: growth.stood)
+        assert growth.stood[0] == (3, 3) and cluster.numbers == [0, 1, 2]
+        growth.wanted = 4
+        await until(lambda: growth.refusals)
+        assert growth.wanted == 3 and cluster.numbers == [0, 1, 2]
+        growth.wanted = 2
+        await until(lambda: len(cluster.numbers) == 2)
+        assert cluster.numbers == [0, 1]  # the last that came goes first
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    kinds = [kind for kind, _ in events]
+    assert kinds == ["pool_wanted", "pool_wanted", "pool_unchanged", "pool_wanted"]
+    assert events[2][1]["error"] == "no room" and events[0][1]["wanted"] == 2

@@ -1,0 +1,83 @@
+"""How many rollout workers a run should have: one more while its trainer waits for them, as long as it pays.
+
+Owns the decision alone, from committed records; `actors/pool.py` carries it out. Over the last `WINDOW` steps
+(the first one after a change is not counted: it mixes both sizes) let w be the share of their time in which
+the trainer waited for rollouts, b the share in which a worker was generating, n the workers:
+
+    the last one added brought less than PAYS of trained tokens a second  one fewer
+    w >= WAITS and b >= BUSY, `pause` steps after the last change         one more, up to cluster.max_workers
+    w < IDLE and b * n < (n - 1) * BUSY                                   one fewer, down to rollout.workers
+
+`pause` is WINDOW at first and doubles whenever a worker that was added goes again, or cannot be had: what did
+not pay once is tried again, at most log2(steps) times. Tokens a second and not seconds a step, because
+answers change their length while a policy learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WINDOW, WAITS, BUSY, IDLE, PAYS = 8, 0.2, 0.6, 0.05, 0.05
+STEP, WAIT, TOKENS = "timing_s/step", "timing_s/wait_rollout", "perf/total_num_tokens"
+GENERATING = "perf/utilisation/rollout"
+
+
+class Growth:
+    """fewest, most: rollout workers; the run starts with the fewest. wanted: how many there should be."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self._fewest, self._most, self._workers, self.wanted = fewest, max(fewest, most), fewest, fewest
+        self.reason = ""
+        self._before: float | None = None  # tokens a second before the last worker was added
+        self._pause, self._grew, self._asked = WINDOW, False, 0
+        self._steps = 0  # since the last change
+        self._records: list[list[float]] = []
+
+    def asked(self, change: int) -> None:
+        """A user added so many workers, or drained them (below 0). `stands_at` comes next."""
+        self._asked += change
+
+    def stands_at(self, workers: int) -> None:
+        """There are so many, and none joins or leaves."""
+        if self._asked < 0:  # what a user takes out is not put back
+            self._most, self._fewest = min(self._most, workers), min(self._fewest, workers)
+        elif self._asked > 0:  # and what one adds is not taken out
+            self._fewest += self._asked
+        if self._asked or workers not in (self._workers, self.wanted):
+            self._before, self._grew = None, False
+        if self._asked or workers != self._workers:
+            self._workers = self.wanted = workers
+            self._steps = self._asked = 0
+
+    def refused(self) -> None:
+        """What was wanted cannot be had now; it may be later."""
+        self.wanted, self._before, self._grew, self._steps = self._workers, None, False, 0
+        self._pause *= 2
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """Judge a committed record."""
+        figures = [record.get(name) for name in (STEP, WAIT, GENERATING, TOKENS)]
+        if self.wanted != self._workers or None in figures:
+            return
+        self._records, self._steps = [*self._records, figures][-WINDOW:], self._steps + 1
+        if self._steps <= WINDOW:
+            return
+        steps, workers = self._records, self._workers
+        seconds = sum(step for step, *_ in steps)
+        waited = sum(wait for _, wait, *_ in steps) / seconds
+        busy = sum(step * share for step, _, share, _ in steps) / seconds
+        rate = sum(tokens for *_, tokens in steps) / seconds
+        before, self._before = self._before, None
+        if before is not None and rate < (1 + PAYS) * before and workers > self._fewest:
+            self._shrink(f"{rate:.3g} trained tokens a second, and {before:.3g} with one worker fewer")
+        elif waited >= WAITS and busy >= BUSY and workers < self._most and self._steps > self._pause:
+            self.wanted, self._before, self._grew = workers + 1, rate, True
+            self.reason = f"the trainer waits {waited:.0%} of its time, workers generate {busy:.0%}"
+        elif waited < IDLE and busy * workers < (workers - 1) * BUSY and workers > self._fewest:
+            self._shrink(f"the trainer waits {waited:.0%} of its time, workers generate {busy:.0%}")
+
+    def _shrink(self, reason: str) -> None:
+        self.wanted, self.reason = self._workers - 1, reason
+        self._pause *= 2 if self._grew else 1
+        self._grew = False
