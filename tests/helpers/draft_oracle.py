@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipes.tiny_model.layer import MtpLayer, unroll
 from rlpipe.config.mtp import MtpConfig
@@ -38,11 +38,23 @@ def draft_loss(
 ) -> tuple[torch.Tensor, MtpStats]:
     """Loss over all trajectories, differentiable by the layers, and statistics."""
     model = AutoModelForCausalLM.from_pretrained(path)
+    total, stats = draft_numerator(model, layers, trajectories, config, temperature)
+    return total / stats.weight, stats
+
+
+def draft_numerator(
+    model: PreTrainedModel,
+    layers: torch.nn.ModuleList,
+    trajectories: Sequence[Trajectory],
+    config: MtpConfig,
+    temperature: float,
+) -> tuple[torch.Tensor, MtpStats]:
+    """The same before the division by `stats.weight`, of a model that is already there."""
     parts = [_one(model, layers, t, config, temperature) for t in trajectories]
     total, stats = parts[0]
     for loss, more in parts[1:]:
         total, stats = total + loss, stats + more
-    return total / stats.weight, stats
+    return total, stats
 
 
 def _one(model, layers, trajectory, config, temperature):
@@ -53,7 +65,7 @@ def _one(model, layers, trajectory, config, temperature):
     embed = model.get_input_embeddings()
 
     def several(hidden, embeddings, positions):  # the position of the first anchor tells the depth
-        layer = layers[int(positions[0, 0]) if len(layers) > 1 else 0]
+        layer = layers[min(int(positions[0, 0]), len(layers) - 1)]
         return layer(hidden, embeddings, positions)
 
     states = unroll(several, lambda x: embed(x).detach(), hidden, ids, depths)

@@ -1,4 +1,4 @@
-"""Labels of drafts never cross the end of a turn, of a trajectory or of a row, however rows are packed."""
+"""Labels of drafts never cross the end of a turn, of a trajectory or of what a rank has, however packed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.batch import MicroBatch
 from rlpipe.drafts import draft_batch
 from rlpipe.drafts.loss import alignment
+from rlpipe.trainer.context import ContextLayout
 from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
+from tests.helpers.played_ranks import PlayedRanks
 from tests.helpers.trajectories import make_trajectory
 
 pytestmark = pytest.mark.property
@@ -25,13 +28,16 @@ VOCAB = 10**6  # so many that a token tells where it stands
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Trajectory], int, int, int, bool]:
-    """Trajectories of several turns, some with common beginnings; depths, tokens of a row, ranks, sharing."""
+def batches(draw: st.DrawFn, vocab: int = VOCAB) -> tuple[list[Trajectory], int, int, int, bool, int]:
+    """Trajectories of several turns, some with common beginnings, and how they are laid out.
+
+    Depths, tokens of a micro-batch, data parallel ranks, whether prefixes are shared, context parallel ranks.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     made: list[Trajectory] = []
     for _ in range(draw(st.integers(1, 6))):
         turns = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
-        one = make_trajectory(rng, vocab=VOCAB, prompt=draw(st.integers(1, 8)), turns=turns, tool=2)
+        one = make_trajectory(rng, vocab=vocab, prompt=draw(st.integers(1, 8)), turns=turns, tool=2)
         if made and draw(st.booleans()):  # begins as another one did, then goes its own way
             other = draw(st.sampled_from(made))
             common = draw(st.integers(1, len(other.token_ids) - 1))
@@ -40,7 +46,8 @@ def batches(draw: st.DrawFn) -> tuple[list[Trajectory], int, int, int, bool]:
                 setattr(one, name, getattr(other, name)[:common] + own[min(common, len(own) - 1) :])
         made.append(one)
     budget = max(len(t.token_ids) for t in made) + draw(st.integers(0, 60))
-    return made, draw(st.integers(1, 4)), budget, draw(st.sampled_from([1, 2])), draw(st.booleans())
+    how = draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.sampled_from([1, 2, 4]))
+    return made, draw(st.integers(1, 4)), budget, *how
 
 
 Label = tuple[tuple[int, ...], tuple[int, ...], int]  # the text up to an anchor, what drafts read, what comes
@@ -57,13 +64,16 @@ def expected(trajectories: list[Trajectory], depths: int) -> Iterator[Label]:
                     yield tuple(ids[: anchor + 1]), tuple(ids[anchor + 1 : label]), ids[label]
 
 
-def laid_out(batch, depths: int, budget: int, ranks: int, share: bool, layout, aligned) -> Iterator[Label]:
+def laid_out(
+    batch, depths: int, budget: int, ranks: int, share: bool, cp: int, layout, aligned
+) -> Iterator[Label]:
     """The same from what the trainer computes; every anchor must know its place and its own past."""
     packed = pack(batch, None, budget, ranks, share_prefixes=share)
     for micro in (one for mini in packed.minibatches for shard in mini.shards for one in shard):
         found = layout.draft_batch(micro, depths)
         if found is None:
             continue
+        read = read_by_ranks(micro, cp)
         starts = np.cumsum([0, *(b.length for b in found.branches)])
         targets = aligned.depth_targets(torch.tensor(found.tokens), torch.tensor(found.sampled), depths)
         for cell, anchor in enumerate(found.anchors.flatten()):
@@ -71,12 +81,27 @@ def laid_out(batch, depths: int, budget: int, ranks: int, share: bool, layout, a
             for k in range(1, depths + 1):
                 if targets.mask[cell, k - 1]:
                     assert found.positions[seen].tolist() == list(range(len(seen)))
-                    text = micro.tokens[found.places[seen]]
+                    text = read[found.places[seen]]
                     reads = found.following[:k, anchor]
                     deeper = found.following[k - 1, seen]  # what keys of this depth were made of
                     line = np.concatenate([text, reads])
                     assert deeper.tolist() == line[k:].tolist()
                     yield tuple(text), tuple(reads), int(targets.tokens[cell, k - 1])
+
+
+def read_by_ranks(micro: MicroBatch, cp: int) -> np.ndarray:
+    """Tokens of a micro-batch, each from the context parallel rank that gives the draft its state."""
+    ranks, device = PlayedRanks(cp), torch.device("cpu")
+
+    def mine() -> torch.Tensor:
+        layout = ContextLayout(micro, ranks, device)
+        return layout.gather(torch.from_numpy(layout.tokens[:, None]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        everywhere = ranks.run(mine, patch)
+    for other in everywhere[1:]:
+        assert torch.equal(other, everywhere[0])
+    return everywhere[0][:, 0].numpy()
 
 
 @settings(max_examples=150, deadline=None)
