@@ -71,4 +71,4 @@ def test_mixed_requests_aborts_and_changed_drafts_leave_every_token_the_targets(
         f"{sum(len(r.output_ids) for r in results)} tokens, largest difference {worst:.2e}, judged {counts}"
     )
     assert worst < 1e-4
-    assert counts["rlpipe"] > 200 and counts["top-k or a greedy request"] > 50
+    assert counts["rlpipe"] > 200 and set(counts) <= {"rlpipe", "greedy"}  # batches of greedy turns alone

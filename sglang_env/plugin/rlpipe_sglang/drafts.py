@@ -84,7 +84,7 @@ def prefilled(original: Callable, logits: torch.Tensor, sampling: Any, rejection
     if not (rejection and logits.size(0) and keeps_logits()):
         return original(logits, sampling, rejection)
     z = scaled(logits, sampling.temperatures)
-    z.rlpipe_scaled = True
+    z.rlpipe_scaled = sampling.top_ks
     return z
 
 
@@ -100,5 +100,5 @@ def drawn(
         return original(probs, *count, sampling_seed=sampling_seed, **more)
     if sampling_seed is not None:
         return original(probs.softmax(-1), *count, sampling_seed=sampling_seed, **more)
-    drafts = by_kernel("draw", draw, probs.device, probs, None)[1]
+    drafts = by_kernel("draw", draw, probs.device, probs, None, probs.rlpipe_scaled)[1]
     return torch.ones_like(drafts, dtype=torch.float32), drafts

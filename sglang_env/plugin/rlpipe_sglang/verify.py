@@ -6,15 +6,16 @@ compare the two; here the laws come as logits, p = softmax(logits / T) and q = s
     draft x_i is kept while u_i q_i(x_i) < p_i(x_i); then one token from max(p_i - q_i, 0), or from the
     row behind the last draft
 
-A batch with anything else in it (penalties, bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees,
-greedy requests) is judged by SGLang, which is given softmax(z). `judged` counts requests' verify steps by
-what judged them, or why it was SGLang. On a GPU `kernels` do what is here in torch.
+A greedy request's p is the indicator of its argmax (`greedily`). A batch with anything else in it (penalties,
+bias, grammar, top-k, top-p, min-p, seeds, watermarks, trees) and one of greedy requests alone is judged by
+SGLang, which is given softmax(z). `judged` counts requests' verify steps by what judged them, or why it was
+SGLang. On a GPU `kernels` do what `verify` does in torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,13 +79,37 @@ def verify(
     return Verdict(accepted, tokens, p, q, logprobs, entropies)
 
 
-def not_covered(spec: Any, sampling: Any, verify_input: Any, logits: torch.Tensor, others: Any) -> str | None:
+def greedily(verdict: Verdict, rows: Sequence[int], drafts: torch.Tensor, target: torch.Tensor) -> None:
+    """Change the verdict of requests `rows`, of top_k 1: drafts are kept while they are the target's argmax.
+
+    p is 1 or 0. q is 1: such a draft is the argmax of z, or was drawn, and neither changes what is kept.
+    Log-probabilities and entropies stay those of temperature 1, as SGLang has them.
+    """
+    chosen = torch.tensor(rows, device=target.device)
+    laws = target[chosen]
+    best = laws.argmax(-1)
+    same = drafts[chosen] == best[:, :-1]
+    verdict.accepted[chosen] = same.cumprod(1, dtype=torch.int64).sum(1)
+    verdict.tokens[chosen] = best  # what is not emitted may be anything
+    verdict.p[chosen], verdict.q[chosen] = (
+        same.to(verdict.p.dtype),
+        torch.ones_like(same, dtype=verdict.q.dtype),
+    )
+    logprobs = laws.to(verdict.logprobs.dtype).log_softmax(-1)
+    verdict.logprobs[chosen] = logprobs.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+
+
+def not_covered(
+    spec: Any, sampling: Any, top_ks: Sequence[int], verify_input: Any, logits: torch.Tensor, others: Any
+) -> str | None:
     """Why SGLang must judge this batch; None where `verify` does. others: its grammar."""
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
     reasons = {
         "not rejection sampling": not spec.speculative_use_rejection_sampling,
         "block verification": spec.speculative_use_block_verification,
         "greedy": sampling.is_all_greedy,
-        "top-k or a greedy request": sampling.need_top_k_sampling,
+        "top-k": any(1 < top_k < TOP_K_ALL for top_k in top_ks),
         "top-p": sampling.need_top_p_sampling,
         "min-p": sampling.need_min_p_sampling,
         "seed": sampling.sampling_seed is not None,
@@ -116,7 +141,9 @@ def sampled(
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, output, grammar, *more, **options)
     logits, sampling, places = output.next_token_logits, batch.sampling_info, verify_input.draft_token_num
-    reason = not_covered(get_spec(), sampling, verify_input, logits, grammar)
+    limited = sampling.need_top_k_sampling  # greedy requests among them
+    top_ks = [request.sampling_params.top_k for request in batch.reqs] if limited else ()
+    reason = not_covered(get_spec(), sampling, top_ks, verify_input, logits, grammar)
     if spec_utils.SIMULATE_ACC_LEN > 0:
         reason = "simulated acceptance"
     if not drawing.keeps_logits():
@@ -135,6 +162,8 @@ def sampled(
     draft = verify_input.draft_probs[:size, : places - 1]  # without drafts SGLang wants a row all the same
     given = drafts, draft, logits.view(size, places, -1), sampling.temperatures, coins, uniforms
     verdict = Verdict(*drawing.by_kernel("verify", verify, logits.device, *given))
+    if greedy := [row for row, top_k in enumerate(top_ks) if top_k <= 1]:
+        greedily(verdict, greedy, drafts, given[2])
     output.rlpipe_verdict = verdict
     kept = torch.arange(places, device=logits.device) <= verdict.accepted.unsqueeze(-1)
     predict = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)

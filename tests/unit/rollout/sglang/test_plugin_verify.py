@@ -13,7 +13,7 @@ from tests.helpers.verification_law import PremiseBroken, Process, emitted_law
 
 pytestmark = pytest.mark.unit
 PLUGIN = ROOT / "sglang_env" / "plugin"
-TEMPERATURE = 0.7
+TEMPERATURE, ALL = 0.7, 1 << 30
 SPEC = {
     "speculative_use_rejection_sampling": True,
     "speculative_use_block_verification": False,
@@ -34,8 +34,9 @@ def plugin(monkeypatch):
     spec = SimpleNamespace(**SPEC)
     group = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
     apart = SimpleNamespace(disaggregation_mode="null")
-    for name in ("", ".srt", ".srt.layers", ".srt.utils"):
+    for name in ("", ".srt", ".srt.layers", ".srt.utils", ".srt.sampling"):
         module(name)
+    module(".srt.sampling.sampling_params", TOP_K_ALL=ALL)
     module(".srt.speculative", spec_utils=SimpleNamespace(SIMULATE_ACC_LEN=-1))
     contexts = {"get_spec": lambda: spec, "get_parallel": lambda: group, "get_disagg": lambda: apart}
     module(".srt.runtime_context", **contexts)
@@ -101,7 +102,7 @@ CALLERS = {
 }
 SOURCE = {
     "accepts_by_p_alone": ("coins * q < p", "coins < p"),
-    "accepts_after_a_rejection": (".cumprod(1, dtype=torch.int64).sum(1)", ".long().sum(1)"),
+    "accepts_after_a_rejection": ("< p).cumprod(1, dtype=torch.int64)", "< p).long()"),
     "residual_of_the_first_row": ("draft[rows, at] -", "draft[rows, 0] -"),
     "residual_of_another_request": ("(draft[rows, at] -", "(draft[rows.flip(0), at] -"),
     "normalizer_of_another_row": ("normalizer[rows, at, None]", "normalizer[rows, 0, None] + 0.1"),
@@ -178,7 +179,7 @@ def test_a_draft_is_drawn_from_exactly_the_numbers_that_are_kept(plugin):
     drafts = plugin("drafts")
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
     temperatures = torch.linspace(0.5, 2.0, 64)[:, None]
-    sampling = SimpleNamespace(temperatures=temperatures)
+    sampling = SimpleNamespace(temperatures=temperatures, top_ks=None)
     torch.manual_seed(1)
     kept = drafts.prefilled(never, logits, sampling, True)
     _, first = drafts.drawn(never, kept, num_samples=1)
@@ -190,8 +191,10 @@ def test_a_draft_is_drawn_from_exactly_the_numbers_that_are_kept(plugin):
     logits.zero_()
     assert torch.equal(z, before) and torch.equal(kept, before)
     assert not torch.equal(first, later)
-    greedy = drafts.proposed(never, before, torch.ones(64, 1), torch.ones(64))[2]
-    assert torch.equal(greedy[:, 0], before.argmax(-1))
+    sampling.top_ks = torch.ones(64)
+    greedy = drafts.proposed(never, before, torch.ones(64, 1), sampling.top_ks)[2]
+    prefilled = drafts.drawn(never, drafts.prefilled(never, before, sampling, True))[1]
+    assert torch.equal(greedy[:, 0], before.argmax(-1)) and torch.equal(greedy, prefilled)
 
 
 def test_drafts_have_the_law_that_is_kept(plugin):
@@ -223,7 +226,8 @@ def test_seeds_probabilities_and_other_workers_are_drawn_by_sglang(plugin):
         lambda *_, **__: ("q", "p", theirs), logits, temperatures, sampling_seed=seeds, positions=seeds
     )
     assert torch.equal(z, logits) and drawn is theirs
-    kept = drafts.prefilled(never, logits, SimpleNamespace(temperatures=temperatures), True)
+    sampling = SimpleNamespace(temperatures=temperatures, top_ks=None)
+    kept = drafts.prefilled(never, logits, sampling, True)
     (seen,) = drafts.drawn(lambda probs, **_: (probs,), kept, num_samples=1, sampling_seed=seeds)
     torch.testing.assert_close(seen, logits.softmax(-1))
     assert drafts.drawn(lambda probs, **_: probs, logits, num_samples=1) is logits
@@ -248,7 +252,8 @@ def a_step(drafts, size=3, gamma=2, vocab=6):
     )
     logits = [torch.randn(size, vocab, generator=generator) for _ in range(gamma)]
     decoding = drafts.proposed(never, logits[0][:2], temperatures[:2])
-    new = drafts.prefilled(never, logits[0][2:], SimpleNamespace(temperatures=temperatures[2:]), True)
+    joining = SimpleNamespace(temperatures=temperatures[2:], top_ks=None)
+    new = drafts.prefilled(never, logits[0][2:], joining, True)
     second = drafts.proposed(never, logits[1], temperatures)
     first = torch.cat([decoding[2], drafts.drawn(never, new)[1]])
     tokens = torch.cat([torch.zeros(size, 1, dtype=torch.int64), first, second[2]], 1)
@@ -264,6 +269,7 @@ def a_step(drafts, size=3, gamma=2, vocab=6):
     )
     batch = SimpleNamespace(
         seq_lens=torch.ones(size),
+        reqs=[SimpleNamespace(sampling_params=SimpleNamespace(top_k=ALL)) for _ in range(size)],
         sampling_info=sampling,
         forward_mode=SimpleNamespace(is_idle=lambda: False),
     )
@@ -314,9 +320,37 @@ def test_a_step_that_drafts_nothing_is_judged_whatever_row_stands_for_its_drafts
     assert predict.tolist() == [1, 0, 5] and lengths.tolist() == [1] * 3 and index.tolist() == [[0], [1], [2]]
 
 
+def test_greedy_requests_take_the_targets_argmax_and_leave_the_others_as_they_were(plugin):
+    """Drafts of request 1 are its argmax in one step and not in the other; coins must not matter to it."""
+    verify = plugin("verify")
+    verify_input, batch, output, _, _ = a_step(plugin("drafts"))
+    target = output.next_token_logits.view(3, 3, 6)
+    target[1] = torch.tensor([0.0, 0.1, 0.3, 0.2, 0.0, 0.0])  # nearly flat: sampling would leave token 2
+    batch.sampling_info.temperatures[1] = 1.0
+    laws = target.log_softmax(-1)
+    for drafted, count in (([2, 2], 2), ([2, 3], 1), ([3, 2], 0)):
+        verify_input.draft_token.view(3, 3)[1, 1:] = torch.tensor(drafted)
+        for seed in range(20):
+            output.next_token_logits = target.reshape(9, 6).clone()
+            verdicts = []
+            for greedy in (False, True):
+                batch.sampling_info.need_top_k_sampling = greedy
+                batch.reqs[1].sampling_params.top_k = 1 if greedy else ALL
+                torch.manual_seed(seed)
+                predict, lengths, index = verify.sampled(never, verify_input, batch, output)
+                verdicts.append(output.rlpipe_verdict)
+            assert lengths[1] == count + 1 and predict[index[1, : count + 1].long()].tolist() == [2] * (
+                count + 1
+            )
+            torch.testing.assert_close(verdicts[1].logprobs[1, : count + 1], laws[1, : count + 1, 2])
+            assert verdicts[1].p[1].tolist() == [float(x == 2) for x in drafted]
+            for before, after in zip(*verdicts, strict=True):
+                assert torch.equal(before[[0, 2]], after[[0, 2]])
+
+
 UNCOVERED = {
     "top-p": ("sampling", "need_top_p_sampling", True),
-    "top-k or a greedy request": ("sampling", "need_top_k_sampling", True),
+    "top-k": ("sampling", "need_top_k_sampling", True),
     "min-p": ("sampling", "need_min_p_sampling", True),
     "greedy": ("sampling", "is_all_greedy", True),
     "seed": ("sampling", "sampling_seed", torch.ones(3)),
@@ -340,6 +374,7 @@ def test_what_is_not_covered_is_judged_by_sglang_with_probabilities_and_counted(
     if where:
         places = {"sampling": batch.sampling_info, "input": verify_input, "spec": plugin.spec}
         setattr(places[where], name, value)
+    batch.reqs[1].sampling_params.top_k = 20 if reason == "top-k" else ALL
     calls = []
     verify.sampled(
         lambda *given, **_: calls.append(given), verify_input, batch, output, None if where else "grammar"
