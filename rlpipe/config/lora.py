@@ -60,6 +60,11 @@ def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
             f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: experts have no "
             "adapters. Set trainer.lora.targets=attention, or trainer.lora.rank=0 to train all weights."
         )
+    if config.attention and hf_config.get("kv_lora_rank"):
+        raise ValueError(
+            f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: latent attention "
+            "(kv_lora_rank) has no adapters. Set trainer.lora.rank=0 to train all weights."
+        )
     hidden = int(hf_config["hidden_size"])
     if config.rank >= hidden:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpipe.config.choice import Choice
@@ -136,6 +136,14 @@ def check_parallel(
     }
     if hf_config.get("first_k_dense_replace"):
         sizes["intermediate_size"] = int(hf_config["intermediate_size"])
+    if latent := int(hf_config.get("kv_lora_rank") or 0):
+        if config.layers is LayerSpec.TE:
+            raise ValueError(
+                "trainer.layers=te: the model has latent attention (kv_lora_rank), which needs our own "
+                "layers. Set trainer.layers=auto or local."
+            )
+        sizes["kv_lora_rank + qk_rope_head_dim"] = latent + int(hf_config["qk_rope_head_dim"])
+        sizes["q_lora_rank"] = int(hf_config.get("q_lora_rank") or 0)
     for name, size in sizes.items():
         if size % config.tp:
             fitting = [n for n in range(1, config.tp) if all(s % n == 0 for s in sizes.values())]
@@ -155,3 +163,11 @@ def check_parallel(
             f"trainer.tp * trainer.cp * trainer.dp = {config.tp} * {config.cp} * {config.dp} = "
             f"{config.world_size}, but there are {world_size} ranks. Make them equal."
         )
+
+
+def with_layers(config: TrainerConfig, hf_config: Mapping[str, Any]) -> TrainerConfig:
+    """The same settings; with our own layers where a model has a part that TransformerEngine's do not cover.
+
+    hf_config: the checkpoint's `config.json`, which `check_parallel` has accepted.
+    """
+    return replace(config, layers=LayerSpec.LOCAL) if hf_config.get("kv_lora_rank") else config

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.models.checkpoint import MTP_PREFIX
 from rlpipe.models.rope import Rope, read_rope
+
+if TYPE_CHECKING:
+    from rlpipe.models.latent import LatentAttention
 
 
 class Layout(Enum):
@@ -26,6 +29,7 @@ class Layout(Enum):
     VOCABULARY = auto()  # one tensor, cut along its rows, which are padded
     SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); a server: whole
     ROWS = auto()  # one tensor, cut along its output; a server: whole
+    HEADS = auto()  # one tensor, cut along its output by heads, on a server too
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,7 +109,8 @@ class Experts:
     those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
     sigmoid: weights are sigmoids of the scores, a bias is added to them for the choice alone.
     scaling: what the weights are multiplied by. shared: channels of an MLP that reads every token, 0 without.
-    dense: layers at the start that have an MLP instead.
+    dense: layers at the start that have an MLP instead. groups: of as many experts each, of which a token's
+    experts come from those `groups_per_token` whose two best scores have the largest sums.
     """
 
     count: int
@@ -116,6 +121,8 @@ class Experts:
     scaling: float = 1.0
     shared: int = 0
     dense: int = 0
+    groups: int = 1
+    groups_per_token: int = 1
 
     def parts(self) -> Iterator[Part]:
         """Weights of a layer: the router, and of each expert what a server keeps fused with the others'."""
@@ -142,7 +149,8 @@ class Architecture:
     mtp_layers: draft layers, one per depth if several; 0 without a draft. draft: what each has besides a
     decoder layer. rotary_dim: numbers of a head that are rotated, its first ones.
     experts: in each layer but the first `dense` ones, in the place of an MLP of `intermediate` channels;
-    None in a dense model.
+    None in a dense model. latent: attention by latent vectors, None with grouped queries; with it head_dim is
+    that of queries and keys, and each head has its keys.
     """
 
     family: str
@@ -165,6 +173,13 @@ class Architecture:
     rotary_dim: int
     draft: tuple[Part, ...] = MIMO_DRAFT
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        """What products of queries and keys are multiplied by, where neither is scaled for its rotation."""
+        scaled = self.rope.sharpness if self.latent else self.rope.magnitude
+        return scaled**2 / self.head_dim**0.5
 
     @property
     def inner(self) -> int:
@@ -190,13 +205,17 @@ class Architecture:
 
     def _layer_shapes(self, prefix: str, mixed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        linears = (
+        attention = (
             ("self_attn.q_proj", q, self.hidden, self.qkv_bias),
             ("self_attn.k_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.v_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.o_proj", self.hidden, q, self.output_bias),
-            *self._mlp_shapes(mixed),
         )
+        if self.latent:
+            attention = ()
+            for name, shape in self.latent.shapes(self.hidden, self.heads).items():
+                yield f"{prefix}self_attn.{name}.weight", shape
+        linears = (*attention, *self._mlp_shapes(mixed))
         for name, rows, columns, bias in linears:
             yield f"{prefix}{name}.weight", (rows, columns)
             if bias:
@@ -231,7 +250,8 @@ class Family:
     table of one decoder layer, and of what an MTP layer adds to it; `layer_parts` adds the experts.
     rotary: share of a head that is rotated where `partial_rotary_factor` is not written; None where all of it
     must be. sliding_window: whether a config asks for sliding-window attention. experts: reads a mixture of
-    experts, and refuses what of it is not supported. draft_block: of SGLang's draft, the decoder layer.
+    experts, and refuses what of it is not supported; latent: the same of latent attention, whose weights
+    `layer` leaves out. draft_block: of SGLang's draft, the decoder layer.
     draft_on_cpu: whether that draft starts without CUDA.
     float32: endings of the names of weights that an SGLang server keeps so, whatever the others are.
     """
@@ -246,6 +266,7 @@ class Family:
         config.get("use_sliding_window")
     )
     experts: Callable[[Mapping[str, Any]], Experts] | None = None
+    latent: Callable[[Mapping[str, Any]], LatentAttention] | None = None
     rotary: float | None = None
     draft_block: str = "mtp_block"
     draft_on_cpu: bool = True
@@ -253,7 +274,8 @@ class Family:
 
     def layer_parts(self, config: Mapping[str, Any]) -> tuple[Part, ...]:
         """The table of one decoder layer of a model."""
-        return (*self.layer, *self.experts(config).parts()) if self.experts else self.layer
+        read = [part for part in (self.latent, self.experts) if part]
+        return (*self.layer, *(part for one in read for part in one(config).parts()))
 
     def parse(self, config: Mapping[str, Any]) -> Architecture:
         """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
@@ -263,6 +285,10 @@ class Family:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         attention_bias = bool(config.get("attention_bias", self.qkv_bias))
         head_dim = int(config.get("head_dim") or hidden // heads)
+        rotary_dim, latent = int(head_dim * self._rotary_factor(config)), None
+        if self.latent:
+            latent = self.latent(config)
+            head_dim, rotary_dim = latent.plain + latent.rotary, latent.rotary
         return Architecture(
             family=self.name,
             vocab=int(config["vocab_size"]),
@@ -270,9 +296,9 @@ class Family:
             intermediate=int(config["intermediate_size"]),
             layers=int(config["num_hidden_layers"]),
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
+            kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * self._rotary_factor(config)),
+            rotary_dim=rotary_dim,
             max_position=rope.reach(int(config.get("max_position_embeddings", 32768))),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=rope,
@@ -284,6 +310,7 @@ class Family:
             mtp_layers=int(config.get("num_nextn_predict_layers") or 0),
             draft=self.draft,
             experts=self.experts(config) if self.experts else None,
+            latent=latent,
         )
 
     def _rotary_factor(self, config: Mapping[str, Any]) -> float:
@@ -306,6 +333,14 @@ class Family:
     def _refuse_unsupported(self, config: Mapping[str, Any]) -> None:
         factor = self._rotary_factor(config)
         scaled = bool(read_rope(config).scaling)
+        stored = config.get("quantization_config")
+        if stored:
+            kind = stored.get("quant_method") if isinstance(stored, Mapping) else stored
+            raise ValueError(
+                f"The model's config.json has a quantization_config ({kind!r}): its weights are quantised, "
+                "and training reads plain ones. Convert them to bfloat16 first (DeepSeek's repositories have "
+                "inference/fp8_cast_bf16.py for it), and take quantization_config out of config.json."
+            )
         refused = {
             f"partial_rotary_factor={factor}": factor != 1.0 and self.rotary is None,
             f"rope scaling of {factor} of a head": scaled and factor != 1.0,

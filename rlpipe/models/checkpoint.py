@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 MTP_PREFIX = "model.mtp_layers.0."
-APPENDED = ("glm4_moe",)  # families whose MTP layer is numbered after the others
+APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 TOKENIZER_FILES = (
     "tokenizer.json",

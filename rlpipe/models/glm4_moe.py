@@ -19,8 +19,19 @@ DRAFT = (
 )
 
 
-def read_experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
+_GROUPS = {
+    False: "one group of experts",
+    True: "one group of experts or twice as many experts for a token as groups",
+}
+
+
+def read_experts(
+    config: Mapping[str, Any], released: str = "a GLM-4.5, 4.6 or 4.7", *, grouped: bool = False
+) -> Experts:
+    """The mixture of a config.json. Raises ValueError for what would be computed wrongly.
+
+    released: models that can be used, for the message. grouped: whether experts may come in groups.
+    """
     count = whole_number("n_routed_experts", config.get("n_routed_experts", config.get("num_local_experts")))
     per_token, intermediate = (
         whole_number(name, config.get(name)) for name in ("num_experts_per_tok", "moe_intermediate_size")
@@ -31,8 +42,12 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
         for name, default in (("num_hidden_layers", 0), ("first_k_dense_replace", 1))
     )
     groups, drafts = int(config.get("n_group") or 1), int(config.get("num_nextn_predict_layers") or 0)
+    taken = int(config.get("topk_group") or 1) if groups > 1 else 1
     refused = {
-        f"n_group={groups}": groups > 1,
+        f"n_group={groups}": groups > 1 and not grouped,
+        f"n_group={groups} of n_routed_experts={count}": count % groups != 0,
+        f"topk_group={taken} of n_group={groups} with num_experts_per_tok={per_token}": groups > 1
+        and not (taken <= groups and per_token <= taken * (count // groups) and per_token // taken == 2),
         "norm_topk_prob=false": not config.get("norm_topk_prob", True),
         f"num_experts_per_tok={per_token} of n_routed_experts={count}": not 1 < per_token <= count,
         f"num_nextn_predict_layers={drafts}": drafts > 1,
@@ -41,8 +56,8 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     for what, present in refused.items():
         if present:
             raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use a GLM-4.5, 4.6 or 4.7 "
-                "as released, with one group of experts, weights that sum to 1 and at most one MTP layer."
+                f"The model's config.json asks for {what}, which is not supported: use {released} as "
+                f"released, with {_GROUPS[grouped]}, weights that sum to 1 and at most one MTP layer."
             )
     return Experts(
         count=count,
@@ -53,6 +68,8 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
         scaling=float(config.get("routed_scaling_factor", 1.0)),
         shared=shared * intermediate,
         dense=dense,
+        groups=groups,
+        groups_per_token=taken,
     )
 
 

@@ -57,6 +57,17 @@ class Rope:
             return _magnitude(of["factor"], of["mscale"]) / _magnitude(of["factor"], of["mscale_all_dim"])
         return _magnitude(of["factor"])
 
+    @property
+    def sharpness(self) -> float:
+        """What queries and keys of DeepSeek's latent attention are multiplied by, rotated or not.
+
+        >>> yarn = (("factor", 40.0), ("mscale_all_dim", 1.0))
+        >>> round(Rope(theta=1e4, scaling="yarn", settings=yarn).sharpness, 4)
+        1.3689
+        """
+        of = dict(self.settings)
+        return _magnitude(of["factor"], of["mscale_all_dim"]) if of.get("mscale_all_dim") else 1.0
+
     def frequencies(self, dim: int) -> list[float]:
         """Radians per position of each of the dim / 2 planes of a head of `dim` numbers.
 

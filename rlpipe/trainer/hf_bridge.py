@@ -210,7 +210,7 @@ def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
         )
     if part.layout is Layout.VOCABULARY:
         return Entry(hf=hf, shard_dim=0, vocab=True)
-    if part.layout is Layout.ROWS:
+    if part.layout in (Layout.ROWS, Layout.HEADS):
         return Entry(hf=hf, shard_dim=0)
     return Entry(hf=hf, shard_dim=1 if part.layout is Layout.COLUMNS else None)
 

@@ -29,6 +29,7 @@ from rlpipe.batch import Branch
 from rlpipe.trainer.attention import branch_attention, has_flash
 from rlpipe.trainer.experts import MixtureOfExperts, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
+from rlpipe.trainer.mla import LatentConfig, latent_layer
 
 
 class BranchLayout(PackedSeqParams):
@@ -156,8 +157,8 @@ Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and valu
 
 def block_specs(config: TransformerConfig, te: bool, dense: int = 0) -> tuple[Any, Any]:
     """Specs of the decoder and of the MTP block (None without one). dense: first layers without experts."""
-    layer = _layer(config.qk_layernorm, config.num_moe_experts, te)
-    layers = [_layer(config.qk_layernorm, None, te)] * dense + [layer] * (config.num_layers - dense)
+    layer = _layer(config, config.num_moe_experts, te)
+    layers = [_layer(config, None, te)] * dense + [layer] * (config.num_layers - dense)
     norm = TENorm if te else RmsNorm
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
@@ -168,9 +169,11 @@ def block_specs(config: TransformerConfig, te: bool, dense: int = 0) -> tuple[An
     return decoder, mtp
 
 
-def _layer(qk_layernorm: bool, num_experts: int | None, te: bool) -> ModuleSpec:
+def _layer(config: TransformerConfig, num_experts: int | None, te: bool) -> ModuleSpec:
     make = get_gpt_layer_with_transformer_engine_spec if te else _local_layer
-    layer = make(qk_layernorm=qk_layernorm, num_experts=num_experts)
+    layer = make(qk_layernorm=config.qk_layernorm, num_experts=num_experts)
+    if isinstance(config, LatentConfig):
+        layer = latent_layer(layer, RmsNorm, CausalAttention)
     if num_experts:
         layer.submodules.mlp.module = MixtureOfExperts
         layer.submodules.mlp.submodules.router = Router

@@ -29,7 +29,7 @@ from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.config.trainer import TrainerConfig, check_parallel
+from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
 from rlpipe.drafts.ppow.totals import PpowTotals
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.models.checkpoint import read_config, read_weights
@@ -78,6 +78,7 @@ class MegatronTrainer:
         self._hf_config = read_config(model_path)
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
+        config = with_layers(config, self._hf_config)
         self._online = mtp.online and not adapt_only
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from rlpipe.trainer.experts import Router
 from rlpipe.trainer.layers import BranchLayout, block_specs
 from rlpipe.trainer.linear import use_onednn
 from rlpipe.trainer.lora import Adapters, attach
+from rlpipe.trainer.mla import latent_config
 from rlpipe.trainer.runtime import Runtime
 
 Layout = BranchLayout | Continuation
@@ -118,6 +120,10 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     Raises ValueError for a family or feature that is not supported.
     """
     arch = read_architecture(hf_config)
+    if arch.latent and runtime.te:
+        raise ValueError(
+            f"{arch.family!r} has latent attention, which needs our own layers: set trainer.layers=local."
+        )
     transformer = transformer_config(arch, config, runtime)
     decoder, mtp = block_specs(transformer, runtime.te, arch.experts.dense if arch.experts else 0)
     model = PolicyModel(
@@ -138,7 +144,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         attach(model, arch, config.lora, config.seed)
     if arch.rope.scaling:
         rotary = model.rotary_pos_emb
-        rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.head_dim))
+        rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.rotary_dim))
     if runtime.device.type == "cpu":
         use_onednn(model.decoder)
         if model.mtp_process:
@@ -152,7 +158,8 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
     """Megatron's description of a Hugging Face model."""
-    return TransformerConfig(
+    make = partial(latent_config, arch) if arch.latent else TransformerConfig
+    return make(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         ffn_hidden_size=arch.intermediate,
@@ -168,7 +175,7 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        softmax_scale=arch.rope.magnitude**2 / arch.head_dim**0.5,  # of keys and of queries
+        softmax_scale=arch.softmax_scale,
         tensor_model_parallel_size=config.tp,
         mtp_num_layers=arch.mtp_layers or None,
         **_recomputation(config.recompute),
@@ -203,6 +210,8 @@ def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
         "moe_router_topk_scaling_factor": experts.scaling if experts.sigmoid else None,
         "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.groups_per_token if experts.groups > 1 else None,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }

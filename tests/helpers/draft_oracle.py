@@ -13,7 +13,10 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory
+from tests.helpers.deepseek_mtp import DeepseekMtpLayer
 from tests.helpers.glm_mtp import GlmMtpLayer
+
+LAYERS = {"glm4_moe": GlmMtpLayer, "deepseek_v3": DeepseekMtpLayer}
 
 
 def read_layers(path: Path) -> torch.nn.ModuleList:
@@ -21,9 +24,7 @@ def read_layers(path: Path) -> torch.nn.ModuleList:
     weights, config, layers = read_weights(path), read_config(path), torch.nn.ModuleList()
     for index in range(config["num_nextn_predict_layers"]):
         prefix = f"model.mtp_layers.{index}."
-        layer = (GlmMtpLayer if config["model_type"] == "glm4_moe" else MtpLayer)(
-            AutoConfig.from_pretrained(path)
-        )
+        layer = LAYERS.get(config["model_type"], MtpLayer)(AutoConfig.from_pretrained(path))
         layer.load_state_dict({k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)})
         layers.append(layer)
     return layers

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
 }
@@ -30,6 +31,9 @@ SCALED = {  # rotary embeddings of every scaling, as a config.json says them; co
 }
 for _kind, _settings in SCALED.items():
     _settings |= {"rope_type": _kind, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+# scores are scaled by mscale_all_dim, rotated queries and keys by what mscale has more
+DEEPSEEK_YARN = SCALED["yarn"] | {"mscale": 2.0, "mscale_all_dim": 1.0}
 
 
 def write_random_checkpoint(
@@ -53,6 +57,8 @@ def write_random_checkpoint(
     normed: bool = True,
     expert_intermediate: int = 12,
     qk_norm: bool = True,
+    query_rank: int | None = 20,
+    groups: int = 2,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
@@ -60,7 +66,8 @@ def write_random_checkpoint(
     scale: standard deviation of the matrices; head_scale: of lm_head (None: scale), larger makes
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
     normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
-    expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense.
+    expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense, as that
+    of deepseek_v3 is; of this, query_rank: `q_lora_rank`, and groups of experts, of which a token reads one.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -89,13 +96,21 @@ def write_random_checkpoint(
     }
     if family == "mistral":
         config["sliding_window"] = None
-    glm = family == "glm4_moe"
-    experts = 8 if family in ("qwen3_moe", "glm4_moe") else 0
-    if glm:
+    glm, latent = family == "glm4_moe", family == "deepseek_v3"
+    shared = glm or latent
+    experts = 8 if family == "qwen3_moe" or shared else 0
+    if shared:
         config |= {"n_routed_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
         config |= {"moe_intermediate_size": expert_intermediate, "n_shared_experts": 1, "n_group": 1}
         config |= {"topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+    if glm:
         config |= {"attention_bias": True, "use_qk_norm": qk_norm, "partial_rotary_factor": 0.5}
+    elif latent:
+        del config["head_dim"]  # transformers means the rotated part by it
+        config |= {"num_key_value_heads": heads, "n_group": groups, "attention_bias": False}
+        config |= {"q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+        config |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "topk_method": "noaux_tc"}
+        config |= {"scoring_func": "sigmoid", "moe_layer_freq": 1}
     elif experts:
         config |= {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": normed}
         config |= {
@@ -104,7 +119,7 @@ def write_random_checkpoint(
             "mlp_only_layers": [],
         }
         config |= {"router_aux_loss_coef": 0.001}
-    if family == "mimo" or glm:
+    if family == "mimo" or shared:
         config["num_nextn_predict_layers"] = mtp_layers
     (path / "config.json").write_text(json.dumps(config, indent=1))
 
@@ -117,21 +132,36 @@ def write_random_checkpoint(
     def vector(name: str, size: int, mean: float) -> None:
         weights[name] = mean + 0.1 * torch.randn(size, generator=generator)
 
-    def decoder_layer(prefix: str, dense: bool = False) -> None:
+    def latent_attention(prefix: str) -> None:
+        reads = hidden
+        if query_rank:
+            matrix(f"{prefix}q_a_proj.weight", query_rank, hidden)
+            vector(f"{prefix}q_a_layernorm.weight", query_rank, 1.0)
+            reads = query_rank
+        matrix(f"{prefix}{'q_b_proj' if query_rank else 'q_proj'}.weight", heads * (8 + 4), reads)
+        matrix(f"{prefix}kv_a_proj_with_mqa.weight", 16 + 4, hidden)
+        vector(f"{prefix}kv_a_layernorm.weight", 16, 1.0)
+        matrix(f"{prefix}kv_b_proj.weight", heads * (8 + 6), 16)
+        matrix(f"{prefix}o_proj.weight", hidden, heads * 6)
+
+    def grouped_attention(prefix: str) -> None:
         for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            matrix(f"{prefix}self_attn.{name}_proj.weight", size * head_dim, hidden)
+            matrix(f"{prefix}{name}_proj.weight", size * head_dim, hidden)
             if model_type == "qwen2" or glm:
-                vector(f"{prefix}self_attn.{name}_proj.bias", size * head_dim, 0.0)
+                vector(f"{prefix}{name}_proj.bias", size * head_dim, 0.0)
         if model_type.startswith("qwen3") or (glm and qk_norm):
-            vector(f"{prefix}self_attn.q_norm.weight", head_dim, 1.0)
-            vector(f"{prefix}self_attn.k_norm.weight", head_dim, 1.0)
-        matrix(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
+            vector(f"{prefix}q_norm.weight", head_dim, 1.0)
+            vector(f"{prefix}k_norm.weight", head_dim, 1.0)
+        matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim)
+
+    def decoder_layer(prefix: str, dense: bool = False) -> None:
+        (latent_attention if latent else grouped_attention)(f"{prefix}self_attn.")
         mixed = bool(experts) and not dense
         if mixed:
             matrix(f"{prefix}mlp.gate.weight", experts, hidden)
         inner = expert_intermediate if mixed else intermediate
         mlps = [f"mlp.experts.{index}" for index in range(experts)] if mixed else ["mlp"]
-        if glm and mixed:
+        if shared and mixed:
             vector(f"{prefix}mlp.gate.e_score_correction_bias", experts, 0.0)
             mlps.append("mlp.shared_experts")
         for mlp in mlps:
@@ -143,7 +173,7 @@ def write_random_checkpoint(
 
     matrix("model.embed_tokens.weight", vocab, hidden, 1.0)
     for index in range(layers):
-        decoder_layer(f"model.layers.{index}.", dense=glm and index == 0)
+        decoder_layer(f"model.layers.{index}.", dense=shared and index == 0)
     vector("model.norm.weight", hidden, 1.0)
     if not tie:
         matrix("lm_head.weight", vocab, hidden, head_scale or scale)
@@ -154,7 +184,7 @@ def write_random_checkpoint(
             matrix(f"{prefix}input_proj.weight", hidden, 2 * hidden)
             for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
                 vector(f"{prefix}{name}.weight", hidden, 1.0)
-    if glm and mtp_layers:
+    if shared and mtp_layers:
         prefix = f"model.layers.{layers}."
         decoder_layer(prefix)
         matrix(f"{prefix}eh_proj.weight", hidden, 2 * hidden)

@@ -17,7 +17,7 @@ from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
 from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_weights
 from rlpipe.trainer.passes import Passes
-from tests.helpers.tiny_checkpoint import SCALED, write_random_checkpoint
+from tests.helpers.tiny_checkpoint import DEEPSEEK_YARN, SCALED, write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
 
@@ -33,6 +33,13 @@ FAMILIES = {
     "qwen3 moe weights below 1": {"family": "qwen3_moe", "normed": False},
     "glm moe": {"family": "glm4_moe", "head_dim": 12},
     "glm moe without norms": {"family": "glm4_moe", "layers": 3, "qk_norm": False, "mtp_layers": 0},
+    "deepseek": {"family": "deepseek_v3"},
+    "deepseek yarn": {
+        "family": "deepseek_v3",
+        "query_rank": None,
+        "groups": 1,
+        "rope_parameters": DEEPSEEK_YARN,
+    },
     "mistral": {"family": "mistral", "head_dim": 12},
     "llama theta": {
         "family": "llama",

@@ -67,8 +67,8 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("mimo", 1), ("mimo", 3), ("glm4_moe", 1)],
-    ids=["one layer", "a layer per depth", "a layer with experts"],
+    [("mimo", 1), ("mimo", 3), ("glm4_moe", 1), ("deepseek_v3", 1)],
+    ids=["one layer", "a layer per depth", "a layer with experts", "latent attention"],
 )
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize(

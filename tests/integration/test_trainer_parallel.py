@@ -32,11 +32,12 @@ EXPERTS = {  # ranks share the experts of a mixture, too
     "ep_sharded": replace(ALONE, dp=2, ep=2, distributed_optimizer=True),
     "ep_of_cp": replace(ALONE, cp=2, ep=2),
 }
-MIXTURES = ("qwen3_moe", "glm4_moe")
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
     "experts": ONLINE,  # a draft whose layer is a mixture of experts
+    "latent": ONLINE,  # and has latent attention
     "kl": replace(ONLINE, objective=MtpObjective.KL),
     "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
     "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
@@ -47,7 +48,7 @@ TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) != ("ppow", "cp")]  #
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Four families trained alone and split, and a run continued on other sizes; a launch per world size."""
+    """Five families trained alone and split, and a run continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
     models = {
@@ -55,6 +56,7 @@ def outcomes(tmp_path_factory):
         "qwen3": write_random_checkpoint(folder / "qwen3", "qwen3", vocab=64, tie=True),
         "qwen3_moe": write_random_checkpoint(folder / "qwen3_moe", "qwen3_moe", vocab=61),
         "glm4_moe": write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61),
+        "deepseek_v3": write_random_checkpoint(folder / "deepseek_v3", "deepseek_v3", vocab=61),
     }
     groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(3)]
 
@@ -62,7 +64,7 @@ def outcomes(tmp_path_factory):
         return Run(path=models[model], config=config, algo=ALGO, groups=work, **files)
 
     def draft(kind, config):
-        path = models["glm4_moe" if kind == "experts" else "mimo"]
+        path = models[{"experts": "glm4_moe", "latent": "deepseek_v3"}.get(kind, "mimo")]
         return Run(path=path, config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
 
     sharded = replace(ALONE, distributed_optimizer=True)

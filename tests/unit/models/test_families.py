@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -58,6 +59,14 @@ EXPERTS = {  # of Qwen/Qwen3-30B-A3B; families without experts do not read them
     "n_routed_experts": 128,
     "first_k_dense_replace": 0,
     "num_hidden_layers": 48,
+    "n_group": 1,
+}
+LATENT = {  # of deepseek-ai/DeepSeek-V3; families with grouped queries do not read them
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
@@ -171,6 +180,112 @@ def test_what_of_glm_would_be_computed_wrongly_is_refused(change, message):
         read_architecture(GLM_4_5_AIR | change)
 
 
+DEEPSEEK_V3 = (
+    LATENT
+    | {  # config.json of deepseek-ai/DeepSeek-V3, what is read of it, less quantization_config
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    }
+)
+
+
+def test_the_released_deepseek_v3_is_read_as_it_was_published():
+    arch = read_architecture(DEEPSEEK_V3)
+    assert (arch.head_dim, arch.rotary_dim, arch.kv_heads, arch.max_position) == (192, 64, 128, 163840)
+    assert (arch.experts.groups, arch.experts.groups_per_token, arch.experts.dense) == (8, 4, 3)
+    assert arch.rope.magnitude == 1 and arch.latent.interleaved
+    assert arch.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    model, draft = parameters(arch)
+    assert model == pytest.approx(671.0e9, rel=1e-3) and draft == pytest.approx(11.5e9, rel=1e-2)
+
+
+MOONLIGHT = DEEPSEEK_V3 | {  # what differs in config.json of moonshotai/Moonlight-16B-A3B
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+
+
+def test_the_released_moonlight_is_counted_with_all_its_experts():
+    model, draft = parameters(read_architecture(MOONLIGHT))
+    assert model == pytest.approx(15.96e9, rel=1e-3) and not draft
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config .'fp8'.*Convert them to bf",
+        ),
+        ({"attention_bias": True}, "attention_bias=true, which is not supported: use a DeepSeek-V3"),
+        ({"v_head_dim": 256}, "v_head_dim=256 above qk_nope_head_dim . qk_rope_head_dim = 192"),
+        ({"qk_rope_head_dim": 33}, "qk_rope_head_dim=33, an odd number"),
+        ({"kv_lora_rank": None}, "kv_lora_rank=None: it must be a whole number"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax', and 'sigmoid' alone is supported"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"topk_group": 8}, "topk_group=8 of n_group=8 with num_experts_per_tok=8"),
+        ({"n_group": 7}, "n_group=7 of n_routed_experts=256"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2.*at most one MTP layer"),
+    ],
+)
+def test_what_of_deepseek_would_be_computed_wrongly_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture(DEEPSEEK_V3 | change)
+
+
 def test_an_mtp_layer_that_is_numbered_after_the_others_comes_back_under_that_name(tmp_path):
     path = write_random_checkpoint(tmp_path / "model", "glm4_moe")
     stored = load_file(path / "model.safetensors")
@@ -203,17 +318,17 @@ def test_expected_weights_are_those_of_the_checkpoint(tmp_path, family):
     assert arch.weight_shapes(mtp=bool(arch.mtp_layers)) == shapes
 
 
+@pytest.mark.parametrize("query_rank", [None, 1536])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name):
+def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name, query_rank):
     """The shapes are derived from the dimensions, the table is by hand: both name the same weights."""
-    family = FAMILIES[name]
-    arch = dataclasses.replace(
-        read_architecture(MIMO_7B | EXPERTS | {"model_type": name, "sliding_window": None}),
-        layers=1,
-        qk_norm=True,
-    )
+    family, sizes = FAMILIES[name], EXPERTS | LATENT | {"q_lora_rank": query_rank}
+    config = MIMO_7B | sizes | {"model_type": name, "sliding_window": None}
+    if family.latent:
+        config["attention_bias"] = False
+    arch = dataclasses.replace(read_architecture(config), layers=1, qk_norm=not family.latent)
     shapes = arch.weight_shapes(mtp=True)
-    listed = [n for part in family.layer_parts(EXPERTS) for n in part.hf]
+    listed = [n for part in family.layer_parts(sizes) for n in part.hf]
     if family.experts:  # every layer has them
         listed = [n for n in listed if not n.startswith(DENSE_MLP)]
     layer = {n.removeprefix("model.layers.0.") for n in shapes if n.startswith("model.layers.0.")}

@@ -9,7 +9,7 @@ import pytest
 from rlpipe.config.algo import AlgoConfig, LossAgg
 from rlpipe.config.lora import LoraConfig, LoraTargets, check_lora
 from rlpipe.config.mtp import MtpConfig, check_draft
-from rlpipe.config.trainer import TrainerConfig, check_parallel
+from rlpipe.config.trainer import LayerSpec, TrainerConfig, check_parallel, with_layers
 
 pytestmark = pytest.mark.unit
 
@@ -110,3 +110,20 @@ def test_configuration_imports_no_torch():
     )
     code += "assert not {'torch', 'verl', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_latent_attention_is_refused_what_it_cannot_have_by_name():
+    sizes = {"num_attention_heads": 8, "hidden_size": 32, "intermediate_size": 64, "kv_lora_rank": 16}
+    latent = sizes | {"qk_rope_head_dim": 4, "q_lora_rank": 22}
+    check_parallel(TrainerConfig(tp=2), latent)
+    with pytest.raises(ValueError, match=r"tp=4 does not divide the model's q_lora_rank=22.*\[1, 2\]"):
+        check_parallel(TrainerConfig(tp=4), latent)
+    with pytest.raises(ValueError, match=r"kv_lora_rank \+ qk_rope_head_dim=19"):
+        check_parallel(TrainerConfig(tp=2), latent | {"qk_rope_head_dim": 3})
+    assert with_layers(TrainerConfig(), latent).layers is LayerSpec.LOCAL
+    assert with_layers(TrainerConfig(), MODEL).layers is LayerSpec.AUTO
+    with pytest.raises(ValueError, match=r"trainer.layers=te: .*Set trainer.layers=auto or local"):
+        check_parallel(TrainerConfig(layers=LayerSpec.TE), latent)
+    with pytest.raises(ValueError, match=r"latent attention .*has no adapters. Set trainer.lora.rank=0"):
+        check_lora(LoraConfig(rank=8), latent)
+    check_lora(LoraConfig(rank=8, targets=LoraTargets.MLP), latent)

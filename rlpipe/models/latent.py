@@ -1,0 +1,61 @@
+"""Multi-head latent attention: its dimensions, and the table of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlpipe.models.base import Layout, Part
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) in place of grouped queries.
+
+    Keys and values of all heads are products of one latent vector of a token. A head's query and key have a
+    part of `plain` numbers that is not rotated and one of `rotary` numbers; the rotated key is the same for
+    all heads. kv_rank: numbers of the latent vector. query_rank: of the one that queries are made of; 0 where
+    they are made of the hidden state. value: numbers of a head's value. interleaved: number 2i is rotated
+    with 2i + 1, not with i + rotary / 2.
+    """
+
+    query_rank: int
+    kv_rank: int
+    plain: int
+    rotary: int
+    value: int
+    interleaved: bool
+
+    norm_eps = 1e-6  # of the latent vectors; the released code leaves it at this whatever the model's is
+
+    def parts(self) -> Iterator[Part]:
+        """Weights of a layer's attention; a server fuses the two products that read the hidden state."""
+        down, ours, theirs = "kv_a_proj_with_mqa.weight", "self_attention.", "self_attn."
+        served = ""
+        if self.query_rank:
+            served = f"{theirs}fused_qkv_{down.removeprefix('kv_')}"
+            yield Part(
+                (f"{ours}linear_q_down_proj.weight",), (f"{theirs}q_a_proj.weight",), Layout.ROWS, served
+            )
+        yield Part((f"{ours}linear_kv_down_proj.weight",), (theirs + down,), Layout.ROWS, served)
+        if self.query_rank:
+            yield Part((f"{ours}q_layernorm.weight",), (f"{theirs}q_a_layernorm.weight",))
+        yield Part((f"{ours}kv_layernorm.weight",), (f"{theirs}kv_a_layernorm.weight",))
+        query = ("linear_q_up_proj", "q_b_proj") if self.query_rank else ("linear_q_proj", "q_proj")
+        for mine, its in (query, ("linear_kv_up_proj", "kv_b_proj")):
+            yield Part((f"{ours}{mine}.weight",), (f"{theirs}{its}.weight",), Layout.HEADS)
+        yield Part((f"{ours}linear_proj.weight",), (f"{theirs}o_proj.weight",), Layout.COLUMNS)
+
+    def shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name within `self_attn.` -> shape."""
+        query = heads * (self.plain + self.rotary)
+        shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}
+        if self.query_rank:
+            shapes = {"q_a_proj": (self.query_rank, hidden), "q_a_layernorm": (self.query_rank,)}
+            shapes["q_b_proj"] = query, self.query_rank
+        return shapes | {
+            "kv_a_proj_with_mqa": (self.kv_rank + self.rotary, hidden),
+            "kv_a_layernorm": (self.kv_rank,),
+            "kv_b_proj": (heads * (self.plain + self.value), self.kv_rank),
+            "o_proj": (hidden, heads * self.value),
+        }

@@ -1,0 +1,139 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Section 2.1) in the local layers.
+
+    c_q = norm(W_qa h)      q_i = [W_qb c_q]_i, its last part rotated     (q_i = [W_q h]_i without query_rank)
+    c, k_R = W_kva h        k_i = [W_kb norm(c)]_i with the rotated k_R, v_i = [W_vb norm(c)]_i
+
+Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`; its own forward pass knows no
+positions other than 0, 1, 2, ..., and with the local layers loses a part of the gradient of k_R under tensor
+parallelism: each rank's heads have their own, which no collective sums. Keys and values are expanded, so
+attention over branches, windows and context parallel ranks is that of the other families.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from rlpipe.models.latent import LatentAttention
+
+if TYPE_CHECKING:
+    from rlpipe.models.base import Architecture
+
+# Megatron 0.16.1 concludes that TransformerEngine is there from its own wrappers, which are mocks without it
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+
+class LatentConfig(MLATransformerConfig):
+    """Megatron's settings of latent attention, with rotary embeddings made by the model as for the others.
+
+    latent, magnitude: the family's dimensions, and what rotated queries and keys are multiplied by.
+    """
+
+    latent: LatentAttention
+    magnitude: float
+
+
+def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
+    """Megatron's description of a model with latent attention. settings: those that all models have."""
+    latent = arch.latent
+    config = LatentConfig(
+        **settings,
+        multi_latent_attention=False,  # else the model makes no rotary embedding
+        rope_type="rope",
+        q_lora_rank=latent.query_rank or None,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.plain,
+        qk_pos_emb_head_dim=latent.rotary,
+        v_head_dim=latent.value,
+    )
+    config.latent, config.magnitude = latent, arch.rope.magnitude
+    return config
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's modules; queries, keys and values of their own positions."""
+
+    config: LatentConfig
+
+    def __init__(self, config: LatentConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.rotary_pos_emb = None  # the model's is passed to `forward`
+        self.core_attention.scale = config.softmax_scale
+        self.kv_layernorm.eps = config.latent.norm_eps
+        if config.q_lora_rank:
+            self.q_layernorm.eps = config.latent.norm_eps
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[S, B, H] -> [S, B, H]; rotary_pos_emb: [S, 1, 1, rotary]."""
+        query, key, value = self.expanded(hidden_states, rotary_pos_emb)
+        # kernels and layouts want keys and values of one size: zeros make no difference
+        padded = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        attended = self.core_attention(query, key, padded, None, packed_seq_params=packed_seq_params)
+        attended = attended.unflatten(-1, query.shape[-2:])[..., : value.shape[-1]].flatten(-2)
+        return self.linear_proj(attended)
+
+    def expanded(
+        self, hidden_states: torch.Tensor, rotary_pos_emb: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys [S, B, heads, plain + rotary] and values [S, B, heads, value] of this rank."""
+        latent, heads = self.config.latent, self.num_attention_heads_per_partition
+        if latent.query_rank:
+            compressed = self.q_layernorm(self._whole(self.linear_q_down_proj, hidden_states))
+            query, _ = self.linear_q_up_proj(compressed)
+        else:
+            query, _ = self.linear_q_proj(hidden_states)
+        compressed, shared = self._whole(self.linear_kv_down_proj, hidden_states).split(
+            [latent.kv_rank, latent.rotary], -1
+        )
+        keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
+        key, value = keys_values.unflatten(-1, (heads, -1)).split([latent.plain, latent.value], -1)
+        query, turned = query.unflatten(-1, (heads, -1)).split([latent.plain, latent.rotary], -1)
+        # each rank's heads have a part of its gradient
+        shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)[..., None, :]
+        turned, shared = (self._rotated(x, rotary_pos_emb) for x in (turned, shared))
+        key = torch.cat([key, shared.expand(-1, -1, heads, -1)], -1)
+        return torch.cat([query, turned], -1), key, value
+
+    def _whole(self, linear: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """All outputs of a layer that ranks share by rows."""
+        return gather_from_tensor_model_parallel_region(linear(hidden_states)[0], group=self.tp_group)
+
+    def _rotated(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
+        """x [S, B, heads, rotary] turned; of interleaved pairs first all first numbers, then all second."""
+        config = self.config
+        return _apply_rotary_pos_emb_bshd(
+            x,
+            rotary_pos_emb,
+            multi_latent_attention=config.latent.interleaved,
+            mscale=config.magnitude,
+        )
+
+
+def latent_layer(layer: ModuleSpec, norm: type, core: type) -> ModuleSpec:
+    """A decoder layer with latent attention in place of its own."""
+    attention = get_gpt_layer_local_spec(
+        multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm"
+    ).submodules.self_attention
+    attention.module = LatentSelfAttention
+    parts = attention.submodules
+    parts.q_layernorm = parts.kv_layernorm = norm
+    parts.core_attention = core
+    layer.submodules.self_attention = attention
+    return layer
