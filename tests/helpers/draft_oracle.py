@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +28,39 @@ def read_layers(path: Path) -> torch.nn.ModuleList:
         layer.load_state_dict({k.removeprefix(prefix): w for k, w in weights.items() if k.startswith(prefix)})
         layers.append(layer)
     return layers
+
+
+@torch.no_grad()
+def chain_laws(path: Path) -> Callable[[Sequence[int], Sequence[int], float], tuple[torch.Tensor, ...]]:
+    """p and q [n] of a chain of drafts behind a context, at a temperature, as an engine drafts it.
+
+    The layer sees one growing sequence of (hidden state, next token): the backbone's states of the context,
+    then its own. SGLang leaves out the first of these tokens (MiMo's `mimo_mtp.py`), and so does this.
+    Temperature 0: p is 1 or 0, and q is 1.
+    """
+    model, [layer] = AutoModelForCausalLM.from_pretrained(path).eval(), read_layers(path)
+    embed = model.get_input_embeddings()
+
+    @torch.no_grad()
+    def laws(context: Sequence[int], drafts: Sequence[int], temperature: float) -> tuple[torch.Tensor, ...]:
+        ids, count, chosen = torch.tensor([[*context, *drafts]]), len(context), torch.tensor(drafts)[:, None]
+        out = model(ids, output_hidden_states=True)
+        target = out.logits[0, count - 1 : -1]
+        if not temperature:
+            return (target.argmax(-1) == chosen[:, 0]).float(), torch.ones(len(drafts))
+        states, rows = out.hidden_states[-1][:, : count - 1], []
+        for _ in drafts:
+            length = states.shape[1]
+            following = embed(ids[:, 1 : length + 1])
+            following[:, 0] = 0
+            mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+            last = layer(states, following, torch.arange(length)[None], mask)[:, -1:]
+            rows.append(model.lm_head(last[0, 0]))
+            states = torch.cat((states, last), 1)
+        both = target, torch.stack(rows)
+        return tuple((logits / temperature).softmax(-1).gather(1, chosen)[:, 0] for logits in both)
+
+    return laws
 
 
 def draft_loss(

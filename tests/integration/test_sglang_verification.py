@@ -3,15 +3,18 @@
 import asyncio
 
 import pytest
+import torch
 
-from rlpipe.models.checkpoint import read_weights
+from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import FinishReason
 from tests.helpers.cli import ROOT
+from tests.helpers.draft_oracle import chain_laws
 from tests.helpers.engines import request, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import only_mtp
 
 pytestmark = pytest.mark.integration
 TINY = ROOT / "models" / "tiny"
+END = read_config(TINY)["eos_token_id"]
 
 
 async def judged(engine):
@@ -72,3 +75,58 @@ def test_mixed_requests_aborts_and_changed_drafts_leave_every_token_the_targets(
     )
     assert worst < 1e-4
     assert counts["rlpipe"] > 200 and set(counts) <= {"rlpipe", "greedy"}  # batches of greedy turns alone
+
+
+def test_recorded_drafts_are_those_of_the_model_and_say_what_became_of_the_tokens(sglang):
+    """p and q of every draft of 20 turns, recomputed by transformers and the reference layer.
+
+    Beside them turns that ask for no record. Greedy ones alone are judged by SGLang in place of rlpipe.
+    """
+    laws, stops = chain_laws(TINY), (266, 19)
+    kinds = [(0.7, ()), (1.0, stops), (1.3, ()), (1.0, ()), (0.0, ())]
+    asked = [
+        request(
+            i,
+            [5 + i, 6, 7 + i % 3],
+            max_new_tokens=24,
+            temperature=kinds[i % 5][0] if i < 20 else 0.0,
+            stop_token_ids=kinds[i % 5][1],
+            record_drafts=i % 6 > 0,
+        )
+        for i in range(23)
+    ]
+
+    async def run():
+        together, alone = asked[:20], asked[20:]
+        answers = await asyncio.gather(*map(sglang.generate, together))
+        answers += await asyncio.gather(*map(sglang.generate, alone))
+        return {result.request_id: result for result in answers}
+
+    results, errors, kept, compared = asyncio.run(run()), [], set(), 0
+    for one in asked:
+        result, temperature = results[one.request_id], one.sampling.temperature
+        if not one.sampling.record_drafts:
+            assert result.drafts is None
+            continue
+        assert len(result.drafts) == result.spec.verify_steps
+        following = 1  # the first token is the prefill's
+        for step in result.drafts:
+            if step.position > following:  # a turn that went on behind the model's own end token
+                assert one.sampling.stop_token_ids and result.output_ids[following - 1] == END
+                following += 1
+            assert step.position == following and len(step.tokens) == 3
+            given = result.output_ids[step.position : step.position + step.num_accepted]
+            assert given == step.tokens[: len(given)]
+            following += step.num_accepted + 1
+            if step.num_accepted < 3 and following <= len(result.output_ids):
+                assert result.output_ids[following - 1] != step.tokens[step.num_accepted]
+            kept.add(step.num_accepted)
+            context = [*one.prompt_ids, *result.output_ids[: step.position]]
+            for found, wanted in zip(
+                (step.target_probs, step.draft_probs), laws(context, step.tokens, temperature), strict=True
+            ):
+                errors.append((torch.tensor(found) - wanted).abs().max().item())
+            compared += 3
+        assert following >= len(result.output_ids)
+    print(f"{compared} drafts, largest difference {max(errors):.2e}")
+    assert max(errors) < 1e-4 and kept == {0, 1, 2, 3} and compared > 300

@@ -2,11 +2,12 @@
 
 Checked against SGLang 0.5.23: logprobs are the target's log-softmax(logits / temperature) at the sampled
 token; `spec_correct_drafts_histogram[k]` counts verify steps that kept exactly k drafts;
-`weight_versions` lists spans [start, end) of output tokens. The drafts are not returned: `drafts` stays None.
+`weight_versions` lists spans [start, end) of output tokens.
 
-With rlpipe's plugin logprobs and exact entropies are packed arrays (`sglang_env/plugin`, pack.py). SGLang
-itself returns no entropies: without the plugin each is estimated by -logprob of the sampled token, which is
-unbiased, since E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.
+With rlpipe's plugin logprobs, exact entropies and, where asked for, the verify steps with p and q of every
+draft are packed arrays (`sglang_env/plugin`, pack.py). SGLang itself returns no drafts and no entropies:
+without the plugin each entropy is estimated by -logprob of the sampled token, which is unbiased, since
+E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import base64
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from math import isnan
 from typing import Any
 
-from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts, shifted
 from rlpipe.weights.protocols import ServerError
 
 _SEEDS = 2**31 - 1
@@ -41,6 +44,8 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
         "return_logprob": True,
         "priority": priority,
     }
+    if sampling.record_drafts:
+        body["sampling_params"]["custom_params"] = {"rlpipe_drafts": True}
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     return body
@@ -73,6 +78,7 @@ def parse_answer(
         finish_reason=_finish_reason(meta.get("finish_reason")),
         spec=spec_counts(meta),
         top_logprobs=top,
+        drafts=_drafts(meta["rlpipe"]) if request.sampling.record_drafts and "rlpipe" in meta else None,
     )
 
 
@@ -83,10 +89,7 @@ def _packed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[list[float], list[float], _Top]:
     """Logprobs, entropies and top logprobs of `ids`, as the plugin packs them."""
-
-    def column(name: str, kind: str = "f") -> list[Any]:
-        return array(kind, base64.b64decode(meta["rlpipe"].get(name, ""))).tolist()
-
+    column = partial(_column, meta["rlpipe"])
     logprobs, entropies = column("logprobs"), column("entropies")
     if len(logprobs) != len(ids):
         raise _foreign(request, ids, len(logprobs))
@@ -102,6 +105,24 @@ def _packed(
             raise _foreign(request, ids, len(pairs) // count)
         top = [pairs[first : first + count] for first in range(0, len(pairs), count)]
     return logprobs, entropies, top
+
+
+def _column(packed: Mapping[str, str], name: str, kind: str = "f") -> list[Any]:
+    return array(kind, base64.b64decode(packed.get(name, ""))).tolist()
+
+
+def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
+    """The verify steps, as the plugin packs them."""
+    shapes = _column(packed, "steps", "i")
+    columns = [iter(_column(packed, name, kind)) for name, kind in (("drafts", "i"), ("p", "f"), ("q", "f"))]
+    steps = []
+    for position, count, accepted in zip(shapes[::3], shapes[1::3], shapes[2::3], strict=True):
+        tokens, p, q = (list(islice(column, count)) for column in columns)
+        step = DraftStep(
+            position=position, tokens=tokens, target_probs=p, draft_probs=q, num_accepted=accepted
+        )
+        steps.append(step)
+    return steps
 
 
 def _listed(
@@ -187,7 +208,7 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
 
 def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     """Two parts of one turn as one."""
-    spec, top = SpecCounts(), second.top_logprobs
+    spec, top, drafts = SpecCounts(), second.top_logprobs, second.drafts
     for part in (first, second):
         spec.add(part.spec)
     return replace(
@@ -197,5 +218,6 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         entropies=first.entropies + second.entropies,
         versions=first.versions + second.versions,
         top_logprobs=None if top is None else (first.top_logprobs or []) + top,
+        drafts=None if drafts is None else (first.drafts or []) + shifted(drafts, len(first.output_ids)),
         spec=spec,
     )

@@ -5,6 +5,11 @@
     logprobs, entropies        float32 [n]
     top_logprobs, top_ids      float32, int32 [n * k], where the k most likely tokens were asked for
 
+and, where drafts were asked for (`record`), of the verify steps in order:
+
+    steps                      int32 [s * 3]: position of the first draft, number of drafts, number accepted
+    drafts, p, q               int32, float32, float32 [number of drafts]
+
 `output_token_logprobs` and `output_top_logprobs` are left out then. A request for log-probabilities of its
 prompt, or of tokens that it names, is answered as without the plugin.
 """
@@ -17,6 +22,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+from rlpipe_sglang import record
 from rlpipe_sglang.measure import KEY
 
 FIELD = "rlpipe"
@@ -48,12 +54,19 @@ def noted(
     reason: Any,
 ) -> None:
     """AROUND `TokenizerManager.update_request_meta_info`, which is called behind `packed`."""
-    others = {name: values for name, values in info.items() if name != KEY}
+    others = {name: values for name, values in info.items() if name not in (KEY, record.KEY)}
     original(manager, meta, state, others, index, reason)
     if KEY in info and FIELD in meta:
         entropies = state.rlpipe_columns["entropies"]
         entropies.extend(float("nan") if value is None else value for value in info[KEY][index])
         meta[FIELD]["entropies"] = _text(entropies)
+    if record.KEY in info and FIELD in meta:
+        columns = state.rlpipe_columns
+        for position, accepted, *step in filter(None, info[record.KEY][index]):
+            columns.setdefault("steps", array("i")).extend((position, len(step[0]), accepted))
+            for name, values in zip(("drafts", "p", "q"), step, strict=True):
+                columns.setdefault(name, array("i" if name == "drafts" else "f")).extend(values)
+        meta[FIELD] |= {n: _text(columns[n]) for n in ("steps", "drafts", "p", "q") if n in columns}
 
 
 def _grow(columns: dict[str, array], name: str, kind: str, rows: list, width: int = 0) -> None:

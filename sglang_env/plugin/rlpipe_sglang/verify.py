@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlpipe_sglang import drafts as drawing
+from rlpipe_sglang import record
 from rlpipe_sglang.measure import entropy
 
 judged: Counter[str] = Counter()  # of this process
@@ -152,8 +153,13 @@ def sampled(
         verify_input.draft_probs = verify_input.draft_probs.softmax(-1)
     size = len(batch.seq_lens)
     judged[reason or ("rlpipe without kernels" if drawing.failed else "rlpipe")] += size
+    recorded = places > 1 and any(map(record.asks, batch.reqs))
     if reason is not None:
-        return original(verify_input, batch, output, grammar, *more, **options)
+        laws = record.laws(verify_input, logits, sampling) if recorded else None
+        found = original(verify_input, batch, output, grammar, *more, **options)
+        if laws is not None:
+            record.attach(output, *laws, found[1] - 1)
+        return found
 
     sanitize_nan_logits(logits, "verify: target model logits")
     drafts = verify_input.draft_token.view(size, places)[:, 1:].long()
@@ -165,6 +171,8 @@ def sampled(
     if greedy := [row for row, top_k in enumerate(top_ks) if top_k <= 1]:
         greedily(verdict, greedy, drafts, given[2])
     output.rlpipe_verdict = verdict
+    if recorded:
+        record.attach(output, drafts.clone(), verdict.p, verdict.q, verdict.accepted)
     kept = torch.arange(places, device=logits.device) <= verdict.accepted.unsqueeze(-1)
     predict = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
     predict[verify_input.retrieve_index.reshape(-1)] = verdict.tokens.int().reshape(-1)

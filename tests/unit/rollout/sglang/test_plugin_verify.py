@@ -269,7 +269,10 @@ def a_step(drafts, size=3, gamma=2, vocab=6):
     )
     batch = SimpleNamespace(
         seq_lens=torch.ones(size),
-        reqs=[SimpleNamespace(sampling_params=SimpleNamespace(top_k=ALL)) for _ in range(size)],
+        reqs=[
+            SimpleNamespace(sampling_params=SimpleNamespace(top_k=ALL, custom_params=None))
+            for _ in range(size)
+        ],
         sampling_info=sampling,
         forward_mode=SimpleNamespace(is_idle=lambda: False),
     )
