@@ -2,9 +2,11 @@
 
     python scripts/bench/decoding_modes.py --json OUT --model DIR --mode none --engine sglang --device cuda
 
-Requests of random prompts, sampled at temperature 1, run to their last token. Three times as many as a batch
-holds are asked for, the best of two repeats counts, and one batch goes before as a warm-up. Acceptance means
-something for a trained draft alone (`scripts/grow_checkpoint`).
+Requests of random prompts, sampled at temperature 1, run to their last token. Four times as many as a batch
+holds are asked for at once; counted are the tokens of those that end while the batch is full, which leaves
+the first and the last batch out. The best of two repeats counts, and one batch goes before as a warm-up. A
+step's time is that of a full batch: batch * tokens a step / tokens a second. Acceptance means something for a
+trained draft alone (`scripts/grow_checkpoint`). --stock runs SGLang without rlpipe's plugin.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import GenerateRequest, GenerateResult, SamplingParams
 
-PROMPT = 64
+PROMPT, QUEUED = 64, 4
 
 
-async def wave(engine: Engine, name: str, count: int, tokens: int) -> list[GenerateResult]:
-    """So many requests at once."""
+async def wave(
+    engine: Engine, name: str, count: int, tokens: int
+) -> tuple[list[GenerateResult], list[tuple[float, int]]]:
+    """So many requests at once; and when each one ended, in order, with its tokens."""
     rng = np.random.default_rng(count)
     asked = [
         GenerateRequest(
@@ -40,7 +44,20 @@ async def wave(engine: Engine, name: str, count: int, tokens: int) -> list[Gener
         )
         for i in range(count)
     ]
-    return await asyncio.gather(*map(engine.generate, asked))
+    ends: list[tuple[float, int]] = []
+
+    async def one(request: GenerateRequest) -> GenerateResult:
+        result = await engine.generate(request)
+        ends.append((time.perf_counter(), len(result.output_ids)))
+        return result
+
+    return await asyncio.gather(*map(one, asked)), ends
+
+
+def of_full_batch(ends: list[tuple[float, int]], batch: int) -> float:
+    """Tokens per second of the requests that ended while `batch` of them ran."""
+    middle = ends[batch - 1 : len(ends) - batch + 1]
+    return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
 
 
 def main() -> int:
@@ -54,6 +71,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--stock", action="store_true", help="a server without rlpipe's plugin")
     given = parser.parse_args()
     speeds: dict[str, float] = {}
     steps: dict[str, float] = {}
@@ -72,21 +90,29 @@ def main() -> int:
                 prefill_tokens=8192,
             ),
         )
+        config.rollout.sglang.plugin = not given.stock
         engine = make_engine(config, lambda kind, **fields: print(kind, fields, file=sys.stderr))
         try:
             asyncio.run(wave(engine, "warm", max(given.batches), 8))
             for batch in given.batches:
                 for repeat in range(2):
-                    started = time.perf_counter()
-                    found = asyncio.run(wave(engine, f"{batch}.{repeat}", 3 * batch, given.tokens))
-                    seconds = time.perf_counter() - started
+                    name = f"{batch}.{repeat}"
+                    found, ends = asyncio.run(wave(engine, name, QUEUED * batch, given.tokens))
+                    speed = round(of_full_batch(ends, batch), 1)
+                    speeds[str(batch)] = max(speeds.get(str(batch), 0.0), speed)
                     tokens = sum(len(result.output_ids) for result in found)
-                    speeds[str(batch)] = max(speeds.get(str(batch), 0.0), round(tokens / seconds, 1))
                     verified = sum(result.spec.verify_steps for result in found)
-                    steps[str(batch)] = round(tokens / max(1, verified), 3)
+                    steps[str(batch)] = round(tokens / verified if verified else 1.0, 3)
         finally:
             engine.close()
-    result = {"mode": given.mode, "tokens_per_s": speeds, "tokens_per_verify_step": steps}
+    took = {batch: round(1000 * int(batch) * steps[batch] / speed, 3) for batch, speed in speeds.items()}
+    result = {
+        "mode": given.mode,
+        "plugin": not given.stock,
+        "tokens_per_s": speeds,
+        "tokens_per_verify_step": steps,
+        "ms_per_step": took,
+    }
     print(json.dumps(result))
     if given.json:
         given.json.write_text(json.dumps(result) + "\n")

@@ -1,14 +1,17 @@
 """Does an SGLang server with rlpipe's policy draft as many tokens as pays, at every batch size?
 
-One CPU server, shipped model, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, so that no
-two processes are compared; `forced_gamma.py` tells the server whose turn it is. A recorded load with long
-tails: held-out SWE prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths
-are drawn once (log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At
-most `batch` requests run at once, three times as many are queued, and the last ones run ever more alone.
-Adaptive runs --learning times before each cell is measured. Goals: at least .95 of the best fixed gamma in
-each cell (median over repeats of the ratio within a repeat), and above each one over the whole load.
+One CPU server, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, so that no two processes are
+compared; `forced_gamma.py` tells the server whose turn it is. A recorded load with long tails: held-out SWE
+prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths are drawn once
+(log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At most `batch`
+requests run at once, --queued times as many are asked for, and the last ones run ever more alone. Adaptive
+runs --learning times before each cell is measured. Goals: at least .95 of the best fixed gamma in each cell
+(median over repeats of the ratio within a repeat), and above each one over the whole load.
 
-    python scripts/bench/sglang_gamma.py --json OUT [--repeats 8] [--batches 1 2 4 ...]
+With the shipped model a step costs the same whatever it drafts, and the deepest drafts always pay. --grow
+sizes gives it the costs of a larger one (scripts/grow_checkpoint): what it says and accepts stays.
+
+    python scripts/bench/sglang_gamma.py --json OUT [--grow] [--repeats 8] [--batches 1 2 4 ...]
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +44,8 @@ from rlpipe.rollout.sglang import SglangEngine, arguments  # noqa: E402
 from rlpipe.spec import gamma  # noqa: E402
 from rlpipe.types import GenerateRequest, SamplingParams, SpecCounts  # noqa: E402
 
-GAMMA, MEDIAN, SPREAD, SHORTEST, LONGEST = 3, 40, 1.0, 8, 256
+GAMMA, SPREAD, SHORTEST, LONGEST = 3, 1.0, 8, 256
+GROWN = "--hidden 256 --heads 4 --kv-heads 2 --head-dim 64 --intermediate 2048 --layers 8 --vocab 4000"
 ARMS = {f"gamma {width}": str(width) for width in range(GAMMA + 1)} | {"adaptive": "a"}
 DOMAINS = ["swe", "reasoning"]
 Load = list[tuple[list[int], int]]  # prompt, tokens to make
@@ -82,19 +87,27 @@ class Bench:
         return await asyncio.gather(*(play(*one) for one in load))
 
 
-def loads(model: Path, batches: list[int], names: list[str]) -> dict[tuple[str, int], Load]:
+def loads(args: argparse.Namespace) -> dict[tuple[str, int], Load]:
     """By domain and batch: the same requests in every run."""
+    model = args.model
     domains = dict(zip(DOMAINS, (swe_workloads(model)["fixed"], reasoning(model)), strict=True))
     found = {}
-    for batch, name in product(batches, names):
+    for batch, name in product(args.batches, args.domains):
         rng = random.Random(f"{name} {batch}")
         prompts = [turns[0] for turns in domains[name].conversations]
-        lengths = (rng.lognormvariate(0, SPREAD) * MEDIAN for _ in range(max(8, 3 * batch)))
+        lengths = (rng.lognormvariate(0, SPREAD) * args.median for _ in range(max(8, args.queued * batch)))
         found[name, batch] = [
             (prompts[i % len(prompts)], round(min(max(length, SHORTEST), LONGEST)))
             for i, length in enumerate(lengths)
         ]
     return found
+
+
+def grown(model: Path, sizes: str, target: Path) -> Path:
+    """A checkpoint that says what `model` says at the cost of a larger one, in float32."""
+    script = [sys.executable, ROOT / "scripts" / "grow_checkpoint", model, target, *sizes.split()]
+    subprocess.run([*script, "--dtype", "float32"], check=True)
+    return target
 
 
 def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
@@ -137,13 +150,17 @@ def main() -> None:
     parser.add_argument("--learning", type=int, default=4, help="runs of adaptive before each cell")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=DOMAINS)
-    parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
+    parser.add_argument("--model", type=Path, default=resolve("shipped:models/tiny"))
+    parser.add_argument("--grow", nargs="?", const=GROWN, help=f"options of grow_checkpoint, or {GROWN}")
+    parser.add_argument("--median", type=int, default=40, help="of the lengths, in tokens")
+    parser.add_argument("--queued", type=int, default=3, help="requests, as a multiple of the batch")
     args = parser.parse_args()
     before, results = os.getloadavg(), {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.shipped, args.threads, Path(folder))
+        model = grown(args.model, args.grow, Path(folder) / "model") if args.grow else args.model
+        bench = Bench(model, args.threads, Path(folder))
         try:
-            for (domain, batch), load in loads(args.shipped, args.batches, args.domains).items():
+            for (domain, batch), load in loads(args).items():
                 cell = results[f"{domain}, batch {batch}"] = measure(bench, load, batch, args)
                 speeds = {arm: row["tokens_per_s"] for arm, row in cell["arms"].items()}
                 width = cell["arms"]["adaptive"]["drafts_per_step"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODING = {  # tokens/s that one H100 gave at batch 1, 8, 32, 64 (the first run); block was not run
@@ -16,6 +16,7 @@ DECODING = {  # tokens/s that one H100 gave at batch 1, 8, 32, 64 (the first run
     "rejection": (387, 2006, 6017, 8134),
     "block": (None, None, None, None),
 }
+BATCHES = 1, 8, 32, 64
 LONG_TURNS = "injection.long_turn_share=1 injection.long_turn_tokens=256 val.every=0 trainer.lr=1e-12"
 
 
@@ -41,6 +42,25 @@ class Row:
     over: str = ""
     sglang: bool = False
     sglang_small: bool = False
+
+
+class Ratio(NamedTuple):
+    """A figure of one server over another's. goals: by size of the model."""
+
+    arm: str
+    over: str
+    key: str
+    batch: int
+    goals: dict[str, float]
+    at_most: bool = False
+
+
+RATIOS = (
+    Ratio("rejection", "rejection, stock", "tokens_per_s", 64, {"1.5B": 1.25, "7.8B": 1.13}),
+    Ratio("rejection", "none", "tokens_per_s", 1, {"1.5B": 2.5, "7.8B": 2.5}),
+    Ratio("rejection", "none", "tokens_per_s", 64, {"1.5B": 1.5, "7.8B": 1.5}),
+    Ratio("rejection", "target_only", "ms_per_step", 64, {"1.5B": 1.05, "7.8B": 1.05}, at_most=True),
+)
 
 
 def of_json(*keys: str | int) -> Callable[[Path], float]:
@@ -90,6 +110,7 @@ def plan() -> list[Row]:
     on_gpu = "rollout.device=cuda rollout.dtype=bfloat16 trainer.precision=bf16 trainer.tp=1 trainer.dp=1"
     on_cpu = "cluster=inline pipeline.prompts_per_step=2 pipeline.group_size=2 injection.long_turn_tokens=4"
     decode = "{python} scripts/bench/decoding_modes.py --json {out}"
+    law = "{python} scripts/bench/first_tokens.py --json {out}"
     memory = "{python} scripts/bench/memory_estimate.py --json {out} --only"
     weights = "{python} scripts/bench/weight_path.py --json {out} --ways ipc shared"
     hashes = "{python} scripts/bench/fingerprint.py --json {out}"
@@ -176,20 +197,20 @@ def plan() -> list[Row]:
             small=f"{memory} tokens",
             read=lambda out: of_json("rows", 0, "measured")(out) / 1e9,
         ),
-        *(
-            Row(
-                name=f"SGLang decodes with 7.8B, {mode}, batch {batch}",
-                unit="tokens/s",
-                goal=goal,
-                at_most=False,
-                command=f"{decode} --model {{grown_7b}} --mode {mode} --engine sglang --device cuda",
-                small=f"{decode} --model {{grown_7b}} --mode {mode} --batches 1 2 --tokens 4",
-                read=of_json("tokens_per_s", str(batch)),
-                read_small=batch == 1,
-                sglang=True,
-            )
-            for mode, goals in DECODING.items()
-            for batch, goal in zip((1, 8, 32, 64), goals, strict=True)
+        *served(
+            sizes=("1.5B", "7.8B"),
+            arms=("rejection", "rejection, stock", "none", "target_only"),
+            ratios=RATIOS,
+        ),
+        Row(
+            name="law of 1e6 first tokens of a server",
+            unit="as a standard normal score",
+            goal=4.1,  # alpha 1e-4 over the four scores
+            command=f"{law} --device cuda --tokens 1_000_000",
+            small=f"{law} --tokens 600",
+            read=of_json("largest_score"),
+            sglang=True,
+            sglang_small=True,
         ),
         *(
             Row(
@@ -241,4 +262,44 @@ def plan() -> list[Row]:
             over="loop of 1.5B with SGLang, rejection: step",
             sglang=True,
         ),
+        *served(sizes=("7.8B", "1.5B"), arms=("none, stock", "target_only, stock", "block")),
     ]
+
+
+def served(*, sizes: Iterable[str], arms: Iterable[str], ratios: Iterable[Ratio] = ()) -> list[Row]:
+    """Speeds of SGLang servers by mode, with rlpipe's plugin or (stock) without, then their ratios."""
+    rows = []
+    for size in sizes:
+        made = {arm: decoded(size, arm) for arm in arms}
+        rows += [row for of_arm in made.values() for row in of_arm.values()]
+        for ratio in ratios:
+            measured, other = (made[arm][ratio.key, ratio.batch] for arm in (ratio.arm, ratio.over))
+            name = f"{measured.name} over {ratio.over}"
+            goal = ratio.goals.get(size)
+            rows.append(
+                replace(measured, name=name, over=other.name, goal=goal, at_most=ratio.at_most, unit="times")
+            )
+    return rows
+
+
+def decoded(size: str, arm: str) -> dict[tuple[str, int], Row]:
+    """One server's rows, by key of the JSON and batch."""
+    mode, _, stock = arm.partition(", ")
+    model = {"1.5B": "{grown}", "7.8B": "{grown_7b}"}[size]
+    decode = f"{{python}} scripts/bench/decoding_modes.py --json {{out}} --model {model} --mode {mode}"
+    first = DECODING[mode] if size == "7.8B" and not stock else (None,) * len(BATCHES)
+    wanted = [("tokens_per_s", batch, goal) for batch, goal in zip(BATCHES, first, strict=True)]
+    return {
+        (key, batch): Row(
+            name=f"SGLang decodes with {size}, {arm}, batch {batch}" + ", step" * (key == "ms_per_step"),
+            unit="tokens/s" if key == "tokens_per_s" else "ms",
+            goal=goal,
+            at_most=False,
+            command=f"{decode} --engine sglang --device cuda{' --stock' * bool(stock)}",
+            small=f"{decode} --batches 1 2 --tokens 4",
+            read=of_json(key, str(batch)),
+            read_small=batch == 1,
+            sglang=True,
+        )
+        for key, batch, goal in (*wanted, ("ms_per_step", 64, None))
+    }

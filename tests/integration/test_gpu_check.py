@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from tests.helpers.cli import ROOT
+from tests.helpers.sglang import needs_sglang
 
 pytestmark = pytest.mark.integration
 
@@ -26,6 +28,12 @@ GOALS = {
     "embedded engine decodes, shipped model, rejection, batch 64": ">= 10000 tokens/s",
     "peak memory of a trainer against its estimate": "<= 1.1 times",
     "peak memory of training 1.5B on 32768 tokens": "<= 80 GB",
+    "SGLang decodes with 7.8B, rejection, batch 64 over rejection, stock": ">= 1.13 times",
+    "SGLang decodes with 1.5B, rejection, batch 64 over rejection, stock": ">= 1.25 times",
+    "SGLang decodes with 7.8B, rejection, batch 1 over none": ">= 2.5 times",
+    "SGLang decodes with 7.8B, rejection, batch 64 over none": ">= 1.5 times",
+    "SGLang decodes with 7.8B, rejection, batch 64, step over target_only": "<= 1.05 times",
+    "law of 1e6 first tokens of a server": "<= 4.1 as a standard normal score",
     "update of 1.5B on one card by ipc: whole": "<= 1 s",
     "update of 1.5B on one card by ipc: server paused": "<= 0.3 s",
     "update of 7.8B on one card by ipc: whole": "<= 3 s",
@@ -51,6 +59,9 @@ def test_the_plan_names_every_gpu_test_file_and_every_goal():
     for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert f"tests/gpu/{file.name}\n" in done.stdout
     assert "weight update" in done.stdout and "goal: <= 30 us" in done.stdout
+    for size, mode, batch in product(("1.5B", "7.8B"), ("none", "target_only", "rejection"), (1, 8, 32, 64)):
+        for arm in (mode, f"{mode}, stock"):
+            assert f"SGLang decodes with {size}, {arm}, batch {batch}\n" in done.stdout
     assert "SGLang decodes with 7.8B, block, batch 64\n" in done.stdout
     assert "would be skipped here: no CUDA device" in done.stdout
     goals = dict(re.findall(r"^(\S.*)\n    goal: (.*)$", done.stdout, re.MULTILINE))
@@ -73,6 +84,18 @@ def test_rows_of_kernels_and_of_the_engine_run_small_on_a_cpu(tmp_path):
     assert rows["embedded engine, shipped model"]["value"] > 0
     assert rows["embedded engine decodes, shipped model, rejection, batch 1"]["value"] > 0
     assert rows["fingerprint of 1.5B where it lies"]["value"] > 0
+
+
+def test_rows_of_servers_run_small_on_a_cpu(tmp_path):
+    """A mode and its ratio's other side, each once; and the law of a real server's first tokens."""
+    needs_sglang()
+    modes = [f"SGLang decodes with 1.5B, {mode}" for mode in ("rejection, batch 1", "none")]
+    done = gpu_check("--small", "--minutes", "20", "--only", *modes, "law of", "--json", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out").read_text())}
+    assert rows["SGLang decodes with 1.5B, rejection, batch 1"]["value"] > 0
+    assert rows["SGLang decodes with 1.5B, none, stock, batch 1"]["value"] > 0
+    assert -9 < rows["law of 1e6 first tokens of a server"]["value"] < 4.1
 
 
 @pytest.fixture

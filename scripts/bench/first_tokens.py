@@ -1,0 +1,98 @@
+"""Do the first tokens of an SGLang server that drafts have exactly the target's law? A G-test of many.
+
+    python scripts/bench/first_tokens.py --json OUT [--tokens 1_000_000] [--device cuda] [--mode rejection]
+
+One prompt of a random model of six tokens whose law over the next three is enumerated in float64; a request
+asks for --copies turns of four tokens, so that all three follow a verify step. Scores are standard normal, by
+depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right server (alpha 1e-4
+over four). Power: the same turns judged by the law at a temperature of 1 + --off must score above that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from rlpipe.config.rollout import RolloutConfig  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
+from tests.helpers.engines import transformers_logits  # noqa: E402
+from tests.helpers.goodness_of_fit import Law  # noqa: E402
+from tests.helpers.tiny_checkpoint import write_random_checkpoint  # noqa: E402
+
+VOCAB, DEPTH, PROMPT, AT_ONCE = 6, 3, [2, 0, 4, 1], 8
+
+
+async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
+    """[count, DEPTH] tokens of turns that the server samples."""
+    sampling = {"temperature": 1.0, "max_new_tokens": DEPTH + 1, "ignore_eos": True}
+    room, body = asyncio.Semaphore(AT_ONCE), {"input_ids": PROMPT}
+
+    async def asked(some: int) -> list[list[int]]:
+        async with room:
+            told = await engine._http.post("/generate", body | {"sampling_params": sampling | {"n": some}})
+        return [one["output_ids"][:DEPTH] for one in (told if isinstance(told, list) else [told])]
+
+    sizes = [copies] * (count // copies) + [count % copies] * (count % copies > 0)
+    return np.array([row for rows in await asyncio.gather(*map(asked, sizes)) for row in rows])
+
+
+def main() -> int:
+    """Returns the exit status: 1 where the law does not hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--copies", type=int, default=256)
+    parser.add_argument("--mode", default="rejection")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--off", type=float, default=0.0, help="0: 16 / sqrt(turns)")
+    parser.add_argument("--stock", action="store_true", help="a server without rlpipe's plugin")
+    given = parser.parse_args()
+    count = -(-given.tokens // DEPTH)
+    off = given.off or 16 / count**0.5
+    with tempfile.TemporaryDirectory() as folder:
+        shape = {"vocab": VOCAB, "layers": 4, "scale": 0.3, "head_scale": 0.3}
+        model = write_random_checkpoint(Path(folder) / "model", "mimo", **shape)
+        config = RolloutConfig(engine="sglang", device=given.device, max_running=256, max_context=64)
+        config.sglang.plugin = not given.stock
+        engine = SglangEngine(config, SpecConfig(mode=given.mode, gamma=DEPTH), model, log_dir=Path(folder))
+        started = time.monotonic()
+        try:
+            tokens = engine._call(turns(engine, count, given.copies))
+            (state,) = engine._call(engine._http.read("/server_info"))["internal_states"]
+        finally:
+            engine.close()
+        seconds, logits = time.monotonic() - started, transformers_logits(model)
+        scores = Law.of([logits], PROMPT, VOCAB, DEPTH).scores(tokens)
+        wrong = Law.of([lambda ids: logits(ids) / (1 + off)], PROMPT, VOCAB, DEPTH).scores(tokens)
+    result = {
+        "mode": given.mode,
+        "plugin": not given.stock,
+        "tokens": tokens.size,
+        "seconds": round(seconds, 1),
+        "largest_score": round(max(scores), 3),
+        "scores": [round(score, 3) for score in scores],
+        "scores_of_a_wrong_law": [round(score, 3) for score in wrong],
+        "wrong_temperature": round(1 + off, 4),
+        "judged": state.get("rlpipe_plugin", {}).get("judged"),
+    }
+    print(json.dumps(result))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(max(scores) > 4.1 or max(wrong) < 4.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
