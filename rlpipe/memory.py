@@ -74,7 +74,7 @@ def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
         times = arch.layers - dense if name.startswith(f"model.layers.{dense}.") else 1
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
-    return sizes[False], sizes[True] * max(1, arch.mtp_layers)
+    return sizes[False], sizes[True]
 
 
 def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int:
@@ -231,7 +231,7 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
     """Keys and values of one conversation of `max_context` tokens on one of `tp` devices."""
     heads = max(1, arch.kv_heads // tp)
-    layers = arch.layers + config.spec.needs_model
+    layers = arch.layers + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
     slots = config.rollout.max_context + config.spec.drafts + 2
     return 2 * layers * heads * arch.head_dim * _element(config) * slots
 

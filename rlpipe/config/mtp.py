@@ -26,7 +26,8 @@ class MtpConfig:
 
     train: whether it learns in RL (off, online); mtp_adapt trains it in any case.
     objective: how it learns, in RL and before. anchors: see the enum; not used on windows.
-    depths: drafted tokens trained for; best spec.gamma. A checkpoint with several MTP layers has one each.
+    depths: drafted tokens trained for; best spec.gamma. Of several MTP layers each trains for its
+        own depth, the last one for those beyond it too.
     interval: co-train in every n-th optimizer step only.
     lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
     clip_grad: bound on its own gradient norm, apart from the policy's (0: unbounded).
@@ -96,11 +97,6 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
             "train or score: use a checkpoint with one, or set mtp.train=off."
         )
     layers = int(hf_config["num_nextn_predict_layers"])
-    if 1 < layers < config.depths:
-        raise ValueError(
-            f"mtp.depths={config.depths}, but {path!r} has {layers} MTP layers, one per depth: "
-            f"set mtp.depths to at most {layers}."
-        )
     if layers > 1 and config.windows:
         raise ValueError(
             f"mtp.objective={config.objective} drafts with one MTP layer for all depths, but {path!r} has "

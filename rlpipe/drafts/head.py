@@ -32,11 +32,11 @@ def draft_hidden_states(
     (through the shared head) predict token t + k + 1. Returns K tensors [S, B, H]; anchors for which a token
     was made up must be masked out.
 
-    A single MTP layer serves every depth (MiMo); of several, each serves its own (DeepSeek-V3).
-    Target, embedding and head get no gradient from here: they are detached.
-    Depth 1 equals the decoding engine exactly. Deeper, anchors attend to keys of the same depth, where the
-    engine attends to depth-1 keys of the prefix: on the shipped model the acceptance length is 3.645 against
-    3.651, so the simple one is kept.
+    A single MTP layer serves every depth (MiMo); of several, each serves its own (DeepSeek-V3), and the last
+    one those beyond. Target, embedding and head get no gradient from here: they are detached.
+    The first depth of each layer equals the decoding engine exactly. Where a layer serves more, anchors
+    attend to keys of the same depth and the engine attends to keys of the layer's first: on the shipped model
+    the acceptance length is 3.645 against 3.651, so the simple one is kept.
     """
     import torch
 

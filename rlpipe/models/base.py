@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.models.checkpoint import MTP_PREFIX
+from rlpipe.models.checkpoint import mtp_prefix
 from rlpipe.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -196,11 +196,11 @@ class Architecture:
         for index in range(self.layers):
             mixed = self.experts is not None and index >= self.experts.dense
             shapes.update(self._layer_shapes(f"model.layers.{index}.", mixed))
-        if mtp:
-            shapes.update(self._layer_shapes(MTP_PREFIX, self.experts is not None))
+        for prefix in map(mtp_prefix, range(self.mtp_layers if mtp else 0)):
+            shapes.update(self._layer_shapes(prefix, self.experts is not None))
             for part in self.draft:
                 rows = (self.hidden,) if part.layout is Layout.WHOLE else (self.hidden, 2 * self.hidden)
-                shapes[f"{MTP_PREFIX}{part.hf[0]}"] = rows
+                shapes[f"{prefix}{part.hf[0]}"] = rows
         return shapes
 
     def _layer_shapes(self, prefix: str, mixed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-MTP_PREFIX = "model.mtp_layers.0."
+MTP_PREFIX = "model.mtp_layers.0."  # of the first one
 APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 TOKENIZER_FILES = (
@@ -79,15 +79,20 @@ def read_json(file: Path, setting: str) -> dict[str, Any]:
     return found
 
 
+def mtp_prefix(index: int) -> str:
+    """What stands before the names of an MTP layer's weights, of the first depth by index 0."""
+    return f"model.mtp_layers.{index}."
+
+
 def has_mtp(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint declares an MTP layer (`num_nextn_predict_layers` >= 1)."""
     return int(config.get("num_nextn_predict_layers") or 0) >= 1
 
 
 def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
-    """Refuse speculation without a draft.
+    """Refuse speculation without a draft, or in a mode that does not go with it.
 
-    Raises ValueError with the remedy.
+    mode: `spec.mode`, or the task that drafts. Raises ValueError with the remedy.
     """
     if not has_mtp(config):
         raise ValueError(
@@ -96,10 +101,10 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
             f"{MTP_PREFIX}* weights, or set spec.mode=none."
         )
     layers = int(config["num_nextn_predict_layers"])
-    if layers > 1:
+    if layers > 1 and mode == "tree":
         raise ValueError(
-            f"spec.mode={mode} unrolls one MTP layer, but {str(path)!r} has {layers}, one per depth, "
-            "which the embedded engine does not serve. Set spec.mode=none."
+            f"spec.mode=tree unrolls one MTP layer, but {str(path)!r} has {layers}, one per depth. "
+            "Set spec.mode=rejection or spec.mode=block."
         )
 
 

@@ -1,8 +1,8 @@
 """The engine's samples against the exact joint law of the first tokens, and planted samplers against it.
 
 G-test of the first 6 tokens over a vocabulary of 3 (729 sequences): a score for each depth and one for all
-together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (2.1e-3
-for the 21 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
+together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (2.3e-3
+for the 23 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
 fixed, so a right engine passes always or never. Power: a wrong law at a divergence of 0.033 nats per sequence
 from the right one is caught with probability above 0.999 (tested). Every planted bug must be beyond the limit
 of 4.2. The models were chosen for power: two of the bugs in block verification score 6.7 and 17.9 here, and
@@ -20,7 +20,7 @@ step were kept, what follows them has the target's law (for block see `rlpipe.sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -53,10 +53,12 @@ REPEATS = 40
 class Case:
     """Two checkpoints of one shape, the laws of their first tokens after PROMPT, and EAGLE-3 drafts.
 
-    drafts: directories by what they know: all tokens, or two of the three.
+    drafts: directories by what they know: all tokens, or two of the three. two_layers: the first checkpoint
+    with a second MTP layer.
     """
 
     path: object
+    two_layers: object
     other: dict[str, torch.Tensor]
     law: Law
     drafts: dict[str, object]
@@ -71,7 +73,8 @@ def case(tmp_path_factory) -> Case:
     law = Law.of([transformers_logits(path) for path in paths], PROMPT, VOCAB, DEPTH)
     vocabularies = {"whole": None, "reduced": [0, 2]}
     drafts = {name: write_random_draft(root / name, paths[0], ids=ids) for name, ids in vocabularies.items()}
-    return Case(paths[0], read_weights(paths[1]), law, drafts)
+    two_layers = write_random_checkpoint(root / "two layers", seed=6, mtp_layers=2, **shape)
+    return Case(paths[0], two_layers, read_weights(paths[1]), law, drafts)
 
 
 def _conversations(samples: int, temperature: float) -> list[list]:
@@ -123,6 +126,13 @@ def test_the_engine_samples_the_exact_joint_law(case, mode):
 def test_a_gamma_that_varies_from_step_to_step_keeps_the_law(case, mode):
     """gamma = 0 in a quarter of the steps: the draft falls behind and its gaps are closed again."""
     assert _score(case, mode, policy=RandomGamma(GAMMA)) < LIMIT
+
+
+@pytest.mark.parametrize(("mode", "adaptive"), [("rejection", True), ("block", False)])
+def test_drafts_of_one_layer_per_depth_keep_the_law(case, mode, adaptive):
+    """The second layer drafts the second token and, again, the third."""
+    policy = RandomGamma(GAMMA) if adaptive else None
+    assert _score(replace(case, path=case.two_layers), mode, policy=policy) < LIMIT
 
 
 @pytest.mark.parametrize(("mode", "adaptive"), [("rejection", False), ("target_only", True)])

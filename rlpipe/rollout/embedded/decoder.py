@@ -24,9 +24,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlpipe.rollout.embedded.depths import anchor_span, behind, carried
 from rlpipe.rollout.embedded.drafting import Drafted, Drafting, Part
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
+from rlpipe.rollout.embedded.span import flat_index
 from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
 
 
@@ -106,12 +108,12 @@ class Decoder:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
             tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
-        if drafts_on:
-            self._catch_up(parts, fills, tokens, accepted, inputs)
-        elif table.history is not None:
+        read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
+        if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
         if copies:
-            self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], copied, drafts_on)
+            read = [copied, *(states[copies] for states in read)]
+            self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], read, drafts_on)
         self._note_draft_keys(decoding, starts, copies, gamma)
         emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
         emitted.verified = decoding if gamma else 0
@@ -155,7 +157,8 @@ class Decoder:
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():
             return
-        starts = np.minimum(table.draft_keys[rows], ends - 1)
+        starts = np.minimum(table.draft_keys[rows], ends - 1) + 1 - self._model.depths
+        starts = np.maximum(starts, 0)
         for part in self._fills(0, starts.tolist(), ends):
             hidden = table.history.flatten(0, 1)[self._places([part])]
             own = np.arange(part.first, part.first + part.span.batch)
@@ -188,11 +191,12 @@ class Decoder:
         tokens: list[torch.Tensor],
         accepted: torch.Tensor | None,
         hidden: torch.Tensor,
-    ) -> None:
-        """Run the draft layer over the tokens that the target just processed, each with its next token.
+    ) -> list[torch.Tensor]:
+        """Run the draft's layers over the tokens that the target just processed, each with its next token.
 
         tokens: those emitted by the decoding rows, if any, then the first tokens of the filled rows.
-        hidden: what the draft reads of the processed tokens.
+        hidden: what the draft reads of the processed tokens. Returns what each layer but the first read of
+        the last token of each row, [rows, H].
         """
         following = [tokens[0]] if accepted is not None else []
         selects = [accepted] if accepted is not None else []
@@ -203,22 +207,38 @@ class Decoder:
             following.append(shifted)
             selects.append(part.last)
             start += part.span.batch
-        state = self._model.draft(torch.cat(following), hidden, [part.span for part in parts], selects)
-        first = parts[0].first
-        self._table.hidden[first : first + len(state)] = state
+        model, token, spans = self._model, torch.cat(following), [part.span for part in parts]
+        first, count, read = parts[0].first, sum(part.span.batch for part in parts), []
+        ready = self._table.hidden[first : first + count]
+        if model.depths == 1:
+            ready[:, 0] = model.draft(token, hidden, spans, selects)
+            return read
+        frontier, chosen, going = ready.clone(), flat_index(spans, selects), len(parts) - len(fills)
+        for depth in range(model.depths):
+            if depth:
+                hidden = carried(hidden, frontier[:, depth - 1], parts)
+                spans = [behind(model, part, depth, joined=i >= going) for i, part in enumerate(parts)]
+                read.append(hidden.index_select(0, chosen))
+            hidden = model.draft(token, hidden, spans, None, depth)
+            ready[:, depth] = hidden.index_select(0, chosen)
+        return read
 
     def _copy(
-        self, first: int, copies: list[int], tokens: torch.Tensor, hidden: torch.Tensor, draft: bool
+        self, first: int, copies: list[int], tokens: torch.Tensor, read: list[torch.Tensor], draft: bool
     ) -> None:
-        """Copy the keys of rows to the rows first, first + 1, ... whose first token may be another one."""
-        table = self._table
+        """Copy the keys of rows to the rows first, first + 1, ... whose first token may be another one.
+
+        read: by layer of the draft, what it read of their last tokens.
+        """
+        table, model = self._table, self._model
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
         if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
-            span = self._model.span(first, self._upload(last), last[:, 0] + 1)
-            table.hidden[rows] = self._model.draft(tokens, hidden, [span])
+            for depth, states in enumerate(read):
+                span = anchor_span(model, first, last - depth, decoding=False)
+                table.hidden[rows, depth] = model.draft(tokens, states, [span], None, depth)
 
     def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[Part]:
         """The tokens [start, end) of rows first, first + 1, ..., in parts of similar lengths."""

@@ -1,7 +1,8 @@
 """What is drafted for a step and how it is judged: a chain or a tree over the draft layer.
 
 Owns drafts, their places in the cache and the verdict; the passes around them are the decoder's. Both
-read the row table, where `hidden` holds each row's depth-1 draft state, ready from the step before.
+read the row table, where `hidden` holds each row's depth-1 draft state, ready from the step before
+(with several layers those of the others, too: see `depths`).
 
     chain   d_1 .. d_gamma, node i at slot and position total - 1 + i
     tree    node n of `spec.tree` at slot total - 1 + n, position total - 1 + depth(n), seen by its
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.rollout.embedded.depths import draft_deeper
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.span import Span
@@ -138,11 +140,16 @@ class ChainDrafting(_RowDrafting):
         last, pending, uniforms = self._start(decoding, gamma)
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
-        tokens, probs, hidden = [pending], [], table.hidden[:decoding]
+        tokens, probs, frontier, layers = [pending], [], table.hidden[:decoding], model.depths
+        window = frontier[:, :1]
         for depth in range(gamma):
-            if depth:
-                hidden = model.draft(tokens[-1], hidden, [span.columns(depth - 1, depth)])
-            logits = model.draft_logits(hidden)
+            if 0 < depth < layers:
+                window = draft_deeper(model, frontier, window, tokens[1:], last)
+            elif depth:
+                more = depth - layers  # times that the last layer has drafted on its own states
+                column = span.columns(more, more + 1)
+                window = model.draft(tokens[-1], window[:, -1], [column], None, layers - 1).unsqueeze(1)
+            logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
                 tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
@@ -229,7 +236,7 @@ class TreeDrafting(_RowDrafting):
         table, model, tree = self._table, self._model, self._tree
         last, pending, uniforms = self._start(decoding, tree.max_depth)
         rows, own = slice(0, decoding), self._span(last, draft=True)
-        hidden = table.hidden[rows].unsqueeze(1)  # [A, nodes of the level, H]
+        hidden = table.hidden[rows]  # [A, nodes of the level, H]
         tokens, probs = [pending.unsqueeze(1)], []
         for depth, level in enumerate(self._levels[1:]):
             if depth:

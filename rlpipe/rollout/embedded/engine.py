@@ -82,7 +82,7 @@ class EmbeddedEngine:
         self._model = Model(
             arch,
             weights,
-            mtp=drafts,
+            mtp=min(arch.mtp_layers, spec.depth) if drafts else 0,
             rows=config.max_running,
             slots=config.max_context + spec.drafts + 2,
             device=device,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,8 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.models import Architecture
-from rlpipe.models.base import ROUTER_BIAS, Layout
-from rlpipe.models.checkpoint import MTP_PREFIX
+from rlpipe.models.base import ROUTER_BIAS
 from rlpipe.rollout.embedded.attention import (
     attend,
     attend_products,
@@ -34,6 +34,7 @@ from rlpipe.rollout.embedded.attention import (
 from rlpipe.rollout.embedded.graphs import Graphs
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
+from rlpipe.rollout.embedded.mtp import MtpLayer
 from rlpipe.rollout.embedded.span import Span, flat_index, join
 
 
@@ -85,10 +86,12 @@ class DraftModel(Protocol):
 
 
 class Model:
-    """Target and (optionally) one draft, the MTP layer or one apart, over one KV cache.
+    """Target and (optionally) one draft, the MTP layers or one apart, over one KV cache.
 
-    The cache is [layers (+ 1 for the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
-    The draft's live in the last layer. graphs: run passes over decoding rows by `Graphs`, which adds a row.
+    The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
+    The draft's are the last ones. mtp: layers that draft, one per depth if several; 0 where none does.
+    depths: the same of any draft.
+    graphs: run passes over decoding rows by `Graphs`, which adds a row.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Model:
         arch: Architecture,
         weights: Mapping[str, torch.Tensor],
         *,
-        mtp: bool,
+        mtp: int,
         rows: int,
         slots: int,
         device: torch.device,
@@ -104,11 +107,12 @@ class Model:
         draft: DraftModel | None = None,
         graphs: bool = False,
     ) -> None:
-        self.arch, self.mtp, self.draft_model, self.device, self.dtype = arch, mtp, draft, device, dtype
+        self.arch, self.draft_model, self.device, self.dtype = arch, draft, device, dtype
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        layers, kv_heads, head_dim = arch.layers + self.drafts, arch.kv_heads, arch.head_dim
+        self.depths = 1 if draft is not None else int(mtp)
+        layers, kv_heads, head_dim = arch.layers + self.depths, arch.kv_heads, arch.head_dim
         graphs = graphs and arch.experts is None  # how many tokens an expert gets is known on the host alone
         kept = rows + graphs
         self.cache = torch.zeros(layers, 2, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
@@ -134,7 +138,7 @@ class Model:
     @property
     def drafts(self) -> bool:
         """Whether a layer drafts, which has keys to keep up."""
-        return self.mtp or self.draft_model is not None
+        return self.depths > 0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights; the cache stays, and a draft apart whose weights are not among them.
@@ -147,13 +151,8 @@ class Model:
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
         self.final_norm = get("model.norm.weight")
         self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
-        if self.mtp:
-            self.mtp_layer = self.layer(get, weights, MTP_PREFIX)
-            found = [get(MTP_PREFIX + part.hf[0]) for part in self.arch.draft]
-            self.mtp_token_norm, self.mtp_hidden_norm, joined, self.mtp_final_norm = found
-            if Layout.SWAPPED not in {part.layout for part in self.arch.draft}:  # it reads the token first
-                joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
-            self.mtp_input = Linear(joined)
+        if self.draft_model is None:
+            self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
         if self.draft_model is not None:
             prefix = self.draft_model.prefix
             draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -246,17 +245,20 @@ class Model:
         hidden: torch.Tensor,
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None = None,
+        depth: int = 0,
     ) -> torch.Tensor:
         """Draft layer: the token after each position and the state at it -> next state.
 
         tokens: [N] int64. hidden: [N, H], from `forward_to_draft` or of the depth before. selects: per span
         [B] int64, the one token of each row to carry on from (keys of all tokens are written all the same).
-        Returns [N, H], or [sum B, H].
+        depth: which of several layers. Returns [N, H], or [sum B, H].
         """
-        return self._graphs.run("draft", self._draft, tokens, spans, hidden, selects)
+        run = partial(self._draft, depth)
+        return self._graphs.run(f"draft {depth}", run, tokens, spans, hidden, selects)
 
     def _draft(
         self,
+        depth: int,
         tokens: torch.Tensor,
         spans: Sequence[Span],
         hidden: torch.Tensor,
@@ -264,9 +266,7 @@ class Model:
     ) -> torch.Tensor:
         if self.draft_model is not None:
             return self.draft_model.step(self, tokens, hidden, spans, selects)
-        embedded = self.norm(self.embedding.index_select(0, tokens), self.mtp_token_norm)
-        x = self.mtp_input(torch.cat((self.norm(hidden, self.mtp_hidden_norm), embedded), -1))
-        return self.norm(self.run_draft_layer(self.mtp_layer, x, spans, selects), self.mtp_final_norm)
+        return self.mtp_layers[depth].step(self, depth, tokens, hidden, spans, selects)
 
     def run_draft_layer(
         self,
@@ -275,12 +275,13 @@ class Model:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
         read: torch.Tensor | None = None,
+        depth: int = 0,
     ) -> torch.Tensor:
-        """A draft's layer over x [N, H], with the keys of the cache's last layer; see `draft`.
+        """A draft's layer over x [N, H], with the keys of its depth behind the target's; see `draft`.
 
         read: what attention reads in place of the normed x, of any width.
         """
-        return self._run(layer, self.arch.layers, x, spans, join(spans), selects, read)
+        return self._run(layer, self.arch.layers + depth, x, spans, join(spans), selects, read)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, V], of the target."""

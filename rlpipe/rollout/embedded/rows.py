@@ -34,10 +34,12 @@ class RowTable:
         self.rows, self.active, self.used = rows, 0, 0
         self.cache = model.cache
         self._device = model.device
-        self.hidden = torch.zeros(rows, model.arch.hidden, dtype=model.dtype, device=model.device)
+        # [rows, depths, H]: the draft's states at a row's frontier, see `decoder`
+        frontier = rows, max(1, model.depths), model.arch.hidden
+        self.hidden = torch.zeros(frontier, dtype=model.dtype, device=model.device)
         # [rows, slots, H], what the target made of the tokens that the draft has not caught up with
         self.history = self.hidden.new_zeros(rows, slots, model.arch.hidden) if history else None
-        self.draft_keys = np.full(rows, slots)  # the draft's keys are right before this position
+        self.draft_keys = np.full(rows, slots)  # keys of the draft's first layer are right before this one
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt

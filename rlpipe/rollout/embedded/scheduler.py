@@ -173,16 +173,16 @@ class Scheduler:
         """First prompt position to process, given the row of the conversation (None: a fresh one)."""
         if row is None:
             return 0
-        table, length = self._table, len(prompt)
+        table, length, depths = self._table, len(prompt), self._table.hidden.shape[1]
         keys = max(0, min(int(table.total[row]) - 1, length))
         differ = np.flatnonzero(table.tokens[row, :keys] != np.asarray(prompt[:keys]))
         common = int(differ[0]) if len(differ) else keys
         start = min(common, length - 1)
         if self._depth:
-            # The draft's key at common - 1 needs the hidden state there and the (new) token after it.
-            start = min(start, common - 1)
+            # A key of the draft's last layer needs the tokens up to `depths` places after it.
+            start = min(start, common - depths)
         if self._gamma:
-            start = min(start, int(table.draft_keys[row]))
+            start = min(start, int(table.draft_keys[row]) + 1 - depths)
         return max(0, start)
 
     def _seat(self, job: Job) -> int:

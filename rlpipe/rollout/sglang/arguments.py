@@ -64,6 +64,12 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
     drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)
     require_mtp(draft, drafting, spec.mode)
+    if (layers := int(draft["num_nextn_predict_layers"])) > 1:
+        raise ValueError(
+            f"spec.mode={spec.mode}: SGLang's draft of a {draft['model_type']!r} holds one MTP layer and "
+            f"would load the {layers} of {str(drafting)!r} one over the other. Set rollout=embedded, or "
+            "spec.mode=none."
+        )
     if not on_gpu and not family_of(draft).draft_on_cpu:
         raise ValueError(
             f"spec.mode={spec.mode}: SGLang's MTP draft of a {draft['model_type']!r} starts on a GPU "

@@ -52,9 +52,10 @@ def test_greedy_verification_refuses_to_sample(tmp_path):
     check(config)
 
 
-def test_one_mtp_layer_per_depth_is_not_decoded_with():
-    with pytest.raises(ValueError, match=r"unrolls one MTP layer, but 'm' has 3, .* spec\.mode=none"):
-        require_mtp({"num_nextn_predict_layers": 3}, "m", "rejection")
+def test_a_tree_is_not_drafted_with_one_mtp_layer_per_depth():
+    require_mtp({"num_nextn_predict_layers": 3}, "m", "rejection")
+    with pytest.raises(ValueError, match=r"unrolls one MTP layer, but 'm' has 3, .* spec\.mode=rejection"):
+        require_mtp({"num_nextn_predict_layers": 3}, "m", "tree")
 
 
 def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):

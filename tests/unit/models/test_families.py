@@ -326,7 +326,8 @@ def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name, query_ra
     config = MIMO_7B | sizes | {"model_type": name, "sliding_window": None}
     if family.latent:
         config["attention_bias"] = False
-    arch = dataclasses.replace(read_architecture(config), layers=1, qk_norm=not family.latent)
+    arch = read_architecture(config)
+    arch = dataclasses.replace(arch, layers=1, qk_norm=not family.latent, mtp_layers=1)
     shapes = arch.weight_shapes(mtp=True)
     listed = [n for part in family.layer_parts(sizes) for n in part.hf]
     if family.experts:  # every layer has them

@@ -63,7 +63,7 @@ def _consistent(table: RowTable, running: dict[int, str | None]) -> None:
         mark = table.jobs[row]
         key = mark if running[mark] is None else int(running[mark][1:])
         assert table.tokens[row, 0] == mark
-        assert table.hidden[row, 0] == mark
+        assert table.hidden[row].unique().tolist() == [mark]
         assert table.uniforms[row, 1, 2] == mark
         assert table.cache[:, :, row, :, :4].unique().tolist() == [key]
         assert table.history[row, :4].unique().tolist() == [key]

@@ -1,0 +1,55 @@
+"""One MTP layer in the engine: its weights, and one depth of drafting with it.
+
+Owns the equations of `models.checkpoint` in the engine's fused form; where its keys lie is `model`'s, which
+depth runs when, and over which tokens, is the decoder's and the drafting's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlpipe.models.base import Layout
+from rlpipe.models.checkpoint import mtp_prefix
+from rlpipe.rollout.embedded.linear import Linear
+from rlpipe.rollout.embedded.span import Span
+
+if TYPE_CHECKING:
+    from rlpipe.rollout.embedded.model import Layer, Model
+
+
+@dataclass(slots=True)
+class MtpLayer:
+    """Weights of one layer, ready to multiply."""
+
+    layer: Layer
+    token_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    joined: Linear
+    final_norm: torch.Tensor
+
+    @classmethod
+    def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
+        """The layer of a depth, counted from 0."""
+        get, prefix, parts = model.getter(weights), mtp_prefix(index), model.arch.draft
+        token_norm, hidden_norm, joined, final_norm = (get(prefix + part.hf[0]) for part in parts)
+        if Layout.SWAPPED not in {part.layout for part in parts}:  # it reads the token first
+            joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
+        return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
+
+    def step(
+        self,
+        model: Model,
+        depth: int,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        spans: Sequence[Span],
+        selects: Sequence[torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """States of the next depth; arguments of `Model.draft`."""
+        embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
+        x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
+        return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)
