@@ -5,6 +5,7 @@ They are compiled for GPUs by test_kernels_compile.py and run on one by tests/gp
 
 import importlib.util
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,6 +77,87 @@ def test_rows_of_a_larger_batch_and_of_a_padded_vocabulary_are_read_in_place(ref
     found = kernels().verify(*given)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_requests_verdict_does_not_depend_on_the_batch_it_was_merged_into(reference):
+    """Bit for bit: nothing of another row, nor the order of a sum, may reach it."""
+    module, first, second = kernels(), a_batch(2, 2, 11, torch.float32), a_batch(3, 2, 11, torch.float32, 1)
+    merged = module.verify(*(torch.cat(pair) for pair in zip(second, first, strict=True)))
+    alone = zip(module.verify(*second), module.verify(*first), strict=True)
+    for together, (before, after) in zip(merged, alone, strict=True):
+        joined = torch.cat([before, after], int(together.dim() == 3))
+        assert torch.equal(together, joined)
+
+
+def test_tokens_without_a_finite_logit_have_no_mass(reference):
+    """-inf in both laws and NaN in the draft's: as far as the kernels go NaN is -inf."""
+    module, (drafts, z, target, *rest) = kernels(), a_batch(4, 2, 11, torch.float64, 3)
+    z[:, :, :9] = target[:, :, 2:] = float("-inf")  # drafts of tokens 9 and 10, a target of 0 and 1
+    drafts = torch.full_like(drafts, 10)
+    found = differences(module, reference[1], (drafts, z, target, *rest))
+    assert found.accepted.tolist() == [0] * 4 and (found.p == 0).all() and (found.tokens[:, 0] <= 1).all()
+    holes = torch.where(z.isinf(), float("nan"), z)
+    for mine, theirs in zip(module.verify(drafts, holes, target, *rest), found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def ends(threshold, off):
+    """Coins right below and right above a threshold."""
+    return [c for c in (threshold * (1 - off), threshold * (1 + off) + 1e-300) if 0 <= c < 1]
+
+
+def test_every_threshold_of_the_float32_kernels_is_the_exact_one(reference, off=4e-6):
+    """Coins on both sides of each threshold of each cell, relative distance 4e-6; float64 says which side.
+
+    Between two thresholds a decision does not change, so the law of the emitted tokens is within the sum of
+    such distances of the exact one: what float32 can promise, where 1e-12 is float64's.
+    """
+    vocab, depths = 5, 2
+    generator = torch.Generator().manual_seed(2)
+    z, target = (torch.randn(n, vocab, generator=generator) * 1.5 for n in (depths, depths + 1))
+    q, p = z.double().softmax(-1), target.double().softmax(-1)
+    rows = []  # drafts, coins, uniform; accepted, last token
+
+    def cells(weights):
+        """Uniforms at both ends of each token's interval, and the token."""
+        edges = [0.0, *(weights / weights.sum()).cumsum(0).tolist()]
+        inner = [(low * (1 + off) + 1e-9, high * (1 - off) - 1e-9) for low, high in pairwise(edges)]
+        return [(u, t) for t, pair in enumerate(inner) for u in pair if weights[t] > 1e-4]
+
+    for depth in range(depths):
+        residual = cells((p[depth] - q[depth]).clamp(min=0))
+        for token in range(vocab):
+            threshold = (p[depth, token] / q[depth, token]).item()
+            for coin in ends(min(threshold, 1), off):
+                if coin < threshold:
+                    rows.append(
+                        ([token] * 2, [0.0] * depth + [coin, 0.0][: depths - depth], 0.5, depth + 1, None)
+                    )
+                    continue
+                rows += [
+                    ([token] * 2, [0.0] * depth + [coin] + [0.0] * (1 - depth), u, depth, t)
+                    for u, t in residual
+                ]
+    rows += [([0, 0], [0.0, 0.0], u, 2, t) for u, t in cells(p[2])]
+    drafts, coins, uniforms, accepted, last = zip(*rows, strict=True)
+    size = len(rows)
+    found = reference[1].Verdict(
+        *kernels().verify(
+            torch.tensor(drafts),
+            z.expand(size, -1, -1).contiguous(),
+            target.expand(size, -1, -1).contiguous(),
+            torch.ones(size, 1),
+            torch.tensor(coins, dtype=torch.float64),
+            torch.tensor(uniforms, dtype=torch.float64),
+        )
+    )
+    for row in range(size):
+        count = found.accepted[row].item()
+        if last[row] is None:
+            assert count >= accepted[row], rows[row]
+        else:
+            assert (count, found.tokens[row, count].item()) == (accepted[row], last[row]), rows[row]
+    assert size > 40 and {a for a, t in zip(accepted, last, strict=True) if t is not None} == {0, 1, 2}
 
 
 def test_kernels_emit_exactly_the_targets_law(reference):

@@ -218,6 +218,39 @@ def test_drafts_have_the_law_that_is_kept(plugin):
     assert score(TEMPERATURE) < 29.9 < score(TEMPERATURE * 1.1)
 
 
+def test_two_drafts_of_one_row_are_independent(plugin):
+    """A replay must not repeat the races: Pearson's test of pairs, 63 degrees, alpha 1e-4 (115.7)."""
+    drafts = plugin("drafts")
+    torch.manual_seed(0)
+    z = torch.randn(1, 8).expand(40_000, 8)
+    first, second = drafts.draw(z, None)[1][:, 0], drafts.draw(z, None)[1][:, 0]
+    law = z[0].softmax(-1)
+    expected = torch.outer(law, law).flatten() * len(z)
+
+    def score(one, other):
+        counts = (one * 8 + other).bincount(minlength=64)
+        return ((counts - expected) ** 2 / expected).sum().item()
+
+    assert score(first, second) < 115.7 < score(first, first)
+
+
+def test_a_draft_law_that_is_no_number_leaves_the_target_alone(plugin):
+    """Nothing is accepted, and the last token is drawn from all of p."""
+    generator = torch.Generator().manual_seed(0)
+    z, target = (
+        torch.full((50, 1, 7), float("nan")),
+        torch.randn(1, 2, 7, generator=generator).expand(50, -1, -1),
+    )
+    uniforms = (torch.arange(50, dtype=torch.float64) + 0.5) / 50
+    coins = torch.zeros(50, 1, dtype=torch.float64)
+    found = plugin("verify").verify(
+        torch.zeros(50, 1, dtype=torch.int64), z, target, torch.ones(50, 1), coins, uniforms
+    )
+    edges = target[0, 0].double().softmax(-1).cumsum(-1)
+    assert not found.accepted.any()
+    assert found.tokens[:, 0].tolist() == torch.searchsorted(edges, uniforms, right=True).tolist()
+
+
 def test_seeds_probabilities_and_other_workers_are_drawn_by_sglang(plugin):
     drafts, seeds = plugin("drafts"), torch.tensor([1, 2])
     logits, temperatures = torch.randn(2, 5), torch.ones(2, 1)
