@@ -59,7 +59,7 @@ class AdaptiveGamma:
     (2, 0)
     """
 
-    MEMORY = 4096  # verified rows after which a count has decayed to 1/e
+    MEMORY = 256  # verified rows after which a count has decayed to 1/e: prompts change within a batch's run
     PACE, LESSON = 0.1, 0.1  # weight of one step in the pace, least weight in what another gamma costs
     MEASURED = 2  # so many lessons the cost measured at the start counts for: the first ones weigh more
     EARLY, SOON = 4, 8  # so many trials of a neighbour come so many steps after the one before
@@ -127,8 +127,8 @@ class AdaptiveGamma:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step; arguments of `GammaPolicy.observe`."""
+        decay = max(0.0, 1 - next(iter(drafted), 0) / self.MEMORY)  # for rare depths too
         for depth, (reached, kept) in enumerate(zip(drafted, accepted, strict=True)):
-            decay = max(0.0, 1 - reached / self.MEMORY)
             self._drafted[depth] = self._drafted[depth] * decay + reached
             self._accepted[depth] = self._accepted[depth] * decay + kept
         if len(drafted) == self._max:

@@ -143,13 +143,17 @@ def test_the_probe_counts_steps_since_the_deepest_draft():
     assert seen == [1] * 5 + [2] * AdaptiveGamma.PROBE + [1] * 5
 
 
-def test_old_acceptance_is_forgotten_with_the_stated_memory():
-    """A depth's sums shrink by 1 - reached / MEMORY: exp(-1) of what was known is left after MEMORY rows."""
-    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.2}, prior=0.5)
-    _teach(policy, [1.0], rows=64, steps=4000)
-    assert policy.alphas[0] == pytest.approx(1.0, abs=1e-6)
-    _teach(policy, [0.0], rows=64, steps=AdaptiveGamma.MEMORY // 64)
-    assert policy.alphas[0] == pytest.approx((1 - 64 / AdaptiveGamma.MEMORY) ** 64, abs=1e-3)
+def test_old_acceptance_is_forgotten_with_the_stated_memory_at_every_depth():
+    """Sums shrink by 1 - rows / MEMORY a step, also at a depth that few of the rows reach."""
+    policy = AdaptiveGamma({(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4}, prior=0.5)
+    _teach(policy, [1.0, 1.0], rows=8, steps=4000)
+    assert policy.alphas == pytest.approx([1.0, 1.0], abs=1e-6)
+    steps = AdaptiveGamma.MEMORY // 8
+    for _ in range(steps):
+        policy.observe([8, 2], [2, 0])
+    left = (1 - 8 / AdaptiveGamma.MEMORY) ** steps
+    assert policy.alphas[0] == pytest.approx(left + (1 - left) / 4, abs=1e-3)
+    assert policy.alphas[1] == pytest.approx(left / (left + (1 - left) / 4), abs=1e-3)
 
 
 def test_a_step_larger_than_the_memory_replaces_what_was_known():
