@@ -140,6 +140,8 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
     layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim)
     layer += 4 * tokens * (2 + arch.heads // tp)
+    if arch.latent:  # keys and values before they are joined and padded
+        layer += 2 * tokens * size * keys
     if trainer.cp > 1:  # keys and values of the other ranks
         layer += 2 * everywhere * size * keys
     mlp, backward = 3 * tokens * size * inner, tokens * size * (3 * hidden + 4 * inner)
@@ -172,7 +174,7 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     layers = sum(parameters(arch)) * size - 2 * ends
     packed = 0 if on_gpu else layers + ends  # oneDNN's copy of all products
     rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
-    query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    query, keys = arch.heads * arch.cached_dim, arch.cached_heads * arch.cached_dim
     cache = rows * conversation_bytes(arch, config)
     tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
     working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys) + _mlp_bytes(arch, tokens, size)
@@ -229,11 +231,14 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 
 
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
-    """Keys and values of one conversation of `max_context` tokens on one of `tp` devices."""
-    heads = max(1, arch.kv_heads // tp)
+    """Keys and values of one conversation of `max_context` tokens on one of `tp` devices.
+
+    With latent attention each device keeps the latent vectors, one a token, of which both are made.
+    """
+    heads = max(1, arch.cached_heads // tp)
     layers = arch.layers + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
     slots = config.rollout.max_context + config.spec.drafts + 2
-    return 2 * layers * heads * arch.head_dim * _element(config) * slots
+    return (1 if arch.latent else 2) * layers * heads * arch.cached_dim * _element(config) * slots
 
 
 def _element(config: Config) -> int:

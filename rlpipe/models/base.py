@@ -182,6 +182,16 @@ class Architecture:
         return scaled**2 / self.head_dim**0.5
 
     @property
+    def cached_heads(self) -> int:
+        """Key heads of a token in an engine's cache: with latent attention one, for all heads."""
+        return 1 if self.latent else self.kv_heads
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a cached key; with latent attention it is the value too."""
+        return self.latent.kv_rank + self.latent.rotary if self.latent else self.head_dim
+
+    @property
     def inner(self) -> int:
         """Channels of a layer's MLP, or of one of its experts."""
         return self.experts.intermediate if self.experts else self.intermediate

@@ -44,6 +44,7 @@ def read_latent(config: Mapping[str, Any]) -> LatentAttention:
     refused = {
         "attention_bias=true": bool(config.get("attention_bias")),
         f"qk_rope_head_dim={rotary}, an odd number": rotary % 2 != 0,
+        f"kv_lora_rank={kv_rank}, an odd number": kv_rank % 2 != 0,
         f"v_head_dim={value} above qk_nope_head_dim + qk_rope_head_dim = {plain + rotary}": value
         > plain + rotary,
     }

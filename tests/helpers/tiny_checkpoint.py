@@ -59,6 +59,7 @@ def write_random_checkpoint(
     qk_norm: bool = True,
     query_rank: int | None = 20,
     groups: int = 2,
+    interleaved: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
@@ -67,7 +68,8 @@ def write_random_checkpoint(
     the next-token distribution sharper. mtp_layers: of the mimo family, one per depth if several.
     normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
     expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense, as that
-    of deepseek_v3 is; of this, query_rank: `q_lora_rank`, and groups of experts, of which a token reads one.
+    of deepseek_v3 is; of this, query_rank: `q_lora_rank`, groups of experts, of which a token reads one,
+    interleaved: whether neighbours are rotated together.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -110,7 +112,7 @@ def write_random_checkpoint(
         config |= {"num_key_value_heads": heads, "n_group": groups, "attention_bias": False}
         config |= {"q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
         config |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "topk_method": "noaux_tc"}
-        config |= {"scoring_func": "sigmoid", "moe_layer_freq": 1}
+        config |= {"scoring_func": "sigmoid", "moe_layer_freq": 1, "rope_interleave": interleaved}
     elif experts:
         config |= {"num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": normed}
         config |= {

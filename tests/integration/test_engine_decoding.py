@@ -374,15 +374,34 @@ def test_greedy_mode_refuses_to_sample(checkpoint):
     assert len(result.output_ids) == 3
 
 
+@pytest.mark.parametrize("mode", ["rejection", "tree"])
+def test_cached_latent_vectors_serve_drafts_and_later_turns(tmp_path, mode):
+    """The cache holds one vector a token, keys and values at once, and no keys of the heads."""
+    path = write_random_checkpoint(tmp_path, "deepseek_v3")
+    logits, prompts = transformers_logits(path), _prompts(12)
+    with running_engine(path, mode, max_running=16) as engine:
+        first = generate(
+            engine, *(request(i, p, session=str(i), max_new_tokens=20) for i, p in enumerate(prompts))
+        )
+        longer = [[*p, *r.output_ids, 7, 9] for p, r in zip(prompts, first, strict=True)]
+        second = generate(
+            engine, *(request(i, p, session=str(i), max_new_tokens=20) for i, p in enumerate(longer))
+        )
+    assert sum(sum(r.spec.accepted) for r in [*first, *second]) > 20
+    for prompt, result in zip([*prompts, *longer], [*first, *second], strict=True):
+        assert worst_logprob_error(logits, prompt, result) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek_v3"])
 @pytest.mark.parametrize("moved", [True, False], ids=["keys moved", "keys left (planted bug)"])
-def test_logprobs_after_many_accepted_tree_nodes_equal_transformers(tmp_path, monkeypatch, moved):
+def test_logprobs_after_many_accepted_tree_nodes_equal_transformers(tmp_path, monkeypatch, moved, family):
     """A nearly flat head accepts nearly all drafts, siblings other than the first among them.
 
     Its logits are small, so errors are measured against their size.
     """
     if not moved:
         monkeypatch.setattr(drafting, "rearrange_kv", lambda cache, base, source: cache)
-    path = write_random_checkpoint(tmp_path, head_scale=0.02)
+    path = write_random_checkpoint(tmp_path, family, head_scale=0.02)
     logits, prompts = transformers_logits(path), _prompts(6)
     with driven_engine(path, "tree") as driven:
         results = driven.generate(*(request(i, p, max_new_tokens=80) for i, p in enumerate(prompts)))

@@ -40,6 +40,7 @@ FAMILIES = {
         "groups": 1,
         "rope_parameters": DEEPSEEK_YARN,
     },
+    "deepseek in halves": {"family": "deepseek_v3", "interleaved": False, "mtp_layers": 0},
     "mistral": {"family": "mistral", "head_dim": 12},
     "llama theta": {
         "family": "llama",

@@ -9,7 +9,16 @@ from omegaconf import OmegaConf
 
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import check_parallel
-from rlpipe.memory import GIB, engine_memory, estimate, excess, parameters, remedy, trainer_memory
+from rlpipe.memory import (
+    GIB,
+    conversation_bytes,
+    engine_memory,
+    estimate,
+    excess,
+    parameters,
+    remedy,
+    trainer_memory,
+)
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.run import run_composed
@@ -181,3 +190,15 @@ def row(models, size, cluster) -> str:
     verdict = "fits" if fits else f"`{change}`" if change else "no"
     figures = f"{trainer.total / GIB:.1f} | {server.parts['weights'] / GIB:.1f}"
     return f"| {size} | `{cluster}` | {figures} | {verdict} |"
+
+
+def test_a_conversation_with_latent_attention_keeps_one_vector_a_token(tmp_path):
+    """DeepSeek-V3's: 576 numbers of a layer, where keys and values of all heads are 128 * (192 + 128)."""
+    sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    sizes |= {"qk_nope_head_dim": 128, "q_lora_rank": 1536, "n_routed_experts": 256}
+    sizes |= {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "num_nextn_predict_layers": 1}
+    given = dict(zip(FIELDS, (7168, 18432, 61, 128, 128, 129280, False), strict=True)) | sizes
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = preset(tmp_path, "", "many_nodes", "rollout.max_context=32768")
+    kept = conversation_bytes(read_architecture(given), config, tp=8)
+    assert kept / (62 * 576 * 2) == pytest.approx(32768, rel=1e-3)

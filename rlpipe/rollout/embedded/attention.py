@@ -25,15 +25,26 @@ def use_products(width: int, device: torch.device) -> bool:
     return device.type == "cpu" and width <= NARROW_QUERIES
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D) + mask) v with grouped heads.
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(scale q k^T + mask) v with grouped heads; scale: None for 1 / sqrt(D).
 
     query: [B, q, heads, D]. keys, values: [B, kv_heads, L, D], views of the cache.
     mask: [B, q, L], 0 or -inf. Returns [B * q, heads * D].
     """
     heads, kv_heads = query.shape[2], keys.shape[1]
     attended = F.scaled_dot_product_attention(
-        query.transpose(1, 2), keys, values, attn_mask=mask.unsqueeze(1), enable_gqa=heads != kv_heads
+        query.transpose(1, 2),
+        keys,
+        values,
+        attn_mask=mask.unsqueeze(1),
+        scale=scale,
+        enable_gqa=heads != kv_heads,
     )
     return attended.transpose(1, 2).reshape(-1, heads * query.shape[3])
 
@@ -72,6 +83,7 @@ def attend_products(
     values: torch.Tensor,
     mask: torch.Tensor,
     pieces: tuple[Piece, ...],
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention by two batched products. keys, values: [B * kv_heads, L, D]; mask from `expand_mask`."""
     batch, width, heads, dim = query.shape
@@ -83,7 +95,7 @@ def attend_products(
     for start, stop, seen in pieces:
         rows = slice(start * kv_heads, stop * kv_heads)
         some, of = keys[rows, :seen].transpose(1, 2), values[rows, :seen]
-        scores = torch.baddbmm(mask[rows, :, :seen], grouped[rows], some, alpha=dim**-0.5)
+        scores = torch.baddbmm(mask[rows, :, :seen], grouped[rows], some, alpha=scale or dim**-0.5)
         found.append(torch.bmm(scores.softmax(-1), of))
     attended = (found[0] if len(found) == 1 else torch.cat(found)).view(batch, -1, width, group, dim)
     return attended.transpose(1, 2).reshape(batch * width, heads * dim)

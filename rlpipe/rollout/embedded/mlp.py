@@ -40,7 +40,8 @@ class Mixture:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
-        chosen = (scores if self.bias is None else scores + self.bias).topk(self.experts.per_token).indices
+        chosen = self._allowed(scores if self.bias is None else scores + self.bias)
+        chosen = chosen.topk(self.experts.per_token).indices
         weights = scores.gather(1, chosen)
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -53,3 +54,12 @@ class Mixture:
         weighted = torch.cat(found).float() * weights.flatten()[order].unsqueeze(-1)
         mixed = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x)
+
+    def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [N, experts], -inf for the experts of groups that a token does not choose."""
+        if self.experts.groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (self.experts.groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(self.experts.groups_per_token).indices
+        barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)

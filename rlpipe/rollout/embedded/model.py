@@ -6,6 +6,8 @@ tokens of all spans at once, only attention goes span by span, so prompts ride a
 
     x [N, H] -> per layer: norm, fused qkv, RoPE, cache write, attention per span, output, SwiGLU
 
+With latent attention (`latent`) one key a token is cached, of which all heads make their scores and values.
+
 Equal to transformers' logits (the tests compare), with two re-arrangements: q, k, v and gate, up are
 fused, and the q, k channels are stored interleaved so that RoPE is one complex product. Scores do
 not change, because q and k are permuted alike.
@@ -14,7 +16,6 @@ not change, because q and k are permuted alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +24,6 @@ import torch
 import torch.nn.functional as F
 
 from rlpipe.models import Architecture
-from rlpipe.models.base import ROUTER_BIAS
 from rlpipe.rollout.embedded.attention import (
     attend,
     attend_products,
@@ -32,23 +32,10 @@ from rlpipe.rollout.embedded.attention import (
     use_products,
 )
 from rlpipe.rollout.embedded.graphs import Graphs
+from rlpipe.rollout.embedded.layer import Layer, make_layer
 from rlpipe.rollout.embedded.linear import Linear
-from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
 from rlpipe.rollout.embedded.mtp import MtpLayer
 from rlpipe.rollout.embedded.span import Span, flat_index, join
-
-
-@dataclass(slots=True)
-class Layer:
-    """Weights of one decoder layer, ready to multiply."""
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: Linear
-    post_norm: torch.Tensor
-    mlp: GatedMlp | Mixture
 
 
 class DraftModel(Protocol):
@@ -88,7 +75,8 @@ class DraftModel(Protocol):
 class Model:
     """Target and (optionally) one draft, the MTP layers or one apart, over one KV cache.
 
-    The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values.
+    The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values; with
+    latent attention there is one head whose keys are its values, and 1 in place of 2.
     The draft's are the last ones. mtp: layers that draft, one per depth if several; 0 where none does.
     depths: the same of any draft.
     graphs: run passes over decoding rows by `Graphs`, which adds a row.
@@ -111,14 +99,14 @@ class Model:
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        self.depths = 1 if draft is not None else int(mtp)
-        layers, kv_heads, head_dim = arch.layers + self.depths, arch.kv_heads, arch.head_dim
+        self.depths, sides = 1 if draft is not None else int(mtp), 1 if arch.latent else 2
+        layers, kv_heads, head_dim = arch.layers + self.depths, arch.cached_heads, arch.cached_dim
         graphs = graphs and arch.experts is None  # how many tokens an expert gets is known on the host alone
         kept = rows + graphs
-        self.cache = torch.zeros(layers, 2, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
+        self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
-        heads = torch.arange(2 * kv_heads, device=device)
+        heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
         self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
@@ -128,9 +116,7 @@ class Model:
         self._rotations = rotations.to(device, torch.complex64)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
-        half = arch.rotary_dim // 2
-        rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
-        self._interleave = torch.cat((rotated, torch.arange(2 * half, arch.head_dim)))
+        self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # rotations are scaled
         self.load(weights)
         if draft is not None:
             draft.attach(self)
@@ -186,7 +172,7 @@ class Model:
         mask.masked_fill_(unseen, float("-inf"))
         seen = self.cache[:, :, first : first + batch, :, :context]
         if products:
-            mask = expand_mask(mask, arch.kv_heads, arch.heads // arch.kv_heads)
+            mask = expand_mask(mask, arch.cached_heads, arch.heads // arch.cached_heads)
             seen = seen.flatten(2, 3)
         places = slots + self._row_offsets[first : first + batch]
         return Span(
@@ -197,7 +183,7 @@ class Model:
             rotation=self._rotations[positions],
             mask=mask,
             keys=seen[:, 0].unbind(0),
-            values=seen[:, 1].unbind(0),
+            values=seen[:, -1].unbind(0),
             decoding=decoding,
         )
 
@@ -302,15 +288,13 @@ class Model:
         read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         arch, (slots, rotation) = self.arch, shared
-        heads, kv_heads, head_dim = arch.heads, arch.kv_heads, arch.head_dim
+        heads = arch.heads
         read = self.norm(x, layer.input_norm) if read is None else read
-        qkv = layer.qkv(read).view(-1, heads + 2 * kv_heads, head_dim)
-        if layer.q_norm is not None:
-            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], (head_dim,), layer.q_norm, arch.norm_eps)
-            keys = qkv[:, heads : heads + kv_heads]
-            keys.copy_(F.rms_norm(keys, (head_dim,), layer.k_norm, arch.norm_eps))
-        self._rotate(qkv[:, : heads + kv_heads, : arch.rotary_dim], rotation)
-        self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, head_dim))
+        if arch.latent:
+            qkv = layer.qkv(read, lambda part: self._rotate(part, rotation))
+        else:
+            qkv = self._grouped(layer, read, rotation)
+        self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.cached_dim))
         masks = [span.mask for span in spans]
         if selects is not None:
             chosen = flat_index(spans, selects)
@@ -322,12 +306,23 @@ class Model:
             query = qkv[start:stop, :heads].unflatten(0, (span.batch, -1))
             keys, values = span.keys[index], span.values[index]
             if span.pieces:
-                attended.append(attend_products(query, keys, values, mask, span.pieces))
+                attended.append(attend_products(query, keys, values, mask, span.pieces, self._scale))
             else:
-                attended.append(attend(query, keys, values, mask))
+                attended.append(attend(query, keys, values, mask, self._scale))
             start = stop
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
+
+    def _grouped(self, layer: Layer, read: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Queries, then keys, then values: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
+        arch, heads, turned = self.arch, self.arch.heads, self.arch.heads + self.arch.kv_heads
+        qkv = layer.qkv(read).view(len(read), -1, arch.head_dim)
+        if layer.q_norm is not None:
+            shape, keys = (arch.head_dim,), qkv[:, heads:turned]
+            qkv[:, :heads] = F.rms_norm(qkv[:, :heads], shape, layer.q_norm, arch.norm_eps)
+            keys.copy_(F.rms_norm(keys, shape, layer.k_norm, arch.norm_eps))
+        self._rotate(qkv[:, :turned, : arch.rotary_dim], rotation)
+        return qkv
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm; F.rms_norm runs about nine kernels on a CPU, this five."""
@@ -355,43 +350,4 @@ class Model:
         self, get, weights: Mapping[str, torch.Tensor], prefix: str, *, qk_norm: bool | None = None
     ) -> Layer:
         """A layer's weights as `_run` wants them; get: from `getter`. qk_norm: None for the target's."""
-        arch = self.arch
-        qk_norm = arch.qk_norm if qk_norm is None else qk_norm
-
-        def interleaved(tensor: torch.Tensor) -> torch.Tensor:
-            heads = tensor.view(-1, arch.head_dim, *tensor.shape[1:])
-            return heads[:, self._interleave.to(tensor.device)].reshape(tensor.shape)
-
-        def fused(names: tuple[str, ...], rotated: int = 0) -> Linear:
-            parts = [f"{prefix}{name}" for name in names]
-            stacked = []
-            for kind in ("weight", "bias"):
-                if f"{parts[0]}.{kind}" not in weights:
-                    stacked.append(None)
-                    continue
-                tensors = [get(f"{part}.{kind}") for part in parts]
-                stacked.append(torch.cat([*map(interleaved, tensors[:rotated]), *tensors[rotated:]]))
-            return Linear(stacked[0], stacked[1])
-
-        qk_norms = [
-            interleaved(get(f"{prefix}self_attn.{n}.weight")) if qk_norm else None
-            for n in ("q_norm", "k_norm")
-        ]
-
-        def mlp(name: str) -> GatedMlp:
-            return GatedMlp(fused((f"{name}.gate_proj", f"{name}.up_proj")), fused((f"{name}.down_proj",)))
-
-        def mixture() -> Mixture:
-            members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
-            shared = mlp("mlp.shared_experts") if arch.experts.shared else None
-            bias = weights[prefix + ROUTER_BIAS.hf[0]].to(self.device) if arch.experts.sigmoid else None
-            return Mixture(arch.experts, get(f"{prefix}mlp.gate.weight"), members, shared, bias)
-
-        return Layer(
-            get(f"{prefix}input_layernorm.weight"),
-            fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), rotated=2),
-            *qk_norms,
-            fused(("self_attn.o_proj",)),
-            get(f"{prefix}post_attention_layernorm.weight"),
-            mixture() if f"{prefix}mlp.gate.weight" in weights else mlp("mlp"),
-        )
+        return make_layer(self.arch, get, weights, prefix, qk_norm=qk_norm)

@@ -17,7 +17,7 @@ from rlpipe.rollout.embedded.attention import Piece
 class Span:
     """`batch` consecutive rows with `width` new tokens each; what all layers of a pass share.
 
-    slots: [B, q, 2 * kv_heads] where in a layer's flat cache each key and value head of a token goes.
+    slots: [B, q, keys and values] where in a layer's flat cache each key and value head of a token goes.
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
     mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
     pieces: rows that attend together in two batched products; none: all, by another kernel.
@@ -62,7 +62,7 @@ class Span:
 
 
 def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots [N * 2 * kv_heads] and rotations [N, 1, D/2] of all tokens of a pass."""
+    """Slots of all keys and values, flat, and rotations [N, 1, D/2] of all tokens of a pass."""
     slots = [span.slots.flatten() for span in spans]
     rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
     return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))

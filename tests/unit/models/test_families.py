@@ -271,6 +271,7 @@ def test_the_released_moonlight_is_counted_with_all_its_experts():
         ({"attention_bias": True}, "attention_bias=true, which is not supported: use a DeepSeek-V3"),
         ({"v_head_dim": 256}, "v_head_dim=256 above qk_nope_head_dim . qk_rope_head_dim = 192"),
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim=33, an odd number"),
+        ({"kv_lora_rank": 511}, "kv_lora_rank=511, an odd number"),
         ({"kv_lora_rank": None}, "kv_lora_rank=None: it must be a whole number"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax', and 'sigmoid' alone is supported"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),

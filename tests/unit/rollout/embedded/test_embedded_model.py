@@ -13,7 +13,7 @@ from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
 from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import transformers_logits
-from tests.helpers.tiny_checkpoint import SCALED, write_random_checkpoint
+from tests.helpers.tiny_checkpoint import DEEPSEEK_YARN, SCALED, write_random_checkpoint
 
 pytestmark = pytest.mark.unit
 TOLERANCE = 1e-4
@@ -41,6 +41,10 @@ VARIANTS = {
     "experts": {"family": "qwen3_moe"},
     "experts whose weights sum to less than 1": {"family": "qwen3_moe", "normed": False},
     "experts by sigmoids": {"family": "glm4_moe", "head_dim": 12},
+    "latent attention": {"family": "deepseek_v3"},
+    "latent attention without a latent query": {"family": "deepseek_v3", "query_rank": None, "groups": 1},
+    "latent attention in halves": {"family": "deepseek_v3", "interleaved": False},
+    "latent attention, yarn": {"family": "deepseek_v3", "rope_parameters": DEEPSEEK_YARN},
     "llama": {"family": "llama"},
     "mistral": {"family": "mistral"},
     "mimo backbone": {"family": "mimo"},
@@ -81,7 +85,7 @@ def test_bfloat16_stays_close_to_float32(tmp_path):
     assert (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "deepseek_v3"])
 @torch.inference_mode()
 def test_draft_depths_equal_the_reference_module_attending_to_the_prefix(tmp_path, family):
     """Depth k sees depth-1 keys of the prefix plus its own draft keys, RoPE position t + k - 1."""

@@ -1,0 +1,88 @@
+"""The weights of one decoder layer, fused and ordered for the products of `model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlpipe.models import Architecture
+from rlpipe.models.base import ROUTER_BIAS
+from rlpipe.rollout.embedded.latent import LatentOutput, LatentProjection
+from rlpipe.rollout.embedded.linear import Linear
+from rlpipe.rollout.embedded.mlp import GatedMlp, Mixture
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one decoder layer, ready to multiply."""
+
+    input_norm: torch.Tensor
+    qkv: Linear | LatentProjection
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear | LatentOutput
+    post_norm: torch.Tensor
+    mlp: GatedMlp | Mixture
+
+
+def make_layer(
+    arch: Architecture,
+    get: Callable[[str], torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    prefix: str,
+    *,
+    qk_norm: bool | None = None,
+) -> Layer:
+    """A layer from weights by their Hugging Face names.
+
+    get: a weight on the device, by its name in `weights`. qk_norm: whether queries and keys are normed, None
+    for what the model has.
+    """
+    half = arch.rotary_dim // 2
+    rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
+    order = torch.cat((rotated, torch.arange(2 * half, arch.head_dim)))
+    qk_norm = arch.qk_norm if qk_norm is None else qk_norm
+
+    def interleaved(tensor: torch.Tensor) -> torch.Tensor:
+        heads = tensor.view(-1, arch.head_dim, *tensor.shape[1:])
+        return heads[:, order.to(tensor.device)].reshape(tensor.shape)
+
+    def fused(names: tuple[str, ...], rotated: int = 0) -> Linear:
+        parts = [f"{prefix}{name}" for name in names]
+        stacked = []
+        for kind in ("weight", "bias"):
+            if f"{parts[0]}.{kind}" not in weights:
+                stacked.append(None)
+                continue
+            tensors = [get(f"{part}.{kind}") for part in parts]
+            stacked.append(torch.cat([*map(interleaved, tensors[:rotated]), *tensors[rotated:]]))
+        return Linear(stacked[0], stacked[1])
+
+    qk_norms = [
+        interleaved(get(f"{prefix}self_attn.{n}.weight")) if qk_norm else None for n in ("q_norm", "k_norm")
+    ]
+
+    def mlp(name: str) -> GatedMlp:
+        return GatedMlp(fused((f"{name}.gate_proj", f"{name}.up_proj")), fused((f"{name}.down_proj",)))
+
+    def mixture() -> Mixture:
+        router = get(f"{prefix}mlp.gate.weight")
+        members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
+        shared = mlp("mlp.shared_experts") if arch.experts.shared else None
+        bias = weights[prefix + ROUTER_BIAS.hf[0]].to(router.device) if arch.experts.sigmoid else None
+        return Mixture(arch.experts, router, members, shared, bias)
+
+    if arch.latent:
+        within = get, f"{prefix}self_attn."
+        attention = LatentProjection(arch, *within), None, None, LatentOutput(arch, *within)
+    else:
+        names = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        attention = fused(names, rotated=2), *qk_norms, fused(("self_attn.o_proj",))
+    return Layer(
+        get(f"{prefix}input_layernorm.weight"),
+        *attention,
+        get(f"{prefix}post_attention_layernorm.weight"),
+        mixture() if f"{prefix}mlp.gate.weight" in weights else mlp("mlp"),
+    )
