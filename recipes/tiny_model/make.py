@@ -16,6 +16,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -150,10 +151,13 @@ def prepare(
     return records, bpe, tokenizer, model
 
 
-def compose(overrides: list[str]) -> Settings:
+T = TypeVar("T")
+
+
+def compose(overrides: list[str], settings: type[T] = Settings) -> T:
     """The defaults with `key=value` overrides. Raises ValueError for a key or a value that is none."""
     try:
-        composed = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.from_dotlist(overrides))
+        composed = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist(overrides))
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(f"{overrides}: {error}") from error

@@ -110,3 +110,53 @@ class Settings:
         _require(self.gamma >= 1, "gamma", self.gamma, "must be at least 1.")
         _require(self.instances >= 1, "instances", self.instances, "must be at least 1.")
         _require(self.save_every >= 1, "save_every", self.save_every, "must be at least 1.")
+
+
+@dataclass(slots=True, kw_only=True)
+class MoeShape:
+    """Size of the mixture in each layer but the first: experts, those that read a token, channels of one.
+
+    One more expert of that size reads every token. The rest is the dense model's.
+    """
+
+    experts: int = 8
+    per_token: int = 2
+    intermediate: int = 128
+
+    def __post_init__(self) -> None:
+        fits = 1 < self.per_token <= self.experts
+        _require(fits, "shape.per_token", self.per_token, f"must lie in 2..{self.experts}, the experts.")
+        _require(self.intermediate >= 1, "shape.intermediate", self.intermediate, "must be at least 1.")
+
+
+@dataclass(slots=True, kw_only=True)
+class MoeSettings:
+    """Everything `make_moe.make` reads.
+
+    base: the dense checkpoint that is cut, with an MTP layer in MiMo's layout. instances: of the shipped
+    training set, each worked on by `demonstrations` demonstrators. balance: step of the experts' biases.
+    seed, gamma, save_every, threads, dtype: as in `Settings`.
+    """
+
+    seed: int = 0
+    base: str = "shipped:models/tiny"
+    instances: int = 3000
+    demonstrations: int = 2
+    balance: float = 0.001
+    threads: int = 1
+    save_every: int = 250
+    gamma: int = 3
+    dtype: WeightType = WeightType.BFLOAT16
+    shape: MoeShape = field(default_factory=MoeShape)
+    distill: StageConfig = field(
+        default_factory=lambda: StageConfig(steps=200, lr=1.5e-3, warmup=20, mix=_imitation().mix)
+    )
+    draft: StageConfig = field(
+        default_factory=lambda: StageConfig(steps=200, batch_tokens=2048, lr=1.5e-3, warmup=20)
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.instances >= 1, "instances", self.instances, "must be at least 1.")
+        _require(self.demonstrations >= 1, "demonstrations", self.demonstrations, "must be at least 1.")
+        _require(self.gamma >= 1, "gamma", self.gamma, "must be at least 1.")
+        _require(self.save_every >= 1, "save_every", self.save_every, "must be at least 1.")

@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.tiny_model.card import SETS
 from recipes.tiny_model.generate import dedup_keys, generate
 from recipes.tiny_model.make import compose, run_tiny_model
-from recipes.tiny_model.settings import Settings, StageConfig, TinyShape
-from rlpipe.models.checkpoint import has_mtp, read_config, read_weights
+from recipes.tiny_model.make_moe import make as make_moe
+from recipes.tiny_model.settings import MoeSettings, Settings, StageConfig, TinyShape
+from rlpipe.config.paths import shipped
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
 from tests.helpers.cli import environment
 from tests.helpers.documents import DOCUMENTS, commands
 
@@ -107,3 +110,31 @@ def test_the_command_line_makes_the_model(tmp_path):
     model = tmp_path / "out" / "model"
     assert has_mtp(read_config(model)) and read_config(model)["dtype"] == "bfloat16"
     assert {weight.dtype for weight in read_weights(model).values()} == {torch.bfloat16}
+
+
+def test_the_mixture_is_made_of_the_dense_model_and_nothing_is_repeated(tmp_path):
+    settings = compose(
+        ["instances=40", "distill.steps=20", "draft.steps=4", "shape.experts=4", "shape.intermediate=64"],
+        MoeSettings,
+    )
+    path = make_moe(settings, tmp_path)
+    config = read_config(path)
+    assert has_mtp(config) and config["model_type"] == "glm4_moe" and config["n_routed_experts"] == 4
+    assert len(AutoTokenizer.from_pretrained(path)) <= config["vocab_size"]
+    check_weights(read_weights(path), read_architecture(config).weight_shapes(mtp=True), frozenset())
+    ids = torch.arange(2, 60)[None]
+    dense = AutoModelForCausalLM.from_pretrained(shipped("models/tiny"))(ids).logits.softmax(-1)
+    mixture = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits.softmax(-1)
+    assert torch.minimum(dense, mixture).sum(-1).mean() > 0.7  # with routers of another model: 0.3
+
+    before = read_weights(path)
+    (tmp_path / "draft.pt").unlink()
+    make_moe(settings, tmp_path)
+    after = read_weights(path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("override", ["shape.per_token=9", "distil.steps=4", "balance=some"])
+def test_settings_of_the_mixture_that_are_unknown_or_impossible_are_refused(override):
+    with pytest.raises(ValueError, match=override.split("=")[0].split(".")[-1]):
+        compose([override], MoeSettings)

@@ -45,6 +45,7 @@ NOT_RUN = {
     "python -m recipes.agent_rl.make_model": "ten minutes; test_agent_rl_recipe runs it at toy size",
     "python -m recipes.tiny_model.generate": "rewrites the shipped data; test_tiny_model_recipe makes some",
     "python -m recipes.tiny_model.make": "an hour; test_tiny_model_recipe runs it at toy size",
+    "python -m recipes.tiny_model.make_moe": "minutes; test_tiny_model_recipe runs it at toy size",
     "python recipes/jackpot/simulate.py": "rewrites the shipped figures",
     "python recipes/mtp_adapt/figures.py": "needs longer runs; test_figures_script draws made-up ones",
     "python recipes/mtp_adapt/slopes.py": HOURS,
