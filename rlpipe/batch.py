@@ -62,6 +62,8 @@ class MicroBatch:
     rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
     columns: further numbers [P] of the P predictions, by name, and candidates: where the correction asks for
         them.
+    routes: [N, layers with experts, experts per token], what read each token in the rollout, as in
+        `types.GenerateResult`; of shared tokens, in the rollout of the first that has them.
     """
 
     rows: np.ndarray
@@ -76,6 +78,7 @@ class MicroBatch:
     advantages: np.ndarray
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     candidates: Candidates | None = None
+    routes: np.ndarray | None = None
 
     def padded(self) -> tuple[np.ndarray, np.ndarray]:
         """Branches as rows padded on the right: tokens [branches, S], sources [P] into their flat view.

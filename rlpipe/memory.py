@@ -231,14 +231,18 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 
 
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
-    """Keys and values of one conversation of `max_context` tokens on one of `tp` devices.
+    """Keys, values and routes of one conversation of `max_context` tokens on one of `tp` devices.
 
     With latent attention each device keeps the latent vectors, one a token, of which both are made.
     """
     heads = max(1, arch.cached_heads // tp)
     layers = arch.layers + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
     slots = config.rollout.max_context + config.spec.drafts + 2
-    return (1 if arch.latent else 2) * layers * heads * arch.cached_dim * _element(config) * slots
+    keys = (1 if arch.latent else 2) * layers * heads * arch.cached_dim * _element(config)
+    experts, routes = arch.experts, 0
+    if experts and config.rollout.replay_routes:
+        routes = (arch.layers - experts.dense) * experts.per_token * (1 if experts.count < 256 else 2)
+    return (keys + routes) * slots
 
 
 def _element(config: Config) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 
 class RunStopped(RuntimeError):
     """A stated rule ended the run. The message is all that the user needs to read."""
@@ -80,6 +82,7 @@ class SamplingParams:
     seed: stream of this request; equal seeds and weights give equal outputs whatever else runs.
     top_logprobs: number of most likely target tokens to return per position (0: none).
     record_drafts: return every drafted token with its target and draft probability.
+    routes: return the experts that read each token, see `GenerateResult`.
     """
 
     temperature: float = 1.0
@@ -88,6 +91,7 @@ class SamplingParams:
     seed: int = 0
     top_logprobs: int = 0
     record_drafts: bool = False
+    routes: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +128,33 @@ def shifted(drafts: list[DraftStep], by: int) -> list[DraftStep]:
     return [replace(step, position=step.position + by) for step in drafts]
 
 
+def routes_type(experts: int) -> type[np.integer]:
+    """The smallest type that holds an expert's number and one more, which marks a token without a record.
+
+    >>> routes_type(255), routes_type(256)
+    (<class 'numpy.uint8'>, <class 'numpy.int16'>)
+    """
+    return np.uint8 if experts <= np.iinfo(np.uint8).max else np.int16
+
+
+def unrecorded(routes: np.ndarray) -> int:
+    """What stands in routes for a token without a record: the largest number of their type."""
+    return np.iinfo(routes.dtype).max
+
+
+def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Routes of a longer text, but for what was recorded of its beginning when that was sampled.
+
+    A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`.
+    """
+    if earlier is None or later is None or len(later) < len(earlier):
+        return later if earlier is None else earlier
+    known = np.flatnonzero(earlier[:, 0, 0] != unrecorded(earlier))
+    routes = later.copy()
+    routes[known] = earlier[known]
+    return routes
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerateResult:
     """What an engine returns; the four lists are parallel to output_ids.
@@ -132,6 +163,9 @@ class GenerateResult:
     entropies: of the same target distribution, nats.
     versions: policy version that sampled each token.
     top_logprobs: per position [(token_id, logprob), ...] when asked for. drafts: when asked for.
+    routes: when asked for, [prompt and output tokens, layers with experts, experts per token] of
+        `routes_type`: the experts that read a token in the pass that made the token after it, `unrecorded`
+        where there is none, as for the last token. None from a model without experts.
     """
 
     request_id: str
@@ -143,6 +177,7 @@ class GenerateResult:
     spec: SpecCounts
     top_logprobs: list[list[tuple[int, float]]] | None = None
     drafts: list[DraftStep] | None = None
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +210,7 @@ class Trajectory:
     top_logprobs: as in `GenerateResult`, parallel to token_ids and [] for tokens that were not sampled;
         None unless the engine was asked for them.
     drafts: every verify step, its position counted in token_ids; None unless they were recorded.
+    routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless asked for.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
     """
 
@@ -188,6 +224,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     drafts: list[DraftStep] | None = None
+    routes: np.ndarray | None = field(default=None, compare=False)
     prompt_length: int = 0
     num_turns: int = 0
     truncated: bool = False
@@ -228,6 +265,7 @@ class Trajectory:
         self.rollout_logprobs += result.logprobs
         self.entropies += result.entropies
         self.versions += result.versions
+        self.routes = merged_routes(self.routes, result.routes)
         self.spec.add(result.spec)
         self.num_turns += 1
 

@@ -141,7 +141,11 @@ class TrainerWorker:
             config.trainer.micro_batch_tokens,
             config.trainer.dp,
             temperature=config.rollout.temperature,
-            **{"share_prefixes": self._trainer.shares_prefixes} | options,
+            **{
+                "share_prefixes": self._trainer.shares_prefixes,
+                "routes": config.rollout.replay_routes,
+            }
+            | options,
         )
 
     def export(self, version: int) -> WeightPayload | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
+from rlpipe.config.trainer import LayerSpec
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
 
@@ -20,10 +22,12 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     has a trainer of its own (`DrafterKind.trainer`).
     Raises ValueError for settings or models it cannot work with.
     """
-    actor, steps = config.decoupled, config.run.steps
+    actor, steps, trainer = config.decoupled, config.run.steps, config.trainer
+    if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:  # the others get no routes
+        trainer = replace(trainer, layers=LayerSpec.LOCAL)
     draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed}
     policy = MegatronTrainer(
-        config.trainer,
+        trainer,
         config.algo,
         MtpConfig() if actor.active or config.trains_beside else config.mtp,
         str(resolve(config.model.path)),
@@ -38,7 +42,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     algo = actor.algo(config.algo)
     try:
         beside = MegatronTrainer(
-            actor.trainer(config.trainer),
+            actor.trainer(trainer),
             algo,
             config.mtp,
             str(resolve(actor.path)),

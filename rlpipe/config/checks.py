@@ -21,7 +21,7 @@ from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecMode
-from rlpipe.config.trainer import check_parallel
+from rlpipe.config.trainer import LayerSpec, check_parallel
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.models.rope import read_rope
@@ -145,6 +145,7 @@ def check(config: Config) -> None:
     check_parallel(config.trainer, hf_config)
     check_adapters(config, hf_config)
     check_biases(config.model.path, hf_config)
+    check_replay(config, hf_config)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
     if config.task is Task.MTP_ADAPT:
@@ -185,6 +186,30 @@ def check_adapters(config: Config, hf_config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"trainer.lora.rank={lora.rank} with {where}: adapters are of the policy of task=rl, which "
             "generates for itself. Set trainer.lora.rank=0."
+        )
+
+
+def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Refuse the replay of routes where there are none, or nothing reads them. Raises ValueError."""
+    if not config.rollout.replay_routes:
+        return
+    dense = read_architecture(hf_config).experts is None
+    refused = {
+        f"model.path={config.model.path!r}, which has no experts": dense,
+        f"task={config.task}, which trains no policy": config.task is not Task.RL,
+        "decoupled.path, whose experts are not the policy's": config.decoupled.active,
+        "rollout=sglang, which returns no routes here": config.rollout.engine is EngineKind.SGLANG,
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"rollout.replay_routes=true with {what}: it sends the tokens of a mixture of experts to the "
+                "experts that read them in the rollout. Set rollout.replay_routes=false."
+            )
+    if config.trainer.layers is LayerSpec.TE:
+        raise ValueError(
+            "rollout.replay_routes=true with trainer.layers=te: TransformerEngine gets no routes. Set "
+            "trainer.layers=auto or local, or rollout.replay_routes=false."
         )
 
 

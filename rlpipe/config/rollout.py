@@ -51,6 +51,9 @@ class RolloutConfig:
     cuda_graphs: on a GPU the embedded engine captures its passes over decoding rows, once for each of a few
         shapes, and replays them; not with experts.
     kv_on_update: see `KvOnUpdate`.
+    replay_routes: of a mixture of experts, send each token in the trainer to the experts that read it here
+        (R3): rounding makes the two choose differently otherwise. A byte or two for each token, layer with
+        experts and expert per token travel with a trajectory.
     sglang: of the server, engine sglang only.
     """
 
@@ -70,6 +73,7 @@ class RolloutConfig:
     prefill_tokens: int = 4096
     cuda_graphs: bool = True
     kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
+    replay_routes: bool = False
     sglang: SglangConfig = field(default_factory=SglangConfig)
 
     def __post_init__(self) -> None:

@@ -5,17 +5,22 @@ Owns the format: gzipped JSON lines, one object per group with its index in the 
     {"index": n, "prompt": {...}, "trajectories": [...], "gen_seconds": s, "env_seconds": s}
 
 and the fields of `rlpipe.types` by name. JSON keeps every float exactly (Python writes the shortest text that
-reads back as the same number), so a restored group is the saved one.
+reads back as the same number), so a restored group is the saved one. Routes are zlib and base64 of their
+bytes, beside shape and type.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlpipe.types import DraftStep, Group, Prompt, SpecCounts, Trajectory, TrajectoryStatus
 
@@ -38,6 +43,9 @@ def read_groups(path: Path) -> list[tuple[int, Group]]:
 def _fields(trajectory: Trajectory) -> dict[str, Any]:
     drafts = trajectory.drafts
     nested = {"drafts": drafts and [_shallow(d) for d in drafts], "spec": _shallow(trajectory.spec)}
+    if (routes := trajectory.routes) is not None:
+        data = base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()
+        nested["routes"] = {"shape": routes.shape, "dtype": routes.dtype.str, "data": data}
     return _shallow(trajectory) | nested
 
 
@@ -58,6 +66,9 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
     if record["drafts"] is not None:
         record["drafts"] = [DraftStep(**step) for step in record["drafts"]]
+    if (routes := record.get("routes")) is not None:
+        flat = np.frombuffer(zlib.decompress(base64.b64decode(routes["data"])), routes["dtype"])
+        record["routes"] = flat.reshape(routes["shape"])
     record["status"] = TrajectoryStatus(record["status"])
     record["spec"] = SpecCounts(**record["spec"])
     return Trajectory(**record)

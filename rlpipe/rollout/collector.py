@@ -67,7 +67,10 @@ class ExitReason(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """One trajectory in the making. gen_seconds, env_seconds: waited for engine and environment."""
+    """One trajectory in the making. gen_seconds, env_seconds: waited for engine and environment.
+
+    top_logprobs, record, routes: what the engine returns besides the tokens, see `SamplingParams`.
+    """
 
     trajectory: Trajectory
     session_id: str
@@ -76,6 +79,7 @@ class _Attempt:
     lane: Lane
     top_logprobs: int = 0
     record: bool = False
+    routes: bool = False
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0
@@ -154,6 +158,7 @@ class Collector:
                     temperature=self._rollout.temperature,
                     top_logprobs=self._top_logprobs,
                     record=self._record_drafts and index == 0,
+                    routes=self._rollout.replay_routes,
                 )
                 for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
             )
@@ -192,12 +197,10 @@ class Collector:
         await asyncio.gather(*self._playing)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(
-        self, blank: Trajectory, seed: int, temperature: float, top_logprobs: int = 0, record: bool = False
-    ) -> _Attempt:
-        """One trajectory with its retries, in a lane of its own."""
+    async def _play(self, blank: Trajectory, seed: int, temperature: float, **returned: Any) -> _Attempt:
+        """One trajectory with its retries, in a lane of its own; returned: see `_Attempt`."""
         with self._spans.lane() as lane:
-            return await self._play_in(lane, blank, seed, temperature, top_logprobs, record)
+            return await self._play_in(lane, blank, seed, temperature, **returned)
 
     async def _play_in(
         self,
@@ -205,8 +208,7 @@ class Collector:
         blank: Trajectory,
         seed: int,
         temperature: float,
-        top_logprobs: int,
-        record: bool,
+        **returned: Any,
     ) -> _Attempt:
         for retry in range(self._env.retries + 1):
             failed: BaseException | None = None
@@ -220,8 +222,7 @@ class Collector:
                 seed=seed,
                 temperature=temperature,
                 lane=lane,
-                top_logprobs=top_logprobs,
-                record=record,
+                **returned,
             )
             playing = asyncio.get_running_loop().create_future()
             self._playing.add(playing)
@@ -252,7 +253,7 @@ class Collector:
             "sandbox_seconds": attempt.sandbox_seconds,
             "turns": attempt.turns,
         }
-        if record:
+        if attempt.record:
             attempt.trajectory.info["token_texts"] = self._chat.pieces(attempt.trajectory.token_ids)
         return attempt
 
@@ -329,6 +330,7 @@ class Collector:
                 seed=stream_seed(attempt.seed, turn, start),
                 top_logprobs=attempt.top_logprobs,
                 record_drafts=attempt.record,
+                routes=attempt.routes,
             ),
             session_id=attempt.session_id,
         )

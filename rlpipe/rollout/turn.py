@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from rlpipe.types import GenerateResult, shifted
+from rlpipe.types import GenerateResult, merged_routes, shifted
 
 
 def stream_seed(*parts: object) -> int:
@@ -32,4 +32,5 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         spec=first.spec,
         top_logprobs=None if top is None else top + second.top_logprobs,
         drafts=drafts if first.drafts is None else [*first.drafts, *drafts],
+        routes=merged_routes(first.routes, second.routes),
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlpipe.batch import Branch, MicroBatch, Path, first_tokens
+from rlpipe.trainer.experts import Replay
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 
@@ -26,7 +27,14 @@ class ContextLayout(BranchLayout):
     mine: the branches of the cut that they make, by index.
     """
 
-    def __init__(self, micro: MicroBatch, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        micro: MicroBatch,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        replay: Replay | None = None,
+    ) -> None:
+        """Cut a micro-batch. replay: the experts that read each of its tokens."""
         ranks, count = group.size(), len(micro.tokens)
         size = -(-count // (2 * ranks))
         padding = 2 * ranks * size - count
@@ -42,7 +50,10 @@ class ContextLayout(BranchLayout):
         self._count = count
         self.tokens = np.pad(micro.tokens, (0, padding))[self.places]
         positions = np.concatenate([micro.positions, np.arange(padding)])
-        super().__init__(cut, torch.from_numpy(positions[self.places]).to(device))
+        if replay is not None:  # padding has no record
+            routes = torch.nn.functional.pad(replay.routes, (0, 0, 0, 0, 0, padding), value=replay.unrecorded)
+            replay = Replay(routes[torch.from_numpy(self.places).to(device)], replay.unrecorded)
+        super().__init__(cut, torch.from_numpy(positions[self.places]).to(device), replay=replay)
 
     def attend(
         self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

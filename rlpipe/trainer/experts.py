@@ -10,6 +10,8 @@ exchange tokens: each goes to the rank of its expert, and what the expert makes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,54 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from rlpipe.metrics.values import Mean, Value
+
+
+@dataclass(slots=True)
+class Replay:
+    """The experts that read each token in the rollout, which read it again (R3, arXiv:2510.11370).
+
+    routes: [N, layers with experts, experts per token], a micro-batch's; a token whose numbers are
+    `unrecorded` chooses for itself. counts: per pass of a layer, [3] int64: tokens, recorded ones, and
+    those of them whose own choice differs.
+    """
+
+    routes: torch.Tensor
+    unrecorded: int
+    counts: list[torch.Tensor] = field(default_factory=list)
+
+    def of_layer(self, number: int, layers: int) -> LayerReplay:
+        """What one decoder layer replays, counted from 1 over all `layers`; the first may lack experts."""
+        return LayerReplay(self, self.routes[:, number - 1 - layers + self.routes.shape[1]])
+
+    def metrics(self) -> dict[str, Value]:
+        """Shares over the tokens of all layers of this rank that have run."""
+        tokens, recorded, differing = torch.stack(self.counts).sum(0).tolist() if self.counts else (0, 0, 0)
+        shares = {"routes/replayed": (recorded, tokens), "routes/flipped": (differing, recorded)}
+        return {name: Mean(part, whole) for name, (part, whole) in shares.items() if whole}
+
+
+@dataclass(slots=True)
+class LayerReplay:
+    """What of a `Replay` one layer's router reads; chosen: [N, experts per token]."""
+
+    replay: Replay
+    chosen: torch.Tensor
+
+    def choice(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens [N, 1] are recorded, and the experts that read each [N, experts].
+
+        chosen: [N, experts] bool, by the trainer's own scores.
+        """
+        recorded = (self.chosen != self.replay.unrecorded).all(-1, keepdim=True)
+        numbers = self.chosen.long().masked_fill(~recorded, 0)
+        replayed = torch.where(recorded, torch.zeros_like(chosen).scatter(1, numbers, True), chosen)
+        differ = (replayed != chosen).any(-1)
+        counts = torch.full_like(recorded.sum(), len(recorded)), recorded.sum(), differ.sum()
+        self.replay.counts.append(torch.stack(counts))
+        return recorded, replayed
 
 
 class Router(TopKRouter):
@@ -31,7 +81,13 @@ class Router(TopKRouter):
 
     So does the bias of its choice, which it also moves after each step to balance the experts; here the bias
     is a buffer that stays as it was loaded.
+
+    replay: whose choice stands in place of its own; the weights are still its own scores of those experts,
+    and gradients flow through them. Megatron's `RouterReplay` records the routers of MTP layers too, knows
+    one micro-batch at a time, and wants a record of every token.
     """
+
+    replay: LayerReplay | None = None
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
@@ -43,9 +99,49 @@ class Router(TopKRouter):
         """Scores [S, B, experts] in float32 of [S, B, H]."""
         return torch.nn.functional.linear(input.float(), self.weight.float())
 
+    def routing(self, logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [N, experts], 0 for experts that are not chosen, and which are; logits [S, B, experts]."""
+        weights, chosen = super().routing(logits, **options)
+        if self.replay is None:
+            return weights, chosen
+        recorded, replayed = self.replay.choice(chosen)
+        return torch.where(recorded, self._weights(logits.flatten(0, -2), replayed), weights), replayed
+
+    def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Weights of given experts; logits and chosen [N, experts]."""
+        config = self.config
+        if self.score_function == "sigmoid":
+            scores = logits.sigmoid() * chosen
+            weights = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        elif config.moe_router_pre_softmax:
+            weights = logits.softmax(-1) * chosen
+        else:
+            weights = logits.masked_fill(~chosen, -torch.inf).softmax(-1)
+        return weights * (config.moe_router_topk_scaling_factor or 1.0)
+
+
+class ReplayingLayer(TransformerLayer):
+    """A decoder layer that hands its router the routes on the layout of the pass.
+
+    The layout is the one of this pass also where the layer is computed again for the gradient, when another
+    micro-batch may have been run since. Layers of MTP are Megatron's own: they have no record, because the
+    rollout's draft read other tokens.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+        """Megatron's, with `packed_seq_params` by name, as Megatron's block passes it."""
+        replay = getattr(packed_seq_params, "replay", None)
+        self.mlp.replay = replay and replay.of_layer(self.layer_number, self.config.num_layers)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
 
 class MixtureOfExperts(MoELayer):
-    """y = sum over the chosen experts e of p_e(x) f_e(x), and f(x) of a shared one where there is one."""
+    """y = sum over the chosen experts e of p_e(x) f_e(x), and f(x) of a shared one where there is one.
+
+    replay: of the next pass.
+    """
+
+    replay: LayerReplay | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Megatron's, with experts whose optimizer is apart whether ranks share them or not.
@@ -59,10 +155,11 @@ class MixtureOfExperts(MoELayer):
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[S, B, H] -> [S, B, H]; with selective recomputation only the input is kept for the gradient."""
         if self.moe_layer_recompute and torch.is_grad_enabled():
-            return checkpoint(self._mixture, False, hidden_states), None
-        return self._mixture(hidden_states), None
+            return checkpoint(partial(self._mixture, self.replay), False, hidden_states), None
+        return self._mixture(self.replay, hidden_states), None
 
-    def _mixture(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _mixture(self, replay: LayerReplay | None, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.router.replay = replay
         weights, chosen = self.router(hidden_states)  # [S * B, experts]
         tokens = copy_to_tensor_model_parallel_region(hidden_states.flatten(0, 1))
         sent, sent_weights, order = permute(tokens, chosen, probs=weights)

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from rlpipe.batch import Branch
 from rlpipe.trainer.attention import branch_attention, has_flash
-from rlpipe.trainer.experts import MixtureOfExperts, Router
+from rlpipe.trainer.experts import MixtureOfExperts, Replay, ReplayingLayer, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 from rlpipe.trainer.mla import LatentConfig, latent_layer
 
@@ -39,13 +39,19 @@ class BranchLayout(PackedSeqParams):
     qkv_format of its own keeps it from taking any of its THD paths.
     """
 
-    def __init__(self, branches: Sequence[Branch], positions: torch.Tensor, keep: bool = False) -> None:
-        """positions: [N] int64, of each token in its trajectory.
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        positions: torch.Tensor,
+        keep: bool = False,
+        replay: Replay | None = None,
+    ) -> None:
+        """positions: [N] int64, of each token in its trajectory. replay: the experts that read each token.
 
         keep: every attention leaves its keys and values here, until they are taken by `release`.
         """
         super().__init__(qkv_format="branches")
-        self.branches, self.positions = branches, positions
+        self.branches, self.positions, self.replay = branches, positions, replay
         self.reach = max(branch.shared + branch.length for branch in branches)  # positions end before it
         self._kept: Kept | None = {} if keep else None
 
@@ -158,7 +164,8 @@ Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and valu
 def block_specs(config: TransformerConfig, te: bool, dense: int = 0) -> tuple[Any, Any]:
     """Specs of the decoder and of the MTP block (None without one). dense: first layers without experts."""
     layer = _layer(config, config.num_moe_experts, te)
-    layers = [_layer(config, None, te)] * dense + [layer] * (config.num_layers - dense)
+    decoder_layer = _replaying(layer) if config.num_moe_experts else layer
+    layers = [_layer(config, None, te)] * dense + [decoder_layer] * (config.num_layers - dense)
     norm = TENorm if te else RmsNorm
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
@@ -178,6 +185,11 @@ def _layer(config: TransformerConfig, num_experts: int | None, te: bool) -> Modu
         layer.submodules.mlp.module = MixtureOfExperts
         layer.submodules.mlp.submodules.router = Router
     return layer
+
+
+def _replaying(layer: ModuleSpec) -> ModuleSpec:
+    """The same layer, in the decoder, where the rollout's experts may be replayed."""
+    return ModuleSpec(module=ReplayingLayer, params=layer.params, submodules=layer.submodules)
 
 
 def _local_layer(qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlpipe.batch import Branch, Candidates, MicroBatch, Path, first_tokens
-from rlpipe.types import Trajectory
+from rlpipe.types import Trajectory, unrecorded
 
 
 def lay_out(
@@ -23,6 +23,7 @@ def lay_out(
     size: int,
     columns: Sequence[Mapping[str, np.ndarray]] | None = None,
     candidates: bool = False,
+    routes: bool = False,
 ) -> MicroBatch:
     """One trajectory after the other, each as a branch of what it shares with the one before.
 
@@ -30,7 +31,7 @@ def lay_out(
     shared: how many of them are those of the row before (the first entry counts for nothing).
     size: tokens to fill the micro-batch up to, with a branch that nobody attends to.
     columns: parallel to trajectories, see `pack`. candidates: lay out top_logprobs. Raises ValueError when
-    a trajectory has none.
+    a trajectory has none. routes: lay out the experts of the rollout.
     """
     branches: list[Branch] = []
     tokens, positions, sources = [], [], []
@@ -77,6 +78,9 @@ def lay_out(
             for name in (columns[rows[0]] if columns else ())
         },
         candidates=_candidates([trajectories[i] for i in rows], targets) if candidates else None,
+        routes=_routes([trajectories[i].routes for i in rows], inputs, shared, max(size, used))
+        if routes
+        else None,
     )
 
 
@@ -96,6 +100,23 @@ def nothing() -> MicroBatch:
         rollout_logprobs=cells[2],
         advantages=cells[3],
     )
+
+
+def _routes(
+    recorded: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray], shared: Sequence[int], size: int
+) -> np.ndarray | None:
+    """Routes of a micro-batch of `size` tokens, None without any record; other arguments as of `lay_out`."""
+    like = next((routes for routes in recorded if routes is not None), None)
+    if like is None:
+        return None
+    flat = np.full((size, *like.shape[1:]), unrecorded(like), like.dtype)
+    used = 0
+    for routes, read, same in zip(recorded, inputs, [0, *shared[1:]], strict=True):
+        if routes is not None:
+            fresh = routes[same : len(read)]
+            flat[used : used + len(fresh)] = fresh
+        used += len(read) - same
+    return flat
 
 
 def _candidates(trajectories: Sequence[Trajectory], targets: Sequence[np.ndarray]) -> Candidates:

@@ -191,9 +191,9 @@ class MegatronTrainer:
         score = partial(self._passes.scores, temperature=batch.temperature)
         old = [score(self.model, s, candidates=ahead) if scored else None for s in shards]
         with self.model.without_adapters():
-            reference = [score(self._reference, s) if self._reference else None for s in shards]
-        mine: list[dict[str, Value]] = []
-        shared: list[dict[str, Value]] = []
+            choosing = partial(score, replay=False)  # another model: it chooses experts for itself
+            reference = [choosing(self._reference, s) if self._reference else None for s in shards]
+        mine, shared = list[dict[str, Value]](), list[dict[str, Value]]()
         for _ in range(self._algo.ppo_epochs):
             for minibatch, shard, old_scores, reference_scores in zip(
                 minibatches, shards, old, reference, strict=True
@@ -359,6 +359,7 @@ class MegatronTrainer:
                 rule=self.rule,
                 extras=None if self.rule is None else self._passes.extras(micro, found, start),
             )
+            metrics |= found.replayed()
             if companion is not None:
                 loss, more = companion.watch(index, micro, found, loss, totals)
                 metrics |= more

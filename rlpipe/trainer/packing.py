@@ -40,6 +40,7 @@ def pack(
     share_prefixes: bool = True,
     columns: Sequence[Mapping[str, np.ndarray]] | None = None,
     candidates: bool = False,
+    routes: bool = False,
     seed: int = 0,
 ) -> PackedBatch:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
@@ -51,7 +52,7 @@ def pack(
     share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
         longest (see `MegatronTrainer.shares_prefixes`).
     columns: further numbers of each trajectory's tokens by name, parallel to token_ids. candidates: lay out
-        top_logprobs.
+        top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
     Left out always: masked trajectories, and those without a sampled token.
     Raises ValueError when one trajectory alone exceeds the budget, or has no top_logprobs.
     """
@@ -77,7 +78,7 @@ def pack(
     def dealt(members: list[int]) -> list[list[MicroBatch]]:
         line = _Line.of(members, inputs, share_prefixes)
         cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
-        given = (trajectories, advantages, columns, candidates)
+        given = (trajectories, advantages, columns, candidates, routes)
         shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
         cost, read = sum(line.cost(*cut) for own in cuts for cut in own), sum(map(len, line.inputs))
         cells = sum(len(micro.tokens) for shard in shards for micro in shard)
@@ -185,11 +186,12 @@ def _fill(
     advantages: Sequence[np.ndarray],
     columns: Sequence[Mapping[str, np.ndarray]] | None,
     candidates: bool,
+    routes: bool,
 ) -> MicroBatch:
     """The micro-batch of a stretch."""
     size = 0 if line.padded else min(budget, -(-line.cost(start, stop) // MULTIPLE) * MULTIPLE)
     rows, inputs, shared = (x[start:stop] for x in (line.rows, line.inputs, line.shared))
-    return lay_out(rows, inputs, shared, trajectories, advantages, size, columns, candidates)
+    return lay_out(rows, inputs, shared, trajectories, advantages, size, columns, candidates, routes)
 
 
 def _inputs(trajectory: Trajectory) -> np.ndarray:

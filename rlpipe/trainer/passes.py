@@ -19,6 +19,7 @@ from rlpipe.algo.rule import TokenExtras
 from rlpipe.batch import MicroBatch, PackedBatch
 from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import Runtime
+from rlpipe.types import unrecorded
 
 if TYPE_CHECKING:
     from rlpipe.trainer.layers import BranchLayout
@@ -42,6 +43,11 @@ class Predictions:
     logprobs: torch.Tensor
     entropies: torch.Tensor
     of: Callable[[torch.Tensor], torch.Tensor]
+
+    def replayed(self) -> dict[str, Value]:
+        """Metrics of the routes that were replayed in this pass; none without a record."""
+        replay = None if self.layout is None else self.layout.replay
+        return {} if replay is None else replay.metrics()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,9 +79,18 @@ class Passes:
         return not self._runtime.te
 
     def scores(
-        self, model: Any, shard: Sequence[MicroBatch], *, temperature: float, candidates: bool = False
+        self,
+        model: Any,
+        shard: Sequence[MicroBatch],
+        *,
+        temperature: float,
+        candidates: bool = False,
+        replay: bool = True,
     ) -> list[Scores]:
-        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph."""
+        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph.
+
+        replay: send tokens to the experts that read them in the rollout, where recorded.
+        """
 
         def keep(index: int, micro: MicroBatch, found: Predictions) -> Any:
             own = micro.candidates if candidates else None
@@ -83,7 +98,8 @@ class Passes:
             return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
 
         with torch.no_grad():
-            return schedule(model, shard, self.forward(model, keep, temperature), forward_only=True)
+            forward = self.forward(model, keep, temperature, replay=replay)
+            return schedule(model, shard, forward, forward_only=True)
 
     def extras(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> TokenExtras:
         """What the correction asked for: columns, the rollout's candidates and what its target gives to them.
@@ -116,8 +132,12 @@ class Passes:
         use: Callable[[int, MicroBatch, Predictions], Any],
         temperature: float,
         keep: bool = False,
+        replay: bool = True,
     ) -> Callable[[int, MicroBatch], Any]:
-        """The policy over a micro-batch, for `schedule`; `use` gives (loss, anything). keep: its keys."""
+        """The policy over a micro-batch, for `schedule`; `use` gives (loss, anything). keep: its keys.
+
+        replay: as of `scores`.
+        """
         from rlpipe.trainer.logprobs import Head
 
         policy = getattr(model, "module", model)
@@ -125,7 +145,7 @@ class Passes:
 
         def forward(index: int, micro: MicroBatch) -> Any:
             select = move(micro.mask) > 0
-            hidden, sources, layout = self.hidden(policy, micro, keep)
+            hidden, sources, layout = self.hidden(policy, micro, keep, replay)
             states = hidden.index_select(0, sources)
 
             def finish_micro(states: torch.Tensor) -> Any:
@@ -171,24 +191,34 @@ class Passes:
         return logprobs, entropies
 
     def hidden(
-        self, policy: Any, micro: MicroBatch, keep: bool = False
+        self, policy: Any, micro: MicroBatch, keep: bool = False, replay: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
         """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
 
-        keep: the layout keeps keys and values.
+        keep: the layout keeps keys and values. replay: as of `scores`. Raises ValueError where routes are to
+        be replayed by layers that read padded rows.
         """
         from rlpipe.trainer.context import ContextLayout
+        from rlpipe.trainer.experts import Replay
         from rlpipe.trainer.layers import BranchLayout
 
         move, group = self._runtime.to_device, policy.pg_collection.cp
+        routes = None
+        if replay and micro.routes is not None:
+            routes = Replay(move(micro.routes), unrecorded(micro.routes))
         if not self.shares_prefixes:
+            if routes is not None:
+                raise ValueError(
+                    "rollout.replay_routes=true with TransformerEngine's layers, which get no routes: set "
+                    "trainer.layers=local."
+                )
             tokens, sources = micro.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
         if group.size() > 1:
-            cut = ContextLayout(micro, group, self._runtime.device)
+            cut = ContextLayout(micro, group, self._runtime.device, routes)
             hidden = policy.hidden_states(move(cut.tokens[None]), cut)
             return cut.gather(hidden), move(micro.sources), cut
-        layout = BranchLayout(micro.branches, move(micro.positions), keep)
+        layout = BranchLayout(micro.branches, move(micro.positions), keep, routes)
         return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
 
 

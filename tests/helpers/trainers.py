@@ -75,6 +75,7 @@ def make_batch(
         skip_zero_advantage=algo.skips_zero_advantage,
         draft_learns=draft,
         share_prefixes=share,
+        routes=True,
         **token_data(make_rule(algo), trajectories, seed=0),
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
+from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory, merged_routes
 
 pytestmark = pytest.mark.unit
 
@@ -37,3 +38,26 @@ def test_top_logprobs_of_some_turns_only_are_refused(first, second):
     trajectory.append_sampled(turn([5], first))
     with pytest.raises(ValueError, match=r"turn 1 of trajectory 't' came with.* in every turn"):
         trajectory.append_sampled(turn([6], second))
+
+
+def routes(*numbers):
+    """Routes of one layer and one expert per token; None: without a record."""
+    return np.array([255 if n is None else n for n in numbers], np.uint8).reshape(-1, 1, 1)
+
+
+def test_a_token_keeps_the_experts_of_the_pass_that_sampled_what_follows_it():
+    trajectory = Trajectory(trajectory_id="t", group_id="g", instance_id="i")
+    trajectory.append_context([1, 2])
+    first, second = turn([5]), turn([6, 7])
+    first.routes = routes(0, 1, None)
+    trajectory.append_sampled(first)
+    trajectory.append_context([3])
+    second.routes = routes(7, 7, 2, 3, 4, None)  # the beginning was read again, with newer weights
+    trajectory.append_sampled(second)
+    assert np.array_equal(trajectory.routes, routes(0, 1, 2, 3, 4, None))
+
+
+def test_a_turn_without_a_record_leaves_the_one_there_is():
+    early = routes(0, 1, None)
+    assert merged_routes(early, None) is early and merged_routes(None, early) is early
+    assert merged_routes(early, routes(4)) is early  # of a text that is not longer

@@ -26,6 +26,7 @@ import torch
 
 from rlpipe.rollout.embedded.depths import anchor_span, behind, carried
 from rlpipe.rollout.embedded.drafting import Drafted, Drafting, Part
+from rlpipe.rollout.embedded.mlp import last_routes
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.span import flat_index
@@ -80,6 +81,7 @@ class Decoder:
         parts = [drafted.part, *fills] if drafted else fills
         spans = [part.span for part in parts]
         hidden, inputs = model.forward_to_draft(torch.cat([part.tokens.flatten() for part in parts]), spans)
+        routes = None if table.routes is None else last_routes(layer.mlp for layer in model.layers)
 
         # Rows of the target that are needed: all of a decoding row, the last of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
@@ -102,12 +104,16 @@ class Decoder:
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (judged.nodes + first).flatten(), slice(nodes, None)
                 inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
+                routes = None if routes is None else torch.cat((routes[path], routes[rest]))
             if record and gamma:
                 drafts = _draft_probs(drafted, choices_after)
         if decoding < table.active:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
             tokens.append(sample_cdf(choices[nodes:], uniforms))
         new_tokens = tokens[-1]
+        if routes is not None:  # those of rejected drafts are overwritten, as their keys are
+            kept = table.routes
+            kept.flatten(0, 1)[torch.from_numpy(self._slots(parts))] = routes.to("cpu", kept.dtype)
         read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
         if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
@@ -167,11 +173,13 @@ class Decoder:
 
     def _places(self, parts: list[Part]) -> torch.Tensor:
         """Where the tokens of parts are in `RowTable.history`."""
+        return self._upload(self._slots(parts))
+
+    def _slots(self, parts: list[Part]) -> np.ndarray:
+        """Where the tokens of parts are among the slots of all rows."""
         slots = self._model.slots
         rows = [np.arange(part.first, part.first + part.span.batch)[:, None] * slots for part in parts]
-        return self._upload(
-            np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
-        )
+        return np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
 
     def _note_draft_keys(self, decoding: int, starts: list[int], copies: list[int], gamma: int) -> None:
         """How far each row's draft keys reach after this step."""

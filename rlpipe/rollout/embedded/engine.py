@@ -104,7 +104,8 @@ class EmbeddedEngine:
         """What stands between the inbox and the model."""
         config, spec, model = self._config, self._spec, self._model
         streams = drafting_streams(spec)
-        self._table = RowTable(model, spec.depth, streams, history=spec.adaptive and spec.needs_model)
+        history = spec.adaptive and spec.needs_model
+        self._table = RowTable(model, spec.depth, streams, history, routes=config.replay_routes)
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
         policy: GammaPolicy = FixedGamma(spec.depth)

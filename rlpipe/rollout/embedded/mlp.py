@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class Mixture:
     """Each token through the experts of its highest scores, weighted by a softmax or sigmoids in float32.
 
     router: [experts, H]. shared: reads every token. bias: [experts] float32, added for the choice alone.
+    chosen: [N, experts per token], of the last call.
     """
 
     experts: Experts
@@ -36,12 +37,13 @@ class Mixture:
     members: Sequence[GatedMlp]
     shared: GatedMlp | None = None
     bias: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
         chosen = self._allowed(scores if self.bias is None else scores + self.bias)
-        chosen = chosen.topk(self.experts.per_token).indices
+        self.chosen = chosen = chosen.topk(self.experts.per_token).indices
         weights = scores.gather(1, chosen)
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -63,3 +65,8 @@ class Mixture:
         best = grouped.topk(2).values.sum(-1).topk(self.experts.groups_per_token).indices
         barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def last_routes(mlps: Iterable[GatedMlp | Mixture]) -> torch.Tensor:
+    """The experts that read each token of the last pass: [N, layers with experts, experts per token]."""
+    return torch.stack([mlp.chosen for mlp in mlps if isinstance(mlp, Mixture)], 1)

@@ -20,16 +20,20 @@ import torch
 from rlpipe.rollout.embedded.attention import PIECE_ROWS, use_products
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.spec.sampling import greedy_rows, softmax
+from rlpipe.types import routes_type
 
 
 class RowTable:
     """State of all rows of a model's cache.
 
     depth: most drafts a step accepts, 0 without speculation. streams: uniforms of a position.
-    history: keep the target's hidden states, for a draft that is not always run.
+    history: keep the target's hidden states, for a draft that is not always run. routes: keep the experts
+    that read each token.
     """
 
-    def __init__(self, model: Model, depth: int, streams: int, history: bool = False) -> None:
+    def __init__(
+        self, model: Model, depth: int, streams: int, history: bool = False, routes: bool = False
+    ) -> None:
         rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
         self.cache = model.cache
@@ -39,6 +43,8 @@ class RowTable:
         self.hidden = torch.zeros(frontier, dtype=model.dtype, device=model.device)
         # [rows, slots, H], what the target made of the tokens that the draft has not caught up with
         self.history = self.hidden.new_zeros(rows, slots, model.arch.hidden) if history else None
+        # [rows, slots, layers with experts, experts per token], on the host
+        self.routes = _empty_routes(model) if routes else None
         self.draft_keys = np.full(rows, slots)  # keys of the draft's first layer are right before this one
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
@@ -169,14 +175,14 @@ class RowTable:
             self._drop(session_id)
 
     def copy_keys(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` slots of a row: keys of target and draft, history."""
+        """Copy the first `length` slots of a row: keys of target and draft, history, routes."""
         for to, of in zip(self._tensors(target, length), self._tensors(source, length), strict=True):
             to.copy_(of)
 
     def _tensors(self, row: int, length: int) -> list[torch.Tensor]:
-        """What the device holds of a row's first `length` tokens; slices, which copy fast."""
+        """What is held of a row's first `length` tokens; slices, which copy fast."""
         keys = self.cache[:, :, row, :, :length]
-        return [keys] if self.history is None else [keys, self.history[row, :length]]
+        return [keys, *(x[row, :length] for x in (self.history, self.routes) if x is not None)]
 
     def _drop(self, session_id: str) -> None:
         row = self._sessions.pop(session_id, None)
@@ -227,3 +233,9 @@ class RowTable:
             self.uniforms, self.drafted, self.accepted, self.verify_steps, self.proposed, self.temperature,
             self.greedy, self.stops, self.draft_keys,
         )  # fmt: skip
+
+
+def _empty_routes(model: Model) -> torch.Tensor:
+    experts = model.arch.experts
+    shape = (model.rows, model.slots, model.arch.layers - experts.dense, experts.per_token)
+    return torch.from_numpy(np.zeros(shape, routes_type(experts.count)))

@@ -22,7 +22,7 @@ from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.spec.gamma import AdaptiveGamma, GammaPolicy
 from rlpipe.spec.sampling import request_uniforms
-from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts, unrecorded
 
 
 @dataclass(slots=True)
@@ -293,10 +293,19 @@ class Scheduler:
             spec=SpecCounts() if row is None else self._spec(row),
             top_logprobs=job.top if request.sampling.top_logprobs else None,
             drafts=job.drafts if request.sampling.record_drafts else None,
+            routes=self._routes(row) if request.sampling.routes else None,
         )
         if row is not None:
             table.release(row)
         job.finish(result)
+
+    def _routes(self, row: int | None) -> np.ndarray | None:
+        """The experts of the request in a row; its last token has been read by none."""
+        if row is None or self._table.routes is None:
+            return None
+        routes = self._table.routes[row, : int(self._table.total[row])].numpy().copy()
+        routes[-1] = unrecorded(routes)
+        return routes
 
     def _spec(self, row: int) -> SpecCounts:
         """Counts of the request in a row; no depths when nothing was drafted."""

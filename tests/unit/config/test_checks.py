@@ -12,7 +12,7 @@ from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings, Task
 from rlpipe.config.spec import SpecMode
-from rlpipe.config.trainer import TrainerConfig
+from rlpipe.config.trainer import LayerSpec, TrainerConfig
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -69,3 +69,20 @@ def test_adapters_are_refused_where_nothing_would_train_them(tmp_path):
     actor = DecoupledConfig(path="shipped:models/tiny_actor")
     with pytest.raises(ValueError, match=r"trainer.lora.rank=8 with decoupled.path"):
         check(Config(decoupled=actor, **lora))
+
+
+def test_routes_are_replayed_where_there_are_some_and_something_reads_them(tmp_path):
+    mixture = {
+        "model": ModelConfig(path="shipped:models/tiny_moe"),
+        "rollout": RolloutConfig(replay_routes=True),
+        "run": RunSettings(dir=str(tmp_path / "run")),
+    }
+    check(Config(**mixture))
+    refused = {
+        r"model.path='shipped:models/tiny', which has no experts": {"model": ModelConfig()},
+        r"task=mtp_adapt, which trains no policy": {"task": Task.MTP_ADAPT},
+        r"trainer.layers=te": {"trainer": TrainerConfig(layers=LayerSpec.TE)},
+    }
+    for what, settings in refused.items():
+        with pytest.raises(ValueError, match=rf"rollout.replay_routes=true with {what}.*Set "):
+            check(Config(**mixture | settings))

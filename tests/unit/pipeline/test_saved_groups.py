@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from rlpipe.pipeline.saved_groups import read_groups, write_groups
@@ -24,6 +25,7 @@ def test_groups_come_back_exactly_as_they_were(tmp_path):
                 position=1, tokens=[6, 7], target_probs=[0.5, 0.3], draft_probs=[1.0, 0.2], num_accepted=1
             )
         ],
+        routes=np.arange(12, dtype=np.int16).reshape(2, 3, 2),
         prompt_length=1,
         num_turns=2,
         truncated=True,
@@ -38,6 +40,9 @@ def test_groups_come_back_exactly_as_they_were(tmp_path):
     assert read_groups(tmp_path / "groups.jsonl.gz") == groups
     (restored,) = [group for _, group in read_groups(tmp_path / "groups.jsonl.gz")]
     assert isinstance(restored.trajectories[0].top_logprobs[1][0], tuple)
+    assert restored.trajectories[0].routes.dtype == np.int16  # == leaves them out
+    assert np.array_equal(restored.trajectories[0].routes, full.routes)
+    assert restored.trajectories[1].routes is None
     assert restored.trajectories[1].status is TrajectoryStatus.MASKED
 
 
