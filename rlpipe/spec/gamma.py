@@ -61,7 +61,7 @@ class AdaptiveGamma:
 
     MEMORY = 256  # verified rows after which a count has decayed to 1/e: prompts change within a batch's run
     PACE, LESSON = 0.1, 0.1  # weight of one step in the pace, least weight in what another gamma costs
-    MEASURED = 2  # so many lessons the cost measured at the start counts for: the first ones weigh more
+    MEASURED = 1  # so many lessons the cost measured at the start counts for: the first ones weigh more
     EARLY, SOON = 4, 8  # so many trials of a neighbour come so many steps after the one before
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
     PROBE, RARER = 8, 8  # steps of a probe; its interval doubles up to so many times the first
