@@ -5,7 +5,8 @@
 For each batch two servers of the same settings, one of them without the plugin, are asked for the same
 requests in turns, in an order that changes with each repeat. Four times as many as the server holds are
 queued at once; counted are the tokens of those that end while the batch is full, which leaves the first and
-the last batch out. CPU: seconds per 1,000 tokens of the server's processes, over the whole wave.
+the last batch out. CPU: seconds per 1,000 tokens of the server's processes, over the whole wave; with
+--py-spy PROGRAM (pip install py-spy, anywhere) also those of the scheduler by part, from samples of it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +39,14 @@ from rlpipe.types import GenerateRequest, SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, QUEUED = 16, 4
 ARMS = {"plugin": True, "stock": False}
+PARTS = {  # of a scheduler's stack, the first that has one of these counts; last what is in no part
+    "attention": ("_run_sdpa_forward", "rlpipe_sglang/attention"),
+    "drafts": ("rlpipe_sglang/drafts", "sample_draft_proposal", "fast_sample", "renorm_draft_probs"),
+    "log-probabilities and entropies": ("rlpipe_sglang/measure", "compute_spec_logprobs"),
+    "verification": ("rlpipe_sglang/verify", "eagle_sample"),
+    "rest of the passes": ("ModelRunner.forward",),
+    "rest": ("event_loop",),
+}
 
 
 def spent(engine: SglangEngine) -> Counter[str]:
@@ -43,6 +56,35 @@ def spent(engine: SglangEngine) -> Counter[str]:
         times = process.cpu_times()
         used[process.name().removeprefix("sglang::")] += times.user + times.system
     return used
+
+
+def sampled_parts(file: Path) -> Counter[str]:
+    """Samples of a scheduler by part, from py-spy's raw format: frames joined by semicolons, and a count."""
+    parts: Counter[str] = Counter()
+    for line in file.read_text().splitlines():
+        stack, _, count = line.rpartition(" ")
+        for part, names in PARTS.items():
+            if any(name in stack for name in names):
+                parts[part] += int(count)
+                break
+    return parts
+
+
+@contextmanager
+def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
+    """Samples of the scheduler's stacks in `file`, unless there is no program for it."""
+    if not program:
+        yield
+        return
+    children = psutil.Process(engine.server.pid).children(recursive=True)
+    (scheduler,) = (process.pid for process in children if "scheduler" in process.name())
+    command = [program, "record", "-p", str(scheduler), "-r", "200", "-f", "raw", "-o", str(file)]
+    spy = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        spy.send_signal(signal.SIGINT)
+        spy.wait()
 
 
 async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> float:
@@ -67,12 +109,13 @@ def measured(given: argparse.Namespace, batch: int, folder: Path) -> dict[str, d
     engines: dict[str, SglangEngine] = {}
     speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     used: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
+    parts: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
     try:
         for arm, plugin in ARMS.items():
             config = RolloutConfig(
                 engine="sglang",
                 device=given.device,
-                dtype="bfloat16" if given.device == "cuda" else "float32",
+                dtype=given.dtype or ("bfloat16" if given.device == "cuda" else "float32"),
                 max_running=batch,
                 max_context=PROMPT + given.tokens,
                 ignore_eos=True,
@@ -84,8 +127,12 @@ def measured(given: argparse.Namespace, batch: int, folder: Path) -> dict[str, d
         for repeat in range(given.repeats):
             for arm in list(ARMS)[:: 1 if repeat % 2 else -1]:
                 before = spent(engines[arm])
-                speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, str(repeat))))
+                file = folder / f"{batch}.{arm}.{repeat}"
+                with sampling(engines[arm], given.py_spy, file):
+                    speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, str(repeat))))
                 used[arm] += spent(engines[arm]) - before
+                if given.py_spy:
+                    parts[arm] += sampled_parts(file)
     finally:
         for engine in engines.values():
             engine.close()
@@ -94,6 +141,10 @@ def measured(given: argparse.Namespace, batch: int, folder: Path) -> dict[str, d
         arm: {
             "tokens_per_s": [round(speed, 1) for speed in speeds[arm]],
             "cpu_s_per_1000_tokens": {name: round(s / thousands, 3) for name, s in used[arm].items()},
+            "scheduler_cpu_s_per_1000_tokens": {
+                part: round(used[arm]["scheduler"] / thousands * count / parts[arm].total(), 3)
+                for part, count in parts[arm].items()
+            },
         }
         for arm in ARMS
     }
@@ -109,6 +160,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--py-spy", default="", help="the program, for CPU by part")
+    parser.add_argument("--dtype", help="bfloat16 on a GPU, float32 elsewhere, unless given")
     given = parser.parse_args()
     batches = {}
     with tempfile.TemporaryDirectory() as folder:
