@@ -37,11 +37,13 @@ from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
 from rlpipe.models.checkpoint import is_mtp_weight, read_config
+from rlpipe.models.delta_net import DeltaNet
 
 GIB, MIB = 1 << 30, 1 << 20
 RESERVED = GIB  # of a card, for each process on it: CUDA context, libraries, NCCL (an assumption)
 HEAD_BYTES = {True: GIB, False: GIB // 4}  # on a GPU or not; of trainer/logprobs
 HEAD_BLOCK = 1 << 14
+DELTA_CHUNK = 64  # tokens that a delta net reads at once
 ROW_STREAMS = 7  # arrays of 8 bytes a slot that an engine keeps on the host
 SERVER_FRACTION = 0.85  # about what SGLang takes of a card by itself
 
@@ -69,12 +71,22 @@ def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
     """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut."""
     sizes = {True: 0, False: 0}
     dense = arch.experts.dense if arch.experts else 0
-    for name, shape in replace(arch, layers=dense + 1).weight_shapes(mtp=bool(arch.mtp_layers)).items():
+    few, alike = replace(arch, layers=dense + 1), {f"model.layers.{dense}.": arch.layers - dense}
+    if arch.delta:  # a layer with a delta net and one without stand for all
+        few = replace(arch, layers=2, delta=replace(arch.delta, linear=(True, False)))
+        alike = dict(zip(("model.layers.0.", "model.layers.1."), _kinds(arch), strict=True))
+    for name, shape in few.weight_shapes(mtp=bool(arch.mtp_layers)).items():
         size = prod(shape) // (tp if len(shape) > 1 else 1) // (ep if ".experts." in name else 1)
-        times = arch.layers - dense if name.startswith(f"model.layers.{dense}.") else 1
+        times = next((times for layer, times in alike.items() if name.startswith(layer)), 1)
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
     return sizes[False], sizes[True]
+
+
+def _kinds(arch: Architecture) -> tuple[int, int]:
+    """Layers with a delta net, and those with attention."""
+    linear = sum(arch.delta.linear) if arch.delta else 0
+    return linear, arch.layers - linear
 
 
 def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int:
@@ -142,6 +154,8 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     layer += 4 * tokens * (2 + arch.heads // tp)
     if arch.latent:  # keys and values before they are joined and padded
         layer += 2 * tokens * size * keys
+    if arch.delta:  # the larger of a delta net and attention with its gate, for every layer
+        layer = max(layer + 3 * tokens * size * query, _delta_bytes(arch.delta, tokens, size, hidden, tp))
     if trainer.cp > 1:  # keys and values of the other ranks
         layer += 2 * everywhere * size * keys
     mlp, backward = 3 * tokens * size * inner, tokens * size * (3 * hidden + 4 * inner)
@@ -163,6 +177,18 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     if trainer.recompute is Recompute.SELECTIVE:
         return layer * arch.layers, max(head, mlp + backward)
     return (layer + mlp) * arch.layers, max(head, backward)
+
+
+def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) -> int:
+    """What is kept of one gated delta net for its gradient; of its rule in float32.
+
+    Of a token and value head: queries, keys and values in several forms, six rows of a chunk, and the share
+    of a state that each chunk keeps.
+    """
+    wide, heads = 2 * delta.keys + delta.values, delta.value_heads
+    rule = heads * (8 * delta.key_dim + 5 * delta.value_dim + 6 * DELTA_CHUNK)
+    rule += delta.values * delta.key_dim // DELTA_CHUNK
+    return tokens * (4 * size * hidden + (size * (3 * wide + 4 * delta.values) + 4 * rule) // tp)
 
 
 def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
@@ -233,16 +259,19 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
     """Keys, values and routes of one conversation of `max_context` tokens on one of `tp` devices.
 
-    With latent attention each device keeps the latent vectors, one a token, of which both are made.
+    With latent attention each device keeps the latent vectors, one a token, of which both are made. Of a
+    delta net its state, in float32, and one more for each token that is drafted.
     """
     heads = max(1, arch.cached_heads // tp)
-    layers = arch.layers + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
+    linear, attention = _kinds(arch)
+    layers = attention + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
     slots = config.rollout.max_context + config.spec.drafts + 2
     keys = (1 if arch.latent else 2) * layers * heads * arch.cached_dim * _element(config)
     experts, routes = arch.experts, 0
     if experts and config.rollout.replay_routes:
         routes = (arch.layers - experts.dense) * experts.per_token * (1 if experts.count < 256 else 2)
-    return (keys + routes) * slots
+    states = 4 * linear * (arch.delta.state if arch.delta else 0) // tp * (1 + config.spec.drafts)
+    return (keys + routes) * slots + states
 
 
 def _element(config: Config) -> int:

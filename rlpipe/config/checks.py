@@ -17,7 +17,7 @@ from rlpipe.config.lora import check_lora
 from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import Stale
-from rlpipe.config.rollout import EngineKind
+from rlpipe.config.rollout import EngineKind, check_embedded
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecMode
@@ -146,6 +146,8 @@ def check(config: Config) -> None:
     check_adapters(config, hf_config)
     check_biases(config.model.path, hf_config)
     check_replay(config, hf_config)
+    if config.rollout.engine is EngineKind.EMBEDDED and config.run.half.rolls:
+        check_embedded(config.rollout_model, served)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
     if config.task is Task.MTP_ADAPT:

@@ -55,7 +55,13 @@ def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
 
     hf_config: the checkpoint's `config.json`.
     """
-    if config.mlp and hf_config.get("moe_intermediate_size"):
+    experts = hf_config.get("moe_intermediate_size")
+    if hf_config.get("linear_num_key_heads") and config.active and (config.attention or experts):
+        raise ValueError(
+            f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: gated delta nets "
+            "and attention with an output gate have no adapters. Set trainer.lora.rank=0."
+        )
+    if config.mlp and experts:
         raise ValueError(
             f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: experts have no "
             "adapters. Set trainer.lora.targets=attention, or trainer.lora.rank=0 to train all weights."

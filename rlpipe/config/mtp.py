@@ -96,6 +96,11 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
             f"{path!r} has no MTP layer (num_nextn_predict_layers is missing or 0), so there is no draft to "
             "train or score: use a checkpoint with one, or set mtp.train=off."
         )
+    if config.windows and hf_config.get("linear_num_key_heads"):
+        raise ValueError(
+            f"mtp.objective={config.objective} goes on from the keys of a pass, and the gated delta nets of "
+            f"{path!r} keep none: set mtp.objective=e2e_tv."
+        )
     layers = int(hf_config["num_nextn_predict_layers"])
     if layers > 1 and config.windows:
         raise ValueError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
@@ -94,3 +96,15 @@ class RolloutConfig:
                 "whole distribution, because the trainer does not replay a kept set and its ratios would be "
                 "wrong. Leave top_p=1 and top_k=0, and lower rollout.temperature for sharper samples."
             )
+
+
+def check_embedded(path: str, hf_config: Mapping[str, Any]) -> None:
+    """Refuse a model that the embedded engine cannot decode. Raises ValueError with what serves it instead.
+
+    hf_config: the `config.json` of the checkpoint in `path`.
+    """
+    if hf_config.get("linear_num_key_heads"):
+        raise ValueError(
+            f"{path!r} is of type {hf_config['model_type']!r}, whose gated delta nets the embedded engine "
+            "does not decode: set rollout=sglang on a machine with a GPU."
+        )

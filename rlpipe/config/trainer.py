@@ -134,6 +134,14 @@ def check_parallel(
         inner: int(hf_config[inner]),
         "hidden_size": int(hf_config["hidden_size"]),
     }
+    linear = ("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size")
+    sizes |= {name: int(hf_config[name]) for name in linear if hf_config.get(name)}
+    if config.cp > 1 and hf_config.get("linear_num_key_heads"):
+        raise ValueError(
+            f"trainer.cp={config.cp} with a model of type {hf_config['model_type']!r}: the state of a gated "
+            "delta net goes through all tokens in order, which context parallel ranks share. Set "
+            "trainer.cp=1 and raise trainer.tp, or set trainer.recompute=full, to fit long contexts."
+        )
     if hf_config.get("first_k_dense_replace"):
         sizes["intermediate_size"] = int(hf_config["intermediate_size"])
     if latent := int(hf_config.get("kv_lora_rank") or 0):

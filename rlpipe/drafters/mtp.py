@@ -28,7 +28,7 @@ DRAFTER = DrafterKind(
     served=ServedDraft(
         prefix=MTP_PREFIX,
         tables=lambda family, config: (
-            ("model.", "", family.draft),
+            (family.draft_place, "", family.draft),
             (f"model.{family.draft_block}.", "", family.layer_parts(config)),
         ),
         shared=(EMBEDDING, HEAD),

@@ -21,6 +21,8 @@ FAMILIES: dict[str, Family] = {m.FAMILY.name: m.FAMILY for m in _MODULES if hasa
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family that a `config.json` names. Raises ValueError when there is none of that name."""
     name = hf_config.get("model_type")
+    if isinstance(name, str):
+        name = name.removesuffix("_text")  # of a model that also sees
     if name not in FAMILIES:
         raise ValueError(
             f"model_type={name!r} is not supported. Use a checkpoint of one of these families: "

@@ -16,6 +16,7 @@ from rlpipe.models.checkpoint import mtp_prefix
 from rlpipe.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
+    from rlpipe.models.delta_net import DeltaNet
     from rlpipe.models.latent import LatentAttention
 
 
@@ -30,6 +31,7 @@ class Layout(Enum):
     SWAPPED = auto()  # Megatron reads cat(embedding, hidden), MiMo cat(hidden, embedding); a server: whole
     ROWS = auto()  # one tensor, cut along its output; a server: whole
     HEADS = auto()  # one tensor, cut along its output by heads, on a server too
+    DELTA = auto()  # of a delta net: Megatron by key head, a server one after the other
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,6 +111,7 @@ class Experts:
     those of the highest scores. normed: whether the weights of those sum to 1, or those of all experts.
     sigmoid: weights are sigmoids of the scores, a bias is added to them for the choice alone.
     scaling: what the weights are multiplied by. shared: channels of an MLP that reads every token, 0 without.
+    gated: whether that is multiplied by a sigmoid of a score of its own.
     dense: layers at the start that have an MLP instead. groups: of as many experts each, of which a token's
     experts come from those `groups_per_token` whose two best scores have the largest sums.
     """
@@ -120,9 +123,15 @@ class Experts:
     sigmoid: bool = False
     scaling: float = 1.0
     shared: int = 0
+    gated: bool = False
     dense: int = 0
     groups: int = 1
     groups_per_token: int = 1
+
+    @property
+    def shared_name(self) -> str:
+        """What files call the MLP that reads every token."""
+        return "mlp.shared_expert" if self.gated else "mlp.shared_experts"
 
     def parts(self) -> Iterator[Part]:
         """Weights of a layer: the router, and of each expert what a server keeps fused with the others'."""
@@ -130,7 +139,9 @@ class Experts:
         if self.sigmoid:
             yield ROUTER_BIAS
         if self.shared:
-            ours = theirs = "mlp.shared_experts."
+            ours, theirs = "mlp.shared_experts.", f"{self.shared_name}."
+            if self.gated:
+                yield Part((f"{ours}gate_weight",), (f"{self.shared_name}_gate.weight",))
             gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
             yield Part((f"{ours}linear_fc1.weight",), gate_up, Layout.GATE_UP, f"{theirs}gate_up_proj.weight")
             yield Part((f"{ours}linear_fc2.weight",), (f"{theirs}down_proj.weight",), Layout.COLUMNS)
@@ -150,7 +161,8 @@ class Architecture:
     decoder layer. rotary_dim: numbers of a head that are rotated, its first ones.
     experts: in each layer but the first `dense` ones, in the place of an MLP of `intermediate` channels;
     None in a dense model. latent: attention by latent vectors, None with grouped queries; with it head_dim is
-    that of queries and keys, and each head has its keys.
+    that of queries and keys, and each head has its keys. delta: gated delta nets in the place of some layers'
+    attention, which then has an output gate, beside each query head in q_proj; norms multiply by 1 + weight.
     """
 
     family: str
@@ -174,6 +186,7 @@ class Architecture:
     draft: tuple[Part, ...] = MIMO_DRAFT
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    delta: DeltaNet | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -196,6 +209,11 @@ class Architecture:
         """Channels of a layer's MLP, or of one of its experts."""
         return self.experts.intermediate if self.experts else self.intermediate
 
+    @property
+    def uneven(self) -> bool:
+        """Whether layers differ in what weights they have."""
+        return self.delta is not None or bool(self.experts and self.experts.dense)
+
     def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:
         """HF name -> shape of every weight, the draft's included when `mtp`."""
         shapes = {
@@ -205,7 +223,8 @@ class Architecture:
         }
         for index in range(self.layers):
             mixed = self.experts is not None and index >= self.experts.dense
-            shapes.update(self._layer_shapes(f"model.layers.{index}.", mixed))
+            linear = self.delta is not None and self.delta.linear[index]
+            shapes.update(self._layer_shapes(f"model.layers.{index}.", mixed, linear))
         for prefix in map(mtp_prefix, range(self.mtp_layers if mtp else 0)):
             shapes.update(self._layer_shapes(prefix, self.experts is not None))
             for part in self.draft:
@@ -213,10 +232,13 @@ class Architecture:
                 shapes[f"{prefix}{part.hf[0]}"] = rows
         return shapes
 
-    def _layer_shapes(self, prefix: str, mixed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _layer_shapes(
+        self, prefix: str, mixed: bool, linear: bool = False
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gated = 2 if self.delta else 1
         attention = (
-            ("self_attn.q_proj", q, self.hidden, self.qkv_bias),
+            ("self_attn.q_proj", gated * q, self.hidden, self.qkv_bias),
             ("self_attn.k_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.v_proj", kv, self.hidden, self.qkv_bias),
             ("self_attn.o_proj", self.hidden, q, self.output_bias),
@@ -225,6 +247,10 @@ class Architecture:
             attention = ()
             for name, shape in self.latent.shapes(self.hidden, self.heads).items():
                 yield f"{prefix}self_attn.{name}.weight", shape
+        if linear:
+            attention = ()
+            for name, shape in self.delta.shapes(self.hidden):
+                yield prefix + name, shape
         linears = (*attention, *self._mlp_shapes(mixed))
         for name, rows, columns, bias in linears:
             yield f"{prefix}{name}.weight", (rows, columns)
@@ -232,7 +258,7 @@ class Architecture:
                 yield f"{prefix}{name}.bias", (rows,)
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{name}.weight", (self.hidden,)
-        if self.qk_norm:
+        if self.qk_norm and not linear:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
         if mixed and self.experts.sigmoid:
@@ -242,8 +268,10 @@ class Architecture:
         mlps = {"mlp": self.intermediate}
         if mixed:
             mlps = {f"mlp.experts.{i}": self.experts.intermediate for i in range(self.experts.count)}
-            mlps |= {"mlp.shared_experts": self.experts.shared} if self.experts.shared else {}
+            mlps |= {self.experts.shared_name: self.experts.shared} if self.experts.shared else {}
             yield "mlp.gate", self.experts.count, self.hidden, False
+            if self.experts.gated:
+                yield f"{self.experts.shared_name}_gate", 1, self.hidden, False
         for name, inner in mlps.items():
             yield f"{name}.gate_proj", inner, self.hidden, self.mlp_bias
             yield f"{name}.up_proj", inner, self.hidden, self.mlp_bias
@@ -261,7 +289,8 @@ class Family:
     rotary: share of a head that is rotated where `partial_rotary_factor` is not written; None where all of it
     must be. sliding_window: whether a config asks for sliding-window attention. experts: reads a mixture of
     experts, and refuses what of it is not supported; latent: the same of latent attention, whose weights
-    `layer` leaves out. draft_block: of SGLang's draft, the decoder layer.
+    `layer` leaves out; delta: of gated delta nets. draft_place, draft_block: of SGLang's draft, what stands
+    before the names of `draft`, and the decoder layer.
     draft_on_cpu: whether that draft starts without CUDA.
     float32: endings of the names of weights that an SGLang server keeps so, whatever the others are.
     """
@@ -278,6 +307,8 @@ class Family:
     experts: Callable[[Mapping[str, Any]], Experts] | None = None
     latent: Callable[[Mapping[str, Any]], LatentAttention] | None = None
     rotary: float | None = None
+    delta: Callable[[Mapping[str, Any]], DeltaNet] | None = None
+    draft_place: str = "model."
     draft_block: str = "mtp_block"
     draft_on_cpu: bool = True
     float32: tuple[str, ...] = ()
@@ -303,7 +334,7 @@ class Family:
             family=self.name,
             vocab=int(config["vocab_size"]),
             hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
+            intermediate=int(config.get("intermediate_size") or config["moe_intermediate_size"]),
             layers=int(config["num_hidden_layers"]),
             heads=heads,
             kv_heads=heads if latent else int(config.get("num_key_value_heads") or heads),
@@ -321,6 +352,7 @@ class Family:
             draft=self.draft,
             experts=self.experts(config) if self.experts else None,
             latent=latent,
+            delta=self.delta(config) if self.delta else None,
         )
 
     def _rotary_factor(self, config: Mapping[str, Any]) -> float:
@@ -333,7 +365,7 @@ class Family:
             "num_attention_heads",
             "hidden_size",
             "vocab_size",
-            "intermediate_size",
+            "moe_intermediate_size" if self.experts and self.delta else "intermediate_size",
             "num_hidden_layers",
         )
         optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "num_nextn_predict_layers")

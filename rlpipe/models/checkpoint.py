@@ -12,7 +12,8 @@ shared lm_head and predict token t+k+1. See `mtp/layer.py` for the reference mod
 
 Files and servers of other families call it `model.layers.N`, N being the number of layers: `read_weights`
 and `weight_shapes` rename it, `write_checkpoint` and what is sent to a server give the name back
-(`stored_name`). Its copies of embedding and head are not read: all depths share the target's.
+(`stored_name`). Its copies of embedding and head are not read: all depths share the target's. What is
+particular to Qwen3-Next and Qwen3.5 stands in `stored`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlpipe.models import stored
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +38,13 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 
 def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]:
-    """`config.json` of a checkpoint directory; setting: what named it.
+    """`config.json` of a checkpoint directory, settings of its text at the top; setting: what named it.
 
     Raises ValueError naming the path when it is not a Hugging Face checkpoint.
     """
@@ -58,7 +63,22 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
             f"{setting}={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
             f"Point {setting} at a directory with config.json and *.safetensors.{hub}"
         )
-    return read_json(file, setting)
+    config = read_json(file, setting)
+    return stored.plain_config(config, _holds_mtp(Path(path)) if stored.is_qwen_hybrid(config) else None)
+
+
+def _holds_mtp(path: Path) -> bool | None:
+    """Whether files have tensors named `mtp.*`; None where there are no files that could be read."""
+    from safetensors import SafetensorError, safe_open
+
+    names = list(read_json(path / "model.safetensors.index.json", "model.path").get("weight_map") or {})
+    try:
+        for file in [] if names else path.glob("*.safetensors"):
+            with safe_open(file, framework="np") as opened:
+                names += opened.keys()
+    except (SafetensorError, OSError):
+        return None
+    return any(name.startswith(stored.MTP) for name in names) if names else None
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
@@ -126,12 +146,16 @@ def stored_name(name: str, config: Mapping[str, Any]) -> str:
     >>> read_name("model.layers.46.enorm.weight", config), read_name("model.layers.45.mlp", config)
     ('model.mtp_layers.0.enorm.weight', 'model.layers.45.mlp')
     """
+    if stored.is_qwen_hybrid(config):
+        return stored.file_name(name, config)
     ours, theirs = _draft_prefixes(config)
     return theirs + name.removeprefix(ours) if name.startswith(ours) else name
 
 
 def read_name(name: str, config: Mapping[str, Any]) -> str:
     """The inverse of `stored_name`; empty for a weight that is not read."""
+    if stored.is_qwen_hybrid(config):
+        return stored.our_name(name, config)
     ours, theirs = _draft_prefixes(config)
     if not name.startswith(theirs):
         return name
@@ -159,7 +183,12 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     for file in files:
         weights.update(load_file(file))
     config = read_json(Path(path) / "config.json", "model.path")
-    weights = {ours: tensor for name, tensor in weights.items() if (ours := read_name(name, config))}
+    weights = {
+        part: tensor[index] if index else tensor
+        for name, tensor in weights.items()
+        if (ours := read_name(name, config))
+        for part, index, _ in stored.apart(ours, tuple(tensor.shape))
+    }
     if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
@@ -191,9 +220,10 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
         try:
             with safe_open(file, framework="np") as opened:
                 shapes |= {
-                    ours: tuple(opened.get_slice(name).get_shape())
+                    part: shape
                     for name in opened.keys()  # noqa: SIM118
                     if (ours := read_name(name, config))
+                    for part, _, shape in stored.apart(ours, tuple(opened.get_slice(name).get_shape()))
                 }
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size if file.exists() else 0
@@ -238,7 +268,8 @@ def _some(names: list[str], limit: int = 6) -> str:
 def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
     """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
 
-    A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does.
+    A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does. Experts are
+    fused where they are in `like`, and a vision tower, which is not read, is copied.
     """
     from safetensors.torch import save_file
 
@@ -251,8 +282,29 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
         for name, tensor in weights.items()
         if not (tied and name == "lm_head.weight")
     }
+    if stored.is_qwen_hybrid(config):
+        _as_in_files(tensors, like)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     if path.resolve() != like.resolve():
         for name in ("config.json", *TOKENIZER_FILES):
             if (like / name).is_file():
                 shutil.copy2(like / name, path / name)
+
+
+def _as_in_files(tensors: dict[str, torch.Tensor], like: Path) -> None:
+    """Fuse experts that are fused in the files of `like`, and add its vision tower."""
+    from safetensors import safe_open
+
+    for file in sorted(like.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if name.startswith(stored.VISION):
+                    tensors[name] = opened.get_tensor(name)
+                    continue
+                shape = tuple(opened.get_slice(name).get_shape())
+                parts = [(part, index) for part, index, _ in stored.apart(name, shape) if index]
+                if parts and parts[0][0] in tensors:
+                    fused = tensors[parts[0][0]].new_empty(shape)
+                    for part, index in parts:
+                        fused[index] = tensors.pop(part)
+                    tensors[name] = fused

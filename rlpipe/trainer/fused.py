@@ -15,12 +15,19 @@ from megatron.core.transformer.mlp import MLP
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """y = w * x / sqrt(mean(x^2) + eps), over the last dimension."""
+    """y = w * x / sqrt(mean(x^2) + eps), over the last dimension; 1 + w in place of w if centred at 0."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self._centred = getattr(config, "layernorm_zero_centered_gamma", False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._centred:
+            weight = 1 + self.weight.float() if x.dtype is torch.bfloat16 else 1 + self.weight
+            wide = x.to(weight.dtype)
+            if x.is_cuda:
+                return F.rms_norm(wide, self.normalized_shape, weight, self.eps).to(x.dtype)
+            return _RmsNorm.apply(wide, weight, self.eps).to(x.dtype)
         return super().forward(x) if x.is_cuda else _RmsNorm.apply(x, self.weight, self.eps)
 
 

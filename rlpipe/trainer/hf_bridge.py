@@ -198,6 +198,9 @@ def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
     if part.layout is Layout.QKV:
         merge, split = _by_query_group(arch)
         return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
+    if part.layout is Layout.DELTA:
+        merge, split = _by_key_head(arch, part.hf)
+        return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
     if part.layout is Layout.GATE_UP:
         merge, split = _by_rank(tp)
         return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
@@ -217,15 +220,39 @@ def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
 
 def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
     groups = arch.kv_heads
-    sizes = [arch.heads // groups * arch.head_dim, arch.head_dim, arch.head_dim]  # rows of q, k, v in a group
+    gated = 2 if arch.delta else 1  # an output gate beside each query head; Megatron has a group's at its end
+    queries = arch.heads // groups
+    sizes = [gated * queries * arch.head_dim, arch.head_dim, arch.head_dim]  # rows of q, k, v in a group
+
+    def regrouped(query: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        blocks = query.reshape(groups, rows, columns, arch.head_dim, -1)
+        return blocks.transpose(1, 2).reshape(query.shape)
 
     def merge(tensors: Tensors) -> torch.Tensor:
+        tensors = [regrouped(tensors[0], queries, gated), *tensors[1:]]
         grouped = [t.view(groups, rows, -1) for t, rows in zip(tensors, sizes, strict=True)]
         return torch.cat(grouped, dim=1).reshape(groups * sum(sizes), *tensors[0].shape[1:])
 
     def split(full: torch.Tensor) -> Tensors:
         grouped = full.view(groups, sum(sizes), -1).split(sizes, dim=1)
-        return [t.reshape(-1, *full.shape[1:]) for t in grouped]
+        query, key, value = (t.reshape(-1, *full.shape[1:]) for t in grouped)
+        return [regrouped(query, gated, queries), key, value]
+
+    return merge, split
+
+
+def _by_key_head(arch: Architecture, names: Sequence[str]) -> tuple[Merge, Split]:
+    """Rows of a delta net's weight that belong to one key head side by side; names: of its HF tensors."""
+    heads, blocks = arch.delta.key_heads, [arch.delta.blocks(name) for name in names]
+
+    def merge(tensors: Tensors) -> torch.Tensor:
+        parts = [part for tensor, rows in zip(tensors, blocks, strict=True) for part in tensor.split(rows)]
+        return torch.cat([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+
+    def split(full: torch.Tensor) -> Tensors:
+        by_head = full.view(heads, -1, *full.shape[1:])
+        parts = iter(by_head.split([rows // heads for rows in chain(*blocks)], dim=1))
+        return [torch.cat([next(parts).flatten(0, 1) for _ in rows]) for rows in blocks]
 
     return merge, split
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rlpipe.batch import Branch
+from rlpipe.models.delta_net import DeltaNet
 from rlpipe.trainer.attention import branch_attention, has_flash
+from rlpipe.trainer.delta_net import GatedDeltaNet, Succession
 from rlpipe.trainer.experts import MixtureOfExperts, Replay, ReplayingLayer, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
 from rlpipe.trainer.mla import LatentConfig, latent_layer
@@ -54,6 +57,11 @@ class BranchLayout(PackedSeqParams):
         self.branches, self.positions, self.replay = branches, positions, replay
         self.reach = max(branch.shared + branch.length for branch in branches)  # positions end before it
         self._kept: Kept | None = {} if keep else None
+
+    @cached_property
+    def succession(self) -> Succession:
+        """Which tokens follow which, for delta nets."""
+        return Succession(self.branches, self.positions.device)
 
     def attend(
         self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -161,12 +169,23 @@ class CausalAttention(MegatronModule):
 Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
 
 
-def block_specs(config: TransformerConfig, te: bool, dense: int = 0) -> tuple[Any, Any]:
-    """Specs of the decoder and of the MTP block (None without one). dense: first layers without experts."""
+def block_specs(
+    config: TransformerConfig, te: bool, dense: int = 0, delta: DeltaNet | None = None
+) -> tuple[Any, Any]:
+    """Specs of the decoder and of the MTP block (None without one).
+
+    dense: first layers without experts. delta: delta nets in the place of some layers' attention.
+    """
     layer = _layer(config, config.num_moe_experts, te)
     decoder_layer = _replaying(layer) if config.num_moe_experts else layer
     layers = [_layer(config, None, te)] * dense + [decoder_layer] * (config.num_layers - dense)
     norm = TENorm if te else RmsNorm
+    if delta is not None:
+        linear = _layer(config, config.num_moe_experts, te)
+        linear.submodules.input_layernorm = norm  # TransformerEngine fuses it into attention
+        linear.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": delta})
+        linear = _replaying(linear) if config.num_moe_experts else linear
+        layers = [linear if here else decoder_layer for here in delta.linear]
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
         return decoder, None

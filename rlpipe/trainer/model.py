@@ -125,7 +125,8 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
             f"{arch.family!r} has latent attention, which needs our own layers: set trainer.layers=local."
         )
     transformer = transformer_config(arch, config, runtime)
-    decoder, mtp = block_specs(transformer, runtime.te, arch.experts.dense if arch.experts else 0)
+    dense = arch.experts.dense if arch.experts else 0
+    decoder, mtp = block_specs(transformer, runtime.te, dense, arch.delta)
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=decoder,
@@ -167,6 +168,9 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         num_query_groups=arch.kv_heads,
         kv_channels=arch.head_dim,
         qk_layernorm=arch.qk_norm,
+        hetereogenous_dist_checkpoint=arch.uneven,
+        attention_output_gate=arch.delta is not None,
+        layernorm_zero_centered_gamma=arch.delta is not None,
         add_qkv_bias=arch.qkv_bias,
         add_bias_linear=False,
         normalization="RMSNorm",
@@ -212,6 +216,7 @@ def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared or None,
         "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
         "moe_router_group_topk": experts.groups_per_token if experts.groups > 1 else None,
+        "moe_shared_expert_gate": experts.gated,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }

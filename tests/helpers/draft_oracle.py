@@ -15,8 +15,10 @@ from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory
 from tests.helpers.deepseek_mtp import DeepseekMtpLayer
 from tests.helpers.glm_mtp import GlmMtpLayer
+from tests.helpers.hybrid_mtp import HYBRIDS, HybridMtpLayer
 
 LAYERS = {"glm4_moe": GlmMtpLayer, "deepseek_v3": DeepseekMtpLayer}
+LAYERS |= dict.fromkeys(HYBRIDS, HybridMtpLayer)
 
 
 def read_layers(path: Path) -> torch.nn.ModuleList:

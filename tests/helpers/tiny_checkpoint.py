@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.tiny_hybrid import write_random_hybrid
+
 ARCHITECTURES = {
     "mimo": ("qwen2", "MiMoForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -20,6 +22,10 @@ ARCHITECTURES = {
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
 }
@@ -96,6 +102,10 @@ def write_random_checkpoint(
         "eos_token_id": 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if family.startswith(("qwen3_next", "qwen3_5")):
+        sizes = {"scale": scale, "head_scale": head_scale or scale, "mtp_layers": mtp_layers, "seed": seed}
+        write_random_hybrid(path, config, dtype=dtype, expert_intermediate=expert_intermediate, **sizes)
+        return path
     if family == "mistral":
         config["sliding_window"] = None
     glm, latent = family == "glm4_moe", family == "deepseek_v3"

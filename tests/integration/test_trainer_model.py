@@ -41,6 +41,10 @@ FAMILIES = {
         "rope_parameters": DEEPSEEK_YARN,
     },
     "deepseek in halves": {"family": "deepseek_v3", "interleaved": False, "mtp_layers": 0},
+    "qwen3 next": {"family": "qwen3_next", "head_dim": 12, "layers": 3},
+    "qwen3.5": {"family": "qwen3_5_text", "head_dim": 12, "tie": True},
+    "qwen3.5 that sees": {"family": "qwen3_5"},
+    "qwen3.5 moe": {"family": "qwen3_5_moe", "head_dim": 12, "layers": 3},
     "mistral": {"family": "mistral", "head_dim": 12},
     "llama theta": {
         "family": "llama",

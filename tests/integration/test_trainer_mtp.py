@@ -67,8 +67,19 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("mimo", 1), ("mimo", 3), ("glm4_moe", 1), ("deepseek_v3", 1)],
-    ids=["one layer", "a layer per depth", "a layer with experts", "latent attention"],
+    [
+        ("mimo", 1),
+        ("mimo", 3),
+        ("glm4_moe", 1),
+        ("deepseek_v3", 1),
+        ("qwen3_next", 1),
+        ("qwen3_5", 1),
+        ("qwen3_5_moe", 1),
+    ],
+    ids=[
+        *("one layer", "a layer per depth", "a layer with experts", "latent attention"),
+        *("qwen3 next", "qwen3.5", "qwen3.5 moe"),
+    ],
 )
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
 @pytest.mark.parametrize(

@@ -32,23 +32,32 @@ EXPERTS = {  # ranks share the experts of a mixture, too
     "ep_sharded": replace(ALONE, dp=2, ep=2, distributed_optimizer=True),
     "ep_of_cp": replace(ALONE, cp=2, ep=2),
 }
-MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+HYBRIDS = ("qwen3_next",)  # whose tokens context parallel ranks cannot share
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
     "experts": ONLINE,  # a draft whose layer is a mixture of experts
     "latent": ONLINE,  # and has latent attention
+    "gated": ONLINE,  # and whose attention has an output gate
     "kl": replace(ONLINE, objective=MtpObjective.KL),
     "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
     "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
 }
 
-TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) != ("ppow", "cp")]  # refused by the settings
+# refused by the settings
+TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) not in (("ppow", "cp"), ("gated", "cp"))]
+
+
+def splits_of(model):
+    """Sizes that a model is trained with."""
+    every = SPLITS | (EXPERTS if model in MIXTURES else {})
+    return {name: split for name, split in every.items() if split.cp == 1 or model not in HYBRIDS}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Five families trained alone and split, and a run continued on other sizes; a launch per world size."""
+    """Six families trained alone and split, and a run continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
     models = {
@@ -57,6 +66,7 @@ def outcomes(tmp_path_factory):
         "qwen3_moe": write_random_checkpoint(folder / "qwen3_moe", "qwen3_moe", vocab=61),
         "glm4_moe": write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61),
         "deepseek_v3": write_random_checkpoint(folder / "deepseek_v3", "deepseek_v3", vocab=61),
+        "qwen3_next": write_random_checkpoint(folder / "qwen3_next", "qwen3_next", vocab=61),
     }
     groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(3)]
 
@@ -64,7 +74,8 @@ def outcomes(tmp_path_factory):
         return Run(path=models[model], config=config, algo=ALGO, groups=work, **files)
 
     def draft(kind, config):
-        path = models[{"experts": "glm4_moe", "latent": "deepseek_v3"}.get(kind, "mimo")]
+        others = {"experts": "glm4_moe", "latent": "deepseek_v3", "gated": "qwen3_next"}
+        path = models[others.get(kind, "mimo")]
         return Run(path=path, config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
 
     sharded = replace(ALONE, distributed_optimizer=True)
@@ -76,11 +87,14 @@ def outcomes(tmp_path_factory):
     split = {
         f"{model}/{name}": run(model, config, groups[:2])
         for model in models
-        for name, config in (SPLITS | (EXPERTS if model in MIXTURES else {})).items()
+        for name, config in splits_of(model).items()
     }
     alone["experts first"] = run("qwen3_moe", ALONE, groups[:2], save=folder / "saved experts")
     alone["experts then"] = run("qwen3_moe", ALONE, groups[2:], load=folder / "saved experts")
     split["experts then ep"] = run("qwen3_moe", EXPERTS["ep"], groups[2:], load=folder / "saved experts")
+    alone["hybrid first"] = run("qwen3_next", ALONE, groups[:2], save=folder / "saved hybrid")
+    alone["hybrid then"] = run("qwen3_next", ALONE, groups[2:], load=folder / "saved hybrid")
+    split["hybrid then tp"] = run("qwen3_next", SPLITS["tp"], groups[2:], load=folder / "saved hybrid")
     split |= {f"draft/{kind}/{name}": draft(kind, SPLITS[name]) for kind, name in TAUGHT}
     for name, saved in (
         ("tp", "saved"),
@@ -102,8 +116,7 @@ def assert_same_steps(alone, other):
         assert theirs["perf/train_tokens"] == mine["perf/train_tokens"]
 
 
-CASES = [(model, split) for model in ("mimo", "qwen3", *MIXTURES) for split in SPLITS]
-CASES += [(model, split) for model in MIXTURES for split in EXPERTS]
+CASES = [(model, split) for model in ("mimo", "qwen3", *MIXTURES) for split in splits_of(model)]
 
 
 @pytest.mark.parametrize(("model", "split"), CASES)
@@ -116,6 +129,11 @@ def test_gradient_norms_and_losses_equal_those_of_one_process(outcomes, model, s
 def test_a_checkpoint_of_one_process_is_continued_on_other_parallel_sizes(outcomes, split):
     told, _ = outcomes
     assert_same_steps(told["then"], told[f"then {split}"])
+
+
+def test_delta_nets_of_one_process_are_continued_by_ranks_that_share_their_heads(outcomes):
+    told, _ = outcomes
+    assert_same_steps(told["hybrid then"], told["hybrid then tp"])
 
 
 def test_experts_of_one_process_are_continued_by_ranks_that_share_them(outcomes):

@@ -1,6 +1,7 @@
 """The memory estimate: near what was measured, refused with what would fit, and shown as it is."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,25 @@ SIZES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary, tied hea
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "7.8B": (4096, 11008, 36, 32, 8, 151680, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+HYBRID = {  # Qwen3.5-35B-A3B
+    "model_type": "qwen3_5_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_nextn_predict_layers": 1,
 }
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -114,6 +134,16 @@ def test_expert_parallel_ranks_share_the_experts_alone(models):
     )
     assert apart["weights"] == 2 * shared and replicated["weights"] == 2 * whole
     assert apart["optimizer"] == replicated["optimizer"]  # sharded over all four ranks either way
+
+
+def test_layers_with_delta_nets_and_with_attention_are_counted_each():
+    arch = read_architecture(HYBRID)
+    shapes = arch.weight_shapes(mtp=True)
+    assert sum(parameters(arch)) == sum(map(_size, shapes.values()))
+    assert 34e9 < sum(_size(s) for name, s in shapes.items() if ".mtp_layers." not in name) < 36e9
+    config = OmegaConf.to_object(composed("rollout.max_context=32768", "spec.mode=none"))
+    attention_alone = replace(arch, delta=replace(arch.delta, linear=(False,) * 40))
+    assert conversation_bytes(arch, config) < 0.3 * conversation_bytes(attention_alone, config)
 
 
 def test_a_mixture_that_does_not_fit_is_told_to_share_its_experts(models):

@@ -27,7 +27,7 @@ from pkgutil import resolve_name
 import torch
 
 from rlpipe.config.paths import resolve
-from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
+from rlpipe.config.rollout import KvOnUpdate, RolloutConfig, check_embedded
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights, require_mtp
@@ -57,6 +57,7 @@ class EmbeddedEngine:
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> None:
         hf_config = read_config(model_path)
         arch = read_architecture(hf_config)
+        check_embedded(str(model_path), hf_config)
         drafts = spec.needs_mtp
         if drafts:
             require_mtp(hf_config, model_path, spec.mode)

@@ -46,6 +46,11 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             "spec.mode=rejection, or rollout.engine=embedded."
         )
     target = read_config(model_path)
+    if not on_gpu and target.get("linear_num_key_heads"):
+        raise ValueError(
+            f"{str(model_path)!r} is of type {target['model_type']!r}, whose gated delta nets SGLang "
+            "computes on a GPU only: run it on a machine with one (rollout.device=auto)."
+        )
     if spec.mode is SpecMode.NONE:
         return
     if spec.needs_draft:
@@ -117,7 +122,9 @@ def command(
     if backend:
         words += ["--attention-backend", backend]
     model = read_json(Path(model_path) / "config.json", "model.path")
-    if model.get("n_shared_experts"):  # else they have the names of other experts
+    model |= model.get("text_config") or {}
+    shared = ("n_shared_experts", "shared_expert_intermediate_size")
+    if any(map(model.get, shared)):  # else they have the names of other experts
         words += ["--disable-shared-experts-fusion"]
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]

@@ -7,7 +7,10 @@ import pytest
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.checks import check, check_adapt
 from rlpipe.config.decoupled import DecoupledConfig
+from rlpipe.config.half import Half
 from rlpipe.config.lora import LoraConfig
+from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings, Task
@@ -52,6 +55,28 @@ def test_biases_that_the_trainer_has_no_place_for_are_refused_before_loading(
         ValueError, match=rf"{setting}=true, which gives {where} a bias.* {family} .*Use .*{setting}=false"
     ):
         check(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(tmp_path, family):
+    path = write_random_checkpoint(tmp_path / "model", family, max_position=65536)
+    config = Config(run=RunSettings(dir=str(tmp_path / "run")), model=ModelConfig(path=str(path)))
+    with pytest.raises(ValueError, match=f"{family}.*embedded engine does not decode: set rollout=sglang"):
+        check(config)
+    config.run.half = Half.TRAIN  # rolled out elsewhere
+    check(config)
+    config.mtp = MtpConfig(train=MtpTrain.ONLINE, objective=MtpObjective.PPOW)
+    with pytest.raises(ValueError, match=r"mtp.objective=ppow .* keep none: set mtp.objective=e2e_tv"):
+        check(config)
+    config.mtp = MtpConfig()
+    for trainer, words in (
+        (TrainerConfig(cp=2), r"trainer.cp=2 .*delta net.* Set trainer.cp=1"),
+        (TrainerConfig(tp=4), r"trainer.tp=4 does not divide .* Set trainer.tp to one of \[1, 2\]"),
+        (TrainerConfig(lora=LoraConfig(rank=4, targets="attention")), r"have no adapters. Set .*rank=0"),
+    ):
+        config.trainer = trainer
+        with pytest.raises(ValueError, match=words):
+            check(config)
 
 
 @pytest.mark.parametrize("slope", [[-0.1], [0.0, 1.0, 0.5], [0.0, float("nan"), 1.0]])

@@ -22,6 +22,14 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
 
+DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 512,
+}
 MIMO_7B = {  # config.json of XiaomiMiMo/MiMo-7B-RL
     "architectures": ["MiMoForCausalLM"],
     "attention_bias": True,
@@ -323,17 +331,20 @@ def test_expected_weights_are_those_of_the_checkpoint(tmp_path, family):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_weight_of_a_layer_stands_in_the_familys_table_once(name, query_rank):
     """The shapes are derived from the dimensions, the table is by hand: both name the same weights."""
-    family, sizes = FAMILIES[name], EXPERTS | LATENT | {"q_lora_rank": query_rank}
+    family, sizes = FAMILIES[name], EXPERTS | LATENT | DELTA | {"q_lora_rank": query_rank}
     config = MIMO_7B | sizes | {"model_type": name, "sliding_window": None}
-    if family.latent:
+    if family.latent or family.delta:
         config["attention_bias"] = False
     arch = read_architecture(config)
     arch = dataclasses.replace(arch, layers=1, qk_norm=not family.latent, mtp_layers=1)
+    if family.delta:
+        kinds = dataclasses.replace(arch.delta, linear=(True, False))
+        arch = dataclasses.replace(arch, layers=2, delta=kinds)
     shapes = arch.weight_shapes(mtp=True)
     listed = [n for part in family.layer_parts(sizes) for n in part.hf]
     if family.experts:  # every layer has them
         listed = [n for n in listed if not n.startswith(DENSE_MLP)]
-    layer = {n.removeprefix("model.layers.0.") for n in shapes if n.startswith("model.layers.0.")}
+    layer = {n.split(".", 3)[3] for n in shapes if n.startswith("model.layers.")}
     assert len(listed) == len(set(listed)) and layer - {"self_attn.o_proj.bias"} == {
         n for n in listed if arch.qkv_bias or not n.endswith(".bias")
     }

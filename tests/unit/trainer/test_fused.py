@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,11 @@ def both(function, reference, *inputs):
     return results
 
 
+@pytest.mark.parametrize("centre", [0, 1], ids=["1 + weight", "weight"])
 @pytest.mark.parametrize("shape", [(5, 3, 16), (4, 2, 2, 8)])
-def test_rms_norm_equals_torch(shape):
+def test_rms_norm_equals_torch(shape, centre):
     torch.manual_seed(0)
-    norm = RmsNorm(None, shape[-1], eps=1e-6)
+    norm = RmsNorm(SimpleNamespace(layernorm_zero_centered_gamma=centre == 0), shape[-1], eps=1e-6)
 
     def ours(x, w):
         norm.weight = None
@@ -34,9 +37,9 @@ def test_rms_norm_equals_torch(shape):
 
     found, expected = both(
         ours,
-        lambda x, w: F.rms_norm(x, (shape[-1],), w, 1e-6),
+        lambda x, w: F.rms_norm(x, (shape[-1],), w + 1 - centre, 1e-6),
         torch.randn(shape),
-        torch.rand(shape[-1]) + 0.5,
+        torch.rand(shape[-1]) + centre - 0.5,
     )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -159,6 +159,17 @@ def test_glms_draft_is_refused_on_a_cpu_and_its_shared_expert_is_not_fused(tmp_p
     assert "--disable-shared-experts-fusion" in words
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_delta_nets_are_refused_on_a_cpu_and_their_shared_expert_is_not_fused(tmp_path, family):
+    model = write_random_checkpoint(tmp_path / "model", family)
+    for mode in ("none", "rejection"):
+        with pytest.raises(ValueError, match=rf"'{family}', whose gated delta nets .* on a GPU only"):
+            supported(model, mode=mode)
+        supported(model, mode=mode, on_gpu=True)
+    words = command(RolloutConfig(), SpecConfig(), model, port=1, on_gpu=True, version=0)
+    assert "--disable-shared-experts-fusion" in words
+
+
 @pytest.fixture
 def eagle3(tmp_path):
     """Check a new EAGLE-3 draft for a target of four layers; settings are of the draft, then of others."""

@@ -1,0 +1,179 @@
+"""Decoders that mix gated delta nets with gated attention: dimensions, weights, and what is refused.
+
+Owns names and shapes of such layers (Qwen3-Next, Qwen3.5); `trainer/delta_net.py` computes them. A layer has
+either a delta net or attention whose output is gated, and norms that multiply by 1 + weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlpipe.models.base import DENSE_LAYER, Experts, Layout, Part, whole_number
+
+_OURS, _THEIRS = "self_attention.", "linear_attn."
+COMMON = (
+    Part((f"{_OURS}conv_weight",), (f"{_THEIRS}conv1d.weight",), Layout.DELTA),
+    Part((f"{_OURS}A_log",), (f"{_THEIRS}A_log",), Layout.DELTA),
+    Part((f"{_OURS}dt_bias",), (f"{_THEIRS}dt_bias",), Layout.DELTA),
+    Part((f"{_OURS}norm_weight",), (f"{_THEIRS}norm.weight",)),
+    Part((f"{_OURS}out_proj.weight",), (f"{_THEIRS}out_proj.weight",), Layout.COLUMNS),
+)
+FUSED = (  # Qwen3-Next: the rows of each key head together, as here
+    Part((f"{_OURS}in_proj_qkvz.weight",), (f"{_THEIRS}in_proj_qkvz.weight",), Layout.DELTA),
+    Part((f"{_OURS}in_proj_ba.weight",), (f"{_THEIRS}in_proj_ba.weight",), Layout.DELTA),
+    *COMMON,
+)
+APART = (  # Qwen3.5
+    Part(
+        (f"{_OURS}in_proj_qkvz.weight",),
+        tuple(f"{_THEIRS}in_proj_{x}.weight" for x in ("qkv", "z")),
+        Layout.DELTA,
+        f"{_THEIRS}in_proj_qkvz.weight",
+    ),
+    Part(
+        (f"{_OURS}in_proj_ba.weight",),
+        tuple(f"{_THEIRS}in_proj_{x}.weight" for x in ("b", "a")),
+        Layout.DELTA,
+        f"{_THEIRS}in_proj_ba.weight",
+    ),
+    *COMMON,
+)
+DRAFT = (
+    Part(("enorm.weight",), ("pre_fc_norm_embedding.weight",)),
+    Part(("hnorm.weight",), ("pre_fc_norm_hidden.weight",)),
+    Part(("eh_proj.weight",), ("fc.weight",), Layout.ROWS),
+    Part(("final_layernorm.weight",), ("norm.weight",), served="model.norm.weight"),
+)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DeltaNet:
+    """Gated delta nets in place of the attention of some layers.
+
+    A key head serves value_heads / key_heads value heads. kernel: tokens a convolution reads.
+    linear: of each layer, whether it has one. apart: whether files keep the input projections apart.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    linear: tuple[bool, ...]
+    apart: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys; queries have the same."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values, and of the gate of the output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Numbers that a conversation keeps in one layer: of its state, and of the convolution."""
+        return self.values * self.key_dim + self._convolved * (self.kernel - 1)
+
+    @property
+    def _convolved(self) -> int:
+        return 2 * self.keys + self.values
+
+    def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """HF name after `layers.N.` -> shape of each weight of a delta net."""
+        rows = {"in_proj_qkvz": self._convolved + self.values, "in_proj_ba": 2 * self.value_heads}
+        if self.apart:
+            rows = {"in_proj_qkv": self._convolved, "in_proj_z": self.values}
+            rows |= {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+        for name, size in rows.items():
+            yield f"{_THEIRS}{name}.weight", (size, hidden)
+        yield f"{_THEIRS}conv1d.weight", (self._convolved, 1, self.kernel)
+        for name in ("A_log", "dt_bias"):
+            yield f"{_THEIRS}{name}", (self.value_heads,)
+        yield f"{_THEIRS}norm.weight", (self.value_dim,)
+        yield f"{_THEIRS}out_proj.weight", (hidden, self.values)
+
+    def blocks(self, name: str) -> tuple[int, ...]:
+        """Rows of a weight, by its HF name, that belong together: each block goes by key head in itself."""
+        sizes = {
+            "conv1d.weight": (self.keys, self.keys, self.values),
+            "in_proj_qkv.weight": (self.keys, self.keys, self.values),
+            "in_proj_z.weight": (self.values,),
+            "in_proj_qkvz.weight": (self._convolved + self.values,),
+            "in_proj_ba.weight": (2 * self.value_heads,),
+        }
+        return sizes.get(name.removeprefix(_THEIRS), (self.value_heads,))
+
+
+def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
+    """The delta nets of a config.json. Raises ValueError for what would be computed wrongly."""
+    key_heads, value_heads, key_dim, value_dim, kernel = (
+        whole_number(f"linear_{name}", config.get(f"linear_{name}"))
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
+    layers, every = int(config["num_hidden_layers"]), config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [
+        "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
+    ]
+    unknown = sorted({*kinds} - {"full_attention", "linear_attention"})
+    drafts = int(config.get("num_nextn_predict_layers") or 0)
+    refused = {
+        f"linear_num_value_heads={value_heads} with linear_num_key_heads={key_heads}": value_heads
+        % key_heads,
+        f"{len(kinds)} layer_types with num_hidden_layers={layers}": len(kinds) != layers,
+        f"layer_types={unknown}": unknown,
+        "attention_bias=true": config.get("attention_bias"),
+        "attn_output_gate=false": not config.get("attn_output_gate", True),
+        f"{drafts} MTP layers": drafts > 1,
+        "mtp_use_dedicated_embeddings=true": config.get("mtp_use_dedicated_embeddings"),
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-Next or "
+                "Qwen3.5 as released."
+            )
+    return DeltaNet(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        kernel=kernel,
+        linear=tuple(kind == "linear_attention" for kind in kinds),
+        apart=apart,
+    )
+
+
+def read_experts(config: Mapping[str, Any]) -> Experts:
+    """The mixture of a config.json, with a shared expert that is gated. Raises ValueError for others."""
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    count, per_token, intermediate, shared = (whole_number(name, config.get(name)) for name in names)
+    step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
+    normed = bool(config.get("norm_topk_prob", True))
+    refused = {
+        f"decoder_sparse_step={step}": step not in (None, 1),
+        f"mlp_only_layers={dense}": bool(dense),
+        f"num_experts_per_tok={per_token} of num_experts={count}": per_token > count,
+        "num_experts_per_tok=1 with norm_topk_prob, whose router learns nothing": per_token == 1 and normed,
+    }
+    for what, present in refused.items():
+        if present:
+            raise ValueError(
+                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-Next or "
+                "Qwen3.5 as released, whose layers are all mixtures of experts."
+            )
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate=intermediate,
+        normed=normed,
+        shared=shared,
+        gated=True,
+    )
+
+
+LAYER_FUSED, LAYER_APART = (*DENSE_LAYER, *FUSED), (*DENSE_LAYER, *APART)

@@ -1,0 +1,356 @@
+"""Gated delta nets over branches that share their prefixes, in chunks.
+
+A value head keeps a state S [d_k, d_v] that each token decays, corrects and is read from (Yang et al. 2024,
+"Gated Delta Networks", Equation 10; q and k are l2-normed, q is scaled by 1 / sqrt(d_k)):
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
+
+where q, k and v come out of a causal convolution over the last few tokens. Tokens of a trajectory lie in
+branches (`rlpipe.batch`): a branch starts from the state, and from the last inputs of the convolution, at the
+end of its context, wherever in other branches that is. `Succession` says which tokens those are; gradients of
+siblings sum in the state they start from.
+
+Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 there); chunks at the same depth
+of all trajectories are computed together, so that the steps in sequence are those of the longest trajectory.
+On a GPU with `fla` its kernel runs instead, once for each generation of branches.
+
+Megatron-core 0.16.1 has such a layer, which raises without `fla` or CUDA and refuses packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+from rlpipe.batch import Branch
+from rlpipe.models.delta_net import DeltaNet
+
+try:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_kernel
+except ImportError:
+    fla_kernel = None
+
+CHUNK = 64
+EPS = 1e-6  # of the norm of queries and keys
+
+
+class Succession:
+    """Which tokens follow which in a flat micro-batch, for what goes over them in order.
+
+    A segment is a stretch of a branch that ends where the branch does, or where a context does.
+
+    spans: start and length of each segment in the flat tokens. parents: the segment each follows, -1 at the
+    start of a trajectory; always an earlier one.
+    """
+
+    def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
+        self._device = device
+        ends: list[set[int]] = [{branch.length} for branch in branches]
+        for branch in branches:
+            if branch.context:
+                last, count = branch.context[-1]
+                assert branch.context[:-1] == branches[last].context, "a context is the start of a trajectory"
+                ends[last].add(count)
+        self.spans: list[tuple[int, int]] = []
+        self.parents: list[int] = []
+        ending: dict[tuple[int, int], int] = {}  # branch and count -> segment that ends there
+        start = 0
+        for index, branch in enumerate(branches):
+            parent = ending[branch.context[-1]] if branch.context else -1
+            done = 0
+            for end in sorted(ends[index]):
+                self.spans.append((start + done, end - done))
+                self.parents.append(parent)
+                parent = ending[index, end] = len(self.spans) - 1
+                done = end
+            start += branch.length
+        self.tokens = start
+        self._made: dict[tuple[str, int], Any] = {}  # by every layer of a pass
+
+    def before(self, segment: int, count: int) -> list[int]:
+        """The `count` tokens before a segment, in order; -1 where there is none."""
+        found: list[int] = []
+        parent = self.parents[segment]
+        while len(found) < count and parent >= 0:
+            start, length = self.spans[parent]
+            taken = min(count - len(found), length)
+            found = [*range(start + length - taken, start + length), *found]
+            parent = self.parents[parent]
+        return [-1] * (count - len(found)) + found
+
+    def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, those of each segment after the `count` before it, and where each token is in that."""
+        return self._once("extended", count, self._extended)
+
+    def _extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pieces, places, done = [], [], 0
+        for segment, (start, length) in enumerate(self.spans):
+            pieces.append(np.array(self.before(segment, count), dtype=np.int64))
+            pieces.append(np.arange(start, start + length))
+            places.append(np.arange(done + count, done + count + length))
+            done += count + length
+        return self._to_device(np.concatenate(pieces)), self._to_device(np.concatenate(places))
+
+    def chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Segments cut into chunks, in order of their depth: those of depth 0 start a trajectory.
+
+        Returns tokens [chunks, size], -1 is padding, at the end of segments; where each token is in that,
+        flat; and of each depth the place of each chunk's predecessor among those of the depth before.
+        """
+        return self._once("chunks", size, self._chunks)
+
+    def _chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        rows: list[np.ndarray] = []
+        depths: list[int] = []
+        follows: list[int] = []
+        last: list[int] = []  # chunk of each segment
+        for (start, length), parent in zip(self.spans, self.parents, strict=True):
+            before = last[parent] if parent >= 0 else -1
+            for begin in range(0, length, size):
+                row = np.full(size, -1)
+                row[: min(size, length - begin)] = np.arange(start + begin, start + min(begin + size, length))
+                rows.append(row)
+                depths.append(depths[before] + 1 if before >= 0 else 0)
+                follows.append(before)
+                before = len(rows) - 1
+            last.append(before)
+        order = np.argsort(depths, kind="stable")
+        counts = np.bincount(depths)
+        rank = np.empty(len(order), dtype=np.int64)  # of each chunk among those of its depth
+        rank[order] = np.concatenate([np.arange(count) for count in counts])
+        by_depth = np.split(order, np.cumsum(counts)[:-1])
+        predecessors = [self._to_device(rank[np.array(follows)[chunk]]) for chunk in by_depth[1:]]
+        grid = np.stack(rows)[order]
+        places = np.empty(self.tokens, dtype=np.int64)
+        places[grid[grid >= 0]] = np.flatnonzero(grid >= 0)
+        first = self._to_device(np.zeros(counts[0], dtype=np.int64))
+        return self._to_device(grid), self._to_device(places), [first, *predecessors]
+
+    def generations(self) -> list[list[int]]:
+        """Segments by how many others they follow."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return [[s for s, depth in enumerate(depths) if depth == d] for d in range(max(depths) + 1)]
+
+    def _once(self, name: str, size: int, make: Callable[[int], Any]) -> Any:
+        if (name, size) not in self._made:
+            self._made[name, size] = make(size)
+        return self._made[name, size]
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class GatedDeltaNet(MegatronModule):
+    """out_proj(norm(o) * silu(z)), o of the delta rule; this rank's key heads and their value heads.
+
+    Rows of the input projections and of the convolution go by key head: q, k, v, z and b, a of one together.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        delta: DeltaNet,
+        pg_collection: ProcessGroupCollection,
+        layer_number: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self._tp = pg_collection.tp
+        self._delta, ranks = delta, self._tp.size()
+        self._heads, self._served = delta.key_heads // ranks, delta.value_heads // delta.key_heads
+        options = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": self._tp}
+        for name, rows in (
+            ("in_proj_qkvz", 2 * delta.keys + 2 * delta.values),
+            ("in_proj_ba", 2 * delta.value_heads),
+        ):
+            linear = ColumnParallelLinear(
+                config.hidden_size, rows, init_method=config.init_method, gather_output=False, **options
+            )
+            self.add_module(name, linear)
+        self.out_proj = RowParallelLinear(
+            delta.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **options,
+        )
+        convolved = (2 * delta.keys + delta.values) // ranks
+        self.conv_weight = torch.nn.Parameter(torch.zeros(convolved, 1, delta.kernel))
+        self.A_log, self.dt_bias = (
+            torch.nn.Parameter(torch.zeros(delta.value_heads // ranks)) for _ in range(2)
+        )
+        self.norm_weight = torch.nn.Parameter(torch.ones(delta.value_dim))
+        for parameter in (self.conv_weight, self.A_log, self.dt_bias):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        """[S, B, H] -> [S, B, H]; with a layout B is 1 and S the flat tokens, else rows stand alone."""
+        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        length, rows, _width = qkvz.shape
+        if packed_seq_params is None:
+            succession = Succession([Branch(length=length, context=[])] * rows, qkvz.device)
+        else:
+            succession = packed_seq_params.succession
+        d = self._delta
+        tokens = rows * length
+        qkvz, ba = (x.transpose(0, 1).reshape(tokens, self._heads, -1) for x in (qkvz, ba))
+        values = self._served * d.value_dim
+        qkv, z = qkvz.split([2 * d.key_dim + values, values], dim=-1)
+        b, a = (x.reshape(tokens, -1) for x in ba.chunk(2, dim=-1))
+        qkv = self._convolve(qkv.reshape(tokens, -1), succession).view(qkv.shape)
+        q, k, v = qkv.split([d.key_dim, d.key_dim, values], dim=-1)
+        v, z = (x.reshape(tokens, -1, d.value_dim) for x in (v, z))
+        wide = torch.promote_types(qkvz.dtype, torch.float32)
+        g = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
+        out = delta_rule(q, k, v, g, b.sigmoid(), succession)
+        mixed = self._gated_norm(out.to(qkvz.dtype), z).flatten(1)
+        return self.out_proj(mixed.view(rows, length, -1).transpose(0, 1).contiguous())
+
+    def _convolve(self, x: torch.Tensor, succession: Succession) -> torch.Tensor:
+        """silu of each channel's causal convolution, [N, channels] -> the same."""
+        index, places = succession.extended(self._delta.kernel - 1)
+        padded = F.pad(x, (0, 0, 0, 1))  # a row of zeros, the last one, before the start
+        found = F.conv1d(padded[index].t()[None], self.conv_weight, groups=x.shape[1])[0].t()
+        return F.silu(found.index_select(0, places - (self._delta.kernel - 1)))
+
+    def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """RMSNorm(x) * silu(gate) [N, heads, d_v]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._tp)
+        normed = F.rms_norm(x.to(wide), x.shape[-1:], eps=self.config.layernorm_epsilon).to(x.dtype)
+        return (weight * normed * F.silu(gate.to(wide))).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of each parameter's shard."""
+        own = dict(self.named_parameters(recurse=False))
+        axes = {name: 0 for name in own if name != "norm_weight"}
+        found = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        for name, module in self.named_children():
+            found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+        return found
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    succession: Succession,
+) -> torch.Tensor:
+    """The rule over all trajectories, in float32 at least.
+
+    q, k: [N, key heads, d_k]. v: [N, value heads, d_v]. g, beta: [N, value heads]. Returns as v.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (_l2_normed(x.to(wide)).repeat_interleave(repeats, dim=1) for x in (q, k))
+    if fla_kernel is not None and v.is_cuda:
+        return _by_generations(q.to(v.dtype), k.to(v.dtype), v, g, beta, succession)
+    return _by_chunks(q / math.sqrt(q.shape[-1]), k, v.to(wide), g, beta.to(wide), succession, CHUNK)
+
+
+def _l2_normed(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def _by_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    succession: Succession,
+    size: int,
+) -> torch.Tensor:
+    """The rule of `delta_rule` by products of matrices; q and k are those of each value head.
+
+    With b_i the sum of g up to token i of a chunk, A_ij = beta_i exp(b_i - b_j) k_i k_j for j < i, and
+    T = (I + A)^-1, tokens add U = T (beta v) - T (beta exp(b) k) S to the state S of the chunk before.
+    """
+    grid, places, predecessors = succession.chunks(size)
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (1,))  # padding adds nothing and decays nothing
+        return padded[grid].transpose(1, 2)  # [chunks, heads, size, ...]
+
+    q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta))
+    b = g.cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    decay = (b[..., :, None] - b[..., None, :]).masked_fill(~later, -torch.inf).exp()
+    a = (beta[..., None] * k) @ k.transpose(-1, -2) * decay
+    right = torch.cat((beta[..., None] * v, (beta * b.exp())[..., None] * k), dim=-1)
+    solved = torch.linalg.solve_triangular(a.tril(-1), right, upper=False, unitriangular=True)
+    added, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = q @ k.transpose(-1, -2) * decay
+    q = q * b.exp()[..., None]
+    k = (k * (b[..., -1:] - b).exp()[..., None]).transpose(-1, -2)
+    kept = b[..., -1, None, None].exp()
+    counts = [len(before) for before in predecessors]
+    state = q.new_zeros(1, q.shape[1], q.shape[-1], v.shape[-1])
+    outputs = []
+    for before, q_, k_, kept_, added_, read_, within_ in zip(
+        predecessors, *(x.split(counts) for x in (q, k, kept, added, read, within)), strict=True
+    ):
+        state = state.index_select(0, before)
+        new = added_ - read_ @ state
+        outputs.append(q_ @ state + within_ @ new)
+        state = kept_ * state + k_ @ new
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, places)
+
+
+def _by_generations(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    succession: Succession,
+) -> torch.Tensor:
+    """The same by the kernel of `fla`, which reads segments of any lengths and the states they start from."""
+    outputs: list[torch.Tensor] = []
+    order: list[np.ndarray] = []
+    place: dict[int, int] = {}  # of a segment among those of its generation
+    state = None
+    for segments in succession.generations():
+        spans = [succession.spans[segment] for segment in segments]
+        index = np.concatenate([np.arange(start, start + length) for start, length in spans])
+        tokens = torch.from_numpy(index).to(q.device)
+        bounds = torch.tensor([0, *np.cumsum([length for _, length in spans])], device=q.device)
+        if state is not None:
+            parents = [place[succession.parents[segment]] for segment in segments]
+            state = state.index_select(0, torch.tensor(parents, device=q.device))
+        out, state = fla_kernel(
+            *(x.index_select(0, tokens)[None] for x in (q, k, v)),
+            g=g.index_select(0, tokens)[None],
+            beta=beta.index_select(0, tokens)[None],
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=bounds,
+        )
+        outputs.append(out[0])
+        order.append(index)
+        place = {segment: number for number, segment in enumerate(segments)}
+    places = torch.from_numpy(np.argsort(np.concatenate(order))).to(q.device)
+    return torch.cat(outputs).index_select(0, places)
