@@ -50,29 +50,39 @@ class Handler(BaseHTTPRequestHandler):
             with (self.folder / "updates").open("a") as log:
                 log.write(f"{Handler.version}\n")
         if self.path == "/generate":
-            self._play(body["sampling_params"]["max_new_tokens"])
+            asked = body["sampling_params"]
+            if isinstance(asked, list):
+                self._play(
+                    [(rid, one["max_new_tokens"]) for rid, one in zip(body["rid"], asked, strict=True)]
+                )
+            else:
+                self._play([(body["rid"], asked["max_new_tokens"])])
         else:
             self._say({"ok": True})
 
-    def _play(self, count: int) -> None:
-        """A turn of so many tokens, streamed as SGLang does."""
+    def _play(self, turns: list[tuple[str, int]]) -> None:
+        """Turns of so many tokens, streamed as SGLang does."""
         while (self.folder / "slow").exists():
             time.sleep(0.02)
         self.send_response(200)
         self.end_headers()
         if (self.folder / "trickle").exists():
-            for some in range(1, count):
-                self._tell(json.dumps(self._turn(some, None)))
+            for some in range(1, max(count for _, count in turns)):
+                for rid, count in turns:
+                    if some < count:
+                        self._tell(json.dumps(self._turn(rid, some, None)))
                 time.sleep(0.2)
-        self._tell(json.dumps(self._turn(count, {"type": "length"})))
+        for rid, count in turns:
+            self._tell(json.dumps(self._turn(rid, count, {"type": "length"})))
         self._tell("[DONE]")
 
     def _tell(self, event: str) -> None:
         self.wfile.write(f"data: {event}\n\n".encode())
         self.wfile.flush()
 
-    def _turn(self, count: int, finished: dict | None) -> dict:
+    def _turn(self, rid: str, count: int, finished: dict | None) -> dict:
         meta = {
+            "id": rid,
             "finish_reason": finished,
             "output_token_logprobs": [[-1.0, 7, None]] * count,
             "weight_version": Handler.version,

@@ -3,6 +3,8 @@
 Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.Engine`.
 
     arguments.py  settings -> command line, environment, and what the server must report about itself
+    wire.py       server-sent events on kept connections
+    batches.py    turns that leave in one request
     target.py     the directory that a server loads, where a draft needs outputs of the target's layers
     environment.py  the interpreter, and whether what it holds is what we know
     server.py     the process: start, wait, stop with everything it started

@@ -2,22 +2,26 @@
 
 Owns no state of the engine. `read` repeats requests that change nothing; everything else is sent once,
 because a weight update or a generation that may have happened must not happen twice without its caller
-knowing.
+knowing. Generations go over `wire`, everything else over httpx.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from rlpipe.rollout.sglang.batches import Batches
+from rlpipe.rollout.sglang.wire import Wire
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
 _CONNECT_SECONDS = 5.0
 _READ_ATTEMPTS = 4
+_GENERATE = "/generate"
 
 
 class SglangClient:
@@ -38,6 +42,8 @@ class SglangClient:
             trust_env=False,  # a proxy has no business between us and our server
             transport=transport,
         )
+        self._wire = Wire(url, key, timeout)
+        self._batches = Batches(partial(self._wire.events, _GENERATE), self._abort, timeout)
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Ask for something that changes nothing (GET, or POST with a body), again while unreachable."""
@@ -65,27 +71,25 @@ class SglangClient:
         except httpx.HTTPError:
             return False
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Server-sent events, parsed, until `[DONE]`."""
-        self._require_open(path)
-        try:
-            async with self._client.stream("POST", path, json=dict(body)) as response:
-                if not response.is_success:
-                    raise ServerError(self._said(path, response, await response.aread()))
-                async for line in response.aiter_lines():
-                    if line == "data: [DONE]":
-                        return
-                    if line.startswith("data: "):
-                        event = json.loads(line.removeprefix("data: "))
-                        if "error" in event:
-                            raise ServerError(f"{self._url}{path}: {event['error']}")
-                        yield event
-        except httpx.HTTPError as error:
-            raise ServerUnreachable(f"{self._url}{path} broke off: {error!r}") from error
+    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The growing answers of one generation."""
+        self._require_open(_GENERATE)
+        async for part in self._wire.events(_GENERATE, json.dumps({**body, "stream": True}).encode()):
+            event = json.loads(part)
+            if "error" in event:
+                raise ServerError(f"{self._url}{_GENERATE}: {event['error']}")
+            yield event
+
+    async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer of one generation, which may travel with others (`batches`)."""
+        self._require_open(_GENERATE)
+        return await self._batches.answer(body)
 
     async def close(self) -> None:
-        """Drop connections."""
+        """Drop connections; generations break off."""
         await self._client.aclose()
+        self._batches.close()
+        self._wire.close()
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None = None
@@ -100,6 +104,10 @@ class SglangClient:
         if not response.is_success:
             raise ServerError(self._said(path, response, response.content))
         return response.json() if response.content else None
+
+    async def _abort(self, rid: str) -> None:
+        if not self._client.is_closed:
+            await self.post("/abort_request", {"rid": rid})
 
     def _require_open(self, path: str) -> None:
         """A closed client is one whose server was replaced."""

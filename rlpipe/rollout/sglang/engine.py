@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import threading
@@ -110,6 +111,8 @@ class SglangEngine:
         except BaseException:
             self.close()
             raise
+        gc.collect()
+        gc.freeze()  # answers make many lists: collections they cause need not walk through all modules
 
     # ---- public: any thread, any event loop ----
 

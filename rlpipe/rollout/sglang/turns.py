@@ -179,15 +179,14 @@ async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> 
     They are streamed in any case, so that the client's timeout counts from the last tokens received.
     """
     if not stream:
-        body = body | {"sampling_params": body["sampling_params"] | {"stream_interval": _SILENT_TOKENS}}
+        silent = body["sampling_params"] | {"stream_interval": _SILENT_TOKENS}
+        yield await client.generate(body | {"sampling_params": silent})
+        return
     answer = None
-    async for answer in client.stream("/generate", body | {"stream": True}):
-        if stream:
-            yield answer
+    async for answer in client.stream(body):
+        yield answer
     if answer is None:
         raise ServerUnreachable(f"/generate of {body['rid']} ended without an answer")
-    if not stream:
-        yield answer
 
 
 def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:

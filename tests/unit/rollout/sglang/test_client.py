@@ -67,22 +67,3 @@ def test_a_refusal_is_not_repeated_and_says_what_the_server_said():
     with pytest.raises(ServerError, match=r"/x answered 400: .*no session is open"):
         talk(handler, lambda client: client.read("/x", {"a": 1}))
     assert len(calls) == 1
-
-
-def test_a_stream_yields_events_until_done():
-    body = 'data: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\ndata: {"n": 3}\n\n'
-
-    async def conversation(client):
-        return [event["n"] async for event in client.stream("/generate", {})]
-
-    assert talk(lambda request: httpx.Response(200, text=body), conversation) == [1, 2]
-
-
-def test_an_error_inside_a_stream_is_raised():
-    body = 'data: {"n": 1}\n\ndata: {"error": {"message": "too long"}}\n\n'
-
-    async def conversation(client):
-        return [event async for event in client.stream("/generate", {})]
-
-    with pytest.raises(ServerError, match="too long"):
-        talk(lambda request: httpx.Response(200, text=body), conversation)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from rlpipe.config.rollout import RolloutConfig
@@ -11,6 +10,7 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SamplingParams, SpecCounts
+from tests.helpers.http_server import serving
 
 pytestmark = pytest.mark.unit
 END = 1  # the model's own end token, at which the server always stops
@@ -37,22 +37,22 @@ def conversation(talk, answers, max_context=64):
     """Run `talk(turns, client)`; the server gives `answers` in order. Also returns what was sent."""
     sent = []
 
-    def handler(asked):
-        body = json.loads(asked.content)
-        sent.append((asked.url.path, body))
-        if asked.url.path != "/generate":
-            return httpx.Response(200)
+    async def handler(path, content):
+        sent.append((path, json.loads(content)))
+        if path != "/generate":
+            return 200, b""
         given = answers.pop(0)  # one answer, or several that grow
         lines = [f"data: {json.dumps(one)}\n\n" for one in ([given] if isinstance(given, dict) else given)]
-        return httpx.Response(200, text="".join(lines) + "data: [DONE]\n\n")
+        return 200, ("".join(lines) + "data: [DONE]\n\n").encode()
 
     async def run():
-        client = SglangClient("http://server", timeout=5, transport=httpx.MockTransport(handler))
-        turns = Turns(RolloutConfig(max_context=max_context), SpecConfig(), vocab=100)
-        try:
-            return await talk(turns, client), turns.stats()
-        finally:
-            await client.close()
+        async with serving(handler) as served:
+            client = SglangClient(served.url, timeout=5)
+            turns = Turns(RolloutConfig(max_context=max_context), SpecConfig(), vocab=100)
+            try:
+                return await talk(turns, client), turns.stats()
+            finally:
+                await client.close()
 
     result, stats = asyncio.run(run())
     return result, stats, sent

@@ -1,0 +1,159 @@
+"""Turns of which only the end is wanted, sent to the server together.
+
+Requests that wait when the event loop comes round leave in one POST: the siblings of a group, the turns whose
+environments answered at the same time. One that comes alone leaves alone, at once. Of a growing answer only
+the last part is read.
+
+| what happens                          | to it            | to the others of its POST         |
+| its caller leaves                     | aborted by its id | go on                            |
+| the server refuses the POST           | sent alone       | sent alone                        |
+| the server breaks off                 | ServerUnreachable | ServerUnreachable                |
+| silent for the client's timeout       | ServerUnreachable | go on                            |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.weights.protocols import ServerError, ServerUnreachable
+
+_ID = re.compile(rb'"id":\s*"([0-9a-f]+)"')
+_GROWING = re.compile(rb'"finish_reason":\s*null')
+_COLUMNS = ("rid", "input_ids", "sampling_params")  # one entry a request in a POST of several
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """heard: when the server last said something of it."""
+
+    body: Mapping[str, Any]
+    answer: asyncio.Future[dict[str, Any]]
+    heard: float = field(default_factory=time.monotonic)
+
+
+class Batches:
+    """Used from one event loop.
+
+    events: the answer to a POST, part by part. abort: ends a request by its id. timeout: seconds a request
+        may be silent.
+    """
+
+    def __init__(
+        self,
+        events: Callable[[bytes], AsyncIterator[bytes]],
+        abort: Callable[[str], Coroutine[Any, Any, Any]],
+        timeout: float,
+    ) -> None:
+        self._events, self._abort, self._timeout = events, abort, timeout
+        self._turns: set[_Turn] = set()  # without an answer
+        self._waiting: list[_Turn] = []  # of these, not sent yet
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The last part of the answer to `/generate`. Raises ServerError, ServerUnreachable."""
+        turn = _Turn(body, asyncio.get_running_loop().create_future())
+        if not self._waiting:
+            self._start(self._leave())
+        self._waiting.append(turn)
+        self._turns.add(turn)
+        try:
+            return await turn.answer
+        except asyncio.CancelledError:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            else:
+                self._start(self._abandoned(body["rid"]))
+            raise
+        finally:
+            self._turns.discard(turn)
+
+    def close(self) -> None:
+        """End what runs; its callers get ServerUnreachable."""
+        _fail(self._turns, ServerUnreachable("/generate was closed: its server was replaced"))
+        for task in self._running:
+            task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _leave(self) -> None:
+        """Send all that wait, those of one kind together."""
+        await asyncio.sleep(0)  # behind those that are about to come
+        turns, self._waiting = self._waiting, []
+        kinds: dict[tuple[Any, ...], list[_Turn]] = {}
+        for turn in turns:
+            kind = turn.body.get("priority"), turn.body.get("top_logprobs_num", 0)
+            kinds.setdefault(kind, []).append(turn)
+        for some in kinds.values():
+            self._start(self._play(some))
+
+    async def _play(self, turns: Sequence[_Turn]) -> None:
+        """Post, and hand out the answers."""
+        open_ = {turn.body["rid"]: turn for turn in turns}
+        failure: Exception = ServerUnreachable("/generate ended without an answer")
+        watching = asyncio.ensure_future(self._watch(open_))
+        try:
+            async for part in self._events(json.dumps(posted([turn.body for turn in turns])).encode()):
+                name = _ID.search(part) if len(turns) > 1 else None
+                rid = turns[0].body["rid"] if name is None else name[1].decode()
+                if b'"error"' in part[:20]:
+                    raise ServerError(f"/generate: {json.loads(part)['error']}")
+                turn = open_.get(rid)
+                if turn is None:
+                    continue
+                if _GROWING.search(part):
+                    turn.heard = time.monotonic()
+                    continue
+                del open_[rid]
+                if not turn.answer.done():
+                    turn.answer.set_result(json.loads(part))
+        except ServerError as error:
+            failure = error
+            if len(turns) > 1 and not isinstance(error, ServerUnreachable):
+                for turn in open_.values():  # which of them it refuses shows alone
+                    self._start(self._play([turn]))
+                open_.clear()
+        finally:
+            watching.cancel()
+            _fail(open_.values(), failure)
+
+    async def _watch(self, open_: dict[str, _Turn]) -> None:
+        """Give up those of which nothing is heard."""
+        while open_:
+            await asyncio.sleep(self._timeout / 4)
+            late = time.monotonic() - self._timeout
+            for rid in [rid for rid, turn in open_.items() if turn.heard < late]:
+                silent = ServerUnreachable(f"/generate of {rid}: nothing for {self._timeout:g} s")
+                _fail([open_.pop(rid)], silent)
+                self._start(self._abandoned(rid))
+
+    async def _abandoned(self, rid: str) -> None:
+        with contextlib.suppress(ServerError):  # it may have ended, or its server
+            await self._abort(rid)
+
+
+def _fail(turns: Iterable[_Turn], error: Exception) -> None:
+    for turn in turns:
+        if not turn.answer.done():
+            turn.answer.set_exception(error)
+
+
+def posted(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The body of one POST for requests that differ in id, prompt and sampling alone.
+
+    >>> posted([{"rid": "a", "input_ids": [1], "sampling_params": {}, "priority": 0}])["rid"]
+    'a'
+    """
+    if len(bodies) == 1:
+        return {**bodies[0], "stream": True}
+    columns = {name: [body[name] for body in bodies] for name in _COLUMNS}
+    return {**bodies[0], **columns, "stream": True}
