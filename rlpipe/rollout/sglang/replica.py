@@ -91,6 +91,7 @@ class Replica:
         self._client: SglangClient | None = None
         self._gate, self._lock, self.pausing = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
         self._failure: RuntimeError | None = None
+        self._well = 0.0  # when the server was last asked by `recover`, and answered
         self._strikes = 0  # faults since an update arrived without one
         self._loading = self._stopped = False
         self._recovering: set[asyncio.Task[bool]] = set()
@@ -147,13 +148,17 @@ class Replica:
     async def _recover(
         self, client: SglangClient, error: BaseException | str, patience: float | None
     ) -> bool:
+        asked = time.monotonic()
         async with self._lock:
             if self._failure is not None:
                 raise self._failure
             if client is not self._client or self._stopped:
                 return True
+            if asked < self._well:  # a thousand requests that fail at once need one answer, not one each
+                return False
             kind = await self._fault(self._patience if patience is None else patience)
             if kind is None:
+                self._well = time.monotonic()
                 return False
             self._gate.clear()
             self._on_event(kind, version=self.loaded.version, error=_brief(error))
@@ -333,6 +338,7 @@ class Replica:
                 f"the SGLang server does not hold the weights of {str(path)!r}: {report.summary()}. "
                 "rlpipe knows the layout of MiMo, Qwen2 and Llama models with full-precision weights."
             )
+        await client.answers("/freeze_gc")  # no collection walks through what was made while it started
         if self.paused:
             await client.post(*PAUSE)
         self.loaded, self.stale = goal, False

@@ -259,21 +259,37 @@ def test_one_who_leaves_does_not_take_the_restart_with_him(fake):
 
 
 def test_a_request_that_alone_fails_is_repeated_and_the_server_stays(fake, monkeypatch):
-    stream, failures = fake._http.stream, [2]
+    whole, failures = fake._http.generate, [2]
 
-    async def flaky(path, body):
+    async def flaky(body):
         if failures[0]:
             failures[0] -= 1
             raise ServerUnreachable("it took too long")
-        async for answer in stream(path, body):
-            yield answer
+        return await whole(body)
 
-    fake._http.stream = flaky
+    fake._http.generate = flaky
     assert len(generate(fake, request("r", [5], max_new_tokens=2))[0].output_ids) == 2
     failures[0] = 3
     with pytest.raises(ServerUnreachable):
         generate(fake, request("r", [5], max_new_tokens=2))
     assert not fake.events and fake.stats().server[SERVER + "restarts"] == 0
+
+
+def test_a_thousand_requests_that_fail_at_once_ask_their_server_once(fake, monkeypatch):
+    asked, look = [], replica.Replica._fault
+
+    async def noted(self, patience):
+        asked.append(patience)
+        return await look(self, patience)
+
+    monkeypatch.setattr(replica.Replica, "_fault", noted)
+
+    async def storm():
+        recover = fake._replica.recover
+        return await asyncio.gather(*(recover(fake._replica.client, "timed out") for _ in range(1000)))
+
+    assert fake._call(storm()) == [False] * 1000 and len(asked) == 1
+    assert fake._call(fake._replica.recover(fake._replica.client, "later")) is False and len(asked) == 2
 
 
 def test_a_restart_on_demand_lets_running_turns_end_first(fake, weights):
