@@ -2,18 +2,20 @@
 
 SGLang takes one request at a time, pads its queries to the whole context and attends from all positions, of
 which a verify step reads the last gamma + 1. Here queries meet keys of their own request's context up to
-their own position, as there, and requests that bring equally many are attended to together.
+their own position, as there, and requests of like lengths are attended to together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-PADDED = 2.0  # contexts are padded to the longest while that reads at most so many times their keys
+KEYS = 1 << 16  # of one call with more than one request, at most: they are copied
+_PLAN = "rlpipe_plan"
 
 
 def extended(
@@ -41,7 +43,9 @@ def extended(
     if encoder_lens is not None or not causal or sliding_window_size is not None:
         given = query, output, keys, values, slots, requests, lengths, before, new, encoder_lens
         return original(backend, *given, causal=causal, sliding_window_size=sliding_window_size, **how)
-    return _attend(query, output, keys, values, slots, requests, before.tolist(), new.tolist(), **how)
+    return _attend(
+        backend, query, output, keys, values, slots, requests, before.tolist(), new.tolist(), **how
+    )
 
 
 def decoded(
@@ -65,31 +69,94 @@ def decoded(
         return original(backend, *given, sliding_window_size=sliding_window_size, **how)
     how.pop("causal", None)
     before = [length - 1 for length in lengths.tolist()]
-    return _attend(query, output, keys, values, slots, requests, before, [1] * len(before), **how)
+    return _attend(backend, query, output, keys, values, slots, requests, before, [1] * len(before), **how)
 
 
 def _attend(
-    query, output, keys, values, slots, requests, before, new, *, scaling=None, enable_gqa=False, **_
+    backend, query, output, keys, values, slots, requests, before, new, *, scaling=None, **_
 ) -> torch.Tensor:
-    """Requests together where that wastes little, else each alone; the rest are arguments of `extended`."""
-    ends = [old + more for old, more in zip(before, new, strict=True)]
-    together = len(set(new)) == 1 and len(ends) * max(ends) <= PADDED * sum(ends)
-    groups = [range(len(ends))] if together else [range(i, i + 1) for i in range(len(ends))]
-    start = 0
-    for group in groups:
-        count, longest = new[group[0]], max(ends[i] for i in group)
-        stop = start + count * len(group)
-        old = torch.tensor([before[i] for i in group], device=query.device)
-        at = torch.arange(longest, device=query.device)
-        inside = at < (old + count)[:, None]
-        places = slots[requests[group[0] : group[-1] + 1], :longest]
-        places = torch.where(inside, places, places[:, :1])  # behind a context stand other requests' slots
-        seen = at <= (old[:, None] + torch.arange(count, device=query.device))[..., None]
-        asked = query[start:stop].unflatten(0, (len(group), count)).transpose(1, 2)
-        known, held = (cache[places].to(query.dtype).transpose(1, 2) for cache in (keys, values))
+    """Calls of a pass are found for its first layer; the rest are arguments of `extended`."""
+    plan = backend.__dict__.get(_PLAN)
+    # a layer that comes again begins another pass, in which a request's slots may be others
+    if plan is None or keys.data_ptr() in plan.layers or plan.asked != (before, new):
+        plan = backend.__dict__[_PLAN] = Plan((before, new), set(), together(slots, requests, before, new))
+    plan.layers.add(keys.data_ptr())
+    shared = query.shape[1] // keys.shape[1]  # heads of queries to one of keys
+    for rows, places, seen, real in plan.calls:
+        (size, count), heads = rows.shape, keys.shape[1]
+        asked = query[rows].view(size, count, heads, shared, -1).permute(0, 2, 3, 1, 4)
+        known, held = (_rows(cache, places).to(query.dtype).transpose(1, 2) for cache in (keys, values))
         found = scaled_dot_product_attention(
-            asked, known, held, attn_mask=seen[:, None], scale=scaling, enable_gqa=enable_gqa
+            asked.reshape(size, heads, shared * count, -1),
+            known,
+            held,
+            attn_mask=seen.repeat(1, 1, shared, 1),
+            scale=scaling,
         )
-        output[start:stop] = found.transpose(1, 2).flatten(0, 1)
-        start = stop
+        found = found.view(size, heads, shared, count, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        if real is None:
+            output[rows] = found
+        else:
+            output[rows[real]] = found[real]
     return output
+
+
+def _rows(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[requests, keys, heads, size]; whole rows are copied, ten times as fast as `cache[places]`."""
+    copied = cache.reshape(len(cache), -1).index_select(0, places.reshape(-1))
+    return copied.view(*places.shape, *cache.shape[1:])
+
+
+class Call(NamedTuple):
+    """R requests attended to together, of at most n queries and L keys each.
+
+    rows [R, n]: of the queries in the pass. places [R, L]: slots of the keys. seen [R, 1, n, L]: which a
+    query sees. real [R, n]: queries that are no padding; None where all are.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    seen: torch.Tensor
+    real: torch.Tensor | None
+
+
+@dataclass
+class Plan:
+    """Calls of one pass, for which lengths, and the layers that used them."""
+
+    asked: tuple[list[int], list[int]]
+    layers: set[int]
+    calls: list[Call]
+
+
+def together(
+    slots: torch.Tensor, requests: torch.Tensor, before: Sequence[int], new: Sequence[int]
+) -> list[Call]:
+    """Requests whose queries and contexts are as many, up to a factor of two, in one call."""
+    groups: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    start = 0
+    for number, (old, more) in enumerate(zip(before, new, strict=True)):
+        if more:
+            kind = (more - 1).bit_length(), (old + more - 1).bit_length()
+            groups.setdefault(kind, []).append((number, start, old, more))
+        start += more
+    calls = []
+    for (_, bits), members in groups.items():
+        width = max(1, KEYS >> bits)
+        for first in range(0, len(members), width):
+            calls.append(_call(slots, requests, members[first : first + width]))
+    return calls
+
+
+def _call(slots: torch.Tensor, requests: torch.Tensor, members: Sequence[tuple[int, int, int, int]]) -> Call:
+    """members: place among the requests, first query, cached keys and queries of each."""
+    number, start, old, more = (torch.tensor(row, device=slots.device) for row in zip(*members, strict=True))
+    step = torch.arange(int(more.max()), device=slots.device)
+    at = torch.arange(int((old + more).max()), device=slots.device)
+    real = step < more[:, None]
+    rows = start[:, None] + torch.where(real, step, 0)
+    # behind a context stand other requests' slots
+    places = slots[requests[number].long()[:, None], torch.minimum(at, (old + more)[:, None] - 1)]
+    inside = at < (old + more)[:, None]
+    seen = (at <= (old[:, None] + step)[..., None]) & inside[:, None]
+    return Call(rows, places, seen[:, None], None if real.all() else real)

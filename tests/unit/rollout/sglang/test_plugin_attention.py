@@ -1,6 +1,7 @@
 """The plugin's attention against the textbook's, over caches in which each request lies scattered."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,12 +66,13 @@ def never(*_, **__):
         ([2, 40, 0], [4, 4, 4]),  # contexts too unlike to be padded
         ([6], [2]),
         ([4, 0, 11], [1, 5, 2]),
+        ([4, 0, 11, 5, 0, 30, 3], [1, 5, 2, 1, 6, 3, 33]),  # turns that join
     ],
 )
 def test_queries_attend_to_their_request_up_to_themselves(attention, before, new):
     given = a_batch(before, new)
     found = attention.extended(
-        never, None, *given, torch.tensor(before), torch.tensor(new), None,
+        never, SimpleNamespace(), *given, torch.tensor(before), torch.tensor(new), None,
         scaling=SCALE, enable_gqa=True, causal=True, is_cross_attn=False, sliding_window_size=None,
     )  # fmt: skip
     torch.testing.assert_close(found, textbook(*given, new))
@@ -81,7 +83,7 @@ def test_queries_attend_to_their_request_up_to_themselves(attention, before, new
 def test_decoding_rows_attend_to_their_whole_context(attention, before):
     given = a_batch(before, [1] * 3)
     found = attention.decoded(
-        never, None, *given, None,
+        never, SimpleNamespace(), *given, None,
         scaling=SCALE, enable_gqa=True, causal=False, is_cross_attn=False, sliding_window_size=None,
     )  # fmt: skip
     torch.testing.assert_close(found, textbook(*given, [1] * 3))
@@ -99,3 +101,28 @@ def test_other_attention_is_sglangs(attention, unlike):
     received, options = attention.extended(theirs, "self", *given, given[6], given[6], last, **how)
     assert received[0] == "self" and len(received) == 11 and received[1] is given[0]
     assert options == {"sliding_window_size": None} | how
+
+
+def test_layers_share_what_a_pass_was_found_to_be_and_the_next_pass_does_not(attention, monkeypatch):
+    found, look = [], attention.together
+    monkeypatch.setattr(attention, "together", lambda *given: found.append(given) or look(*given))
+    before, new, backend = torch.tensor([5, 9]), torch.tensor([4, 4]), SimpleNamespace()
+    given = a_batch(before.tolist(), new.tolist())
+    second = (given[0], torch.zeros_like(given[0]), given[2].clone(), given[3].clone(), *given[4:])
+    moved = torch.randperm(1000)
+    elsewhere = (given[0], torch.zeros_like(given[0]), given[2], given[3], moved[given[4].long()], *given[5:])
+    kept = given[2].clone(), given[3].clone()
+
+    def attend(batch):
+        return attention.extended(
+            never, backend, *batch, before, new, None, scaling=SCALE, causal=True, sliding_window_size=None
+        )
+
+    expected = textbook(*given, new.tolist())
+    for layer in (given, second):
+        torch.testing.assert_close(attend(layer), expected)
+    assert len(found) == 1
+    for cache, was in zip(given[2:4], kept, strict=True):  # the same lengths lie in other slots
+        cache[moved] = was
+    torch.testing.assert_close(attend(elsewhere), expected)
+    assert len(found) == 2
