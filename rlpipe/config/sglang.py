@@ -47,6 +47,8 @@ class SglangConfig:
     abort_on_update: requests that run when weights change end with what they have and are continued as new
         ones. Off: they go on inside the server, by rollout.kv_on_update.
     on_canary_failure, canary_retries: see `CanaryReaction`.
+    decode_steps_between_prefills: that a server takes before it lets new turns join those that run, so that
+        several join in one pass; 0 lets each join at once.
     attention_backend: empty lets SGLang choose (on a CPU: torch_native). memory_fraction: of a GPU for
         weights and KV; 0 lets SGLang choose. deterministic: --enable-deterministic-inference, which makes
         SGLang honour the seed of each request; it needs a GPU attention backend.
@@ -71,6 +73,7 @@ class SglangConfig:
     abort_on_update: bool = False
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY
     canary_retries: int = 1
+    decode_steps_between_prefills: int = 0
     attention_backend: str = ""
     memory_fraction: float = 0.0
     deterministic: bool = False
@@ -82,7 +85,7 @@ class SglangConfig:
         self.on_canary_failure = CanaryReaction(self.on_canary_failure)
         section, times = "rollout.sglang", ("start_timeout", "request_timeout", "update_timeout")
         at_least(1, self, section, "tp", "bucket_mb")
-        at_least(0, self, section, "canary_retries", "max_restarts")
+        at_least(0, self, section, "canary_retries", "max_restarts", "decode_steps_between_prefills")
         positive(self, section, *times, "health_interval", "health_timeout", remedy="name seconds")
         if not 0 <= self.port < 65536:
             raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")

@@ -31,6 +31,9 @@ from rlpipe.spec import gamma
 from rlpipe.weights.shared import LOADER, SERVED
 
 _PLUGIN = "sglang_env/plugin"
+_WORKERS = "--tokenizer-worker-num"
+_ENOUGH_RUNNING = 4  # requests; with fewer, a turn that waits costs more than the prefill it shares
+_LARGEST_KEPT = 64 << 20  # bytes that a CPU server's allocator keeps for the next tensor
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
 
@@ -44,6 +47,12 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
         raise ValueError(
             "spec.mode=block: SGLang's block verification is a CUDA kernel and this machine has no GPU. Use "
             "spec.mode=rejection, or rollout.engine=embedded."
+        )
+    if any(word.partition("=")[0] == _WORKERS for word in rollout.sglang.extra_arguments):
+        raise ValueError(
+            f"rollout.sglang.extra_arguments has {_WORKERS}: the version of new weights and what "
+            "rlpipe's plugin does would reach one of these processes alone. Leave it out: requests that come "
+            "at once travel as one, and more servers are rollout.workers."
         )
     target = read_config(model_path)
     if not on_gpu and target.get("linear_num_key_heads"):
@@ -100,13 +109,16 @@ def command(
     sglang = rollout.sglang
     words: list[Any] = ["-m", "sglang.launch_server", "--model-path", model_path]
     words += ["--host", sglang.host, "--port", port, "--device", "cuda" if on_gpu else "cpu"]
-    words += ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics", "--log-level", "info"]
+    words += ["--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "info"]
     words += ["--custom-weight-loader", LOADER]
     words += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
     # speculation would lower it to 48 without a word
     words += ["--max-running-requests", rollout.max_running]
     words += ["--context-length", context_length(rollout, spec)]
     words += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
+    if sglang.decode_steps_between_prefills:
+        words += ["--prefill-decode-interval", sglang.decode_steps_between_prefills]
+        words += ["--prefill-decode-interval-min-bs", _ENOUGH_RUNNING]
     backend = sglang.attention_backend
     if not on_gpu:
         backend = backend or "torch_native"
@@ -160,6 +172,9 @@ def server_environment(rollout: RolloutConfig, on_gpu: bool, adaptive: bool = Fa
             "SGLANG_OPT_USE_GUMBEL_SAMPLE": "0",  # torch.multinomial: its Gumbel kernel is for GPUs
             "TORCHDYNAMO_DISABLE": "1",  # compiling for the first request takes 15 s
             "OMP_NUM_THREADS": str(rollout.threads),
+            # else the memory of each large tensor is the system's, page by page, and is given back at once
+            "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_KEPT),
+            "MALLOC_TRIM_THRESHOLD_": str(_LARGEST_KEPT),
         }
     return variables
 
