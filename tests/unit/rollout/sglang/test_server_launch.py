@@ -225,6 +225,22 @@ def words(mode="rejection", on_gpu=False, **rollout):
     return command(config, SpecConfig(mode=mode, gamma=3), "m", port=1, on_gpu=on_gpu, version=4)
 
 
+def test_turns_join_several_at_a_time_where_that_is_asked_for():
+    plain = words()
+    assert "--enable-metrics" not in plain and "--prefill-decode-interval" not in plain
+    joining = words(sglang=SglangConfig(decode_steps_between_prefills=3))
+    assert joining[joining.index("--prefill-decode-interval") + 1] == "3"
+    with pytest.raises(ValueError, match="decode_steps_between_prefills=-1"):
+        SglangConfig(decode_steps_between_prefills=-1)
+
+
+@pytest.mark.parametrize("given", [["--tokenizer-worker-num", "4"], ["--tokenizer-worker-num=4"]])
+def test_several_tokenizer_processes_are_refused(given):
+    config = RolloutConfig(sglang=SglangConfig(extra_arguments=given))
+    with pytest.raises(ValueError, match=r"--tokenizer-worker-num.*rollout\.workers"):
+        check_supported(config, SpecConfig(mode="none"), ROOT / "models" / "tiny", on_gpu=False)
+
+
 def test_gamma_becomes_steps_and_draft_tokens():
     line = " ".join(words())
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in line
