@@ -28,14 +28,16 @@ from rlpipe.models.checkpoint import is_mtp_weight
 from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
+EXPERTS = ".experts."  # in the names of their weights on a server
 
 
 @dataclass(slots=True, kw_only=True)
 class CanaryReport:
-    """What a check found: names of tensors that differ, by role."""
+    """What a check found: names of tensors that differ, by role; reasons: why, by name, where it is known."""
 
     target: list[str] = field(default_factory=list)
     draft: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -47,16 +49,26 @@ class CanaryReport:
         if self.passed:
             return "target and draft are as sent"
         parts = [(n, names) for n, names in (("target", self.target), ("draft", self.draft)) if names]
-        return "; ".join(f"{len(names)} of the {role} (first {names[0]})" for role, names in parts)
+        told = []
+        for role, names in parts:
+            names = sorted(names, key=lambda name: name not in self.reasons)  # one that says most first
+            reason = self.reasons.get(names[0])
+            told.append(f"{len(names)} of the {role} (first {names[0]}{f': {reason}' if reason else ''})")
+        return "; ".join(told)
 
 
 @dataclass(slots=True, kw_only=True)
 class Shard:
-    """Which part of each tensor a rank keeps. kv_heads: of the model; fewer than ranks are repeated."""
+    """Which part of each tensor a rank keeps.
+
+    kv_heads: of the model; fewer than ranks are repeated. channels: to which the server pads each expert's on
+    all ranks, with zeros; 0 where it keeps them as they are.
+    """
 
     rank: int = 0
     size: int = 1
     kv_heads: int = 1
+    channels: int = 0
 
     def rows(self, tensor: torch.Tensor, *, of_kv: bool = False) -> torch.Tensor:
         """Its rows of a tensor split by output. of_kv: whether they belong to key or value heads."""
@@ -108,6 +120,8 @@ def server_parts(
             raise ValueError(f"{served} is made of {names}, and {missing} are not sent: send them together.")
         types = [torch.float32 if name.endswith(kept) else dtype for name in names]
         sent = [weights[name].to(kind) for name, kind in zip(names, types, strict=True)]
+        if shard.channels and EXPERTS in served:
+            sent = [_widened(tensor, part.layout, shard.channels) for tensor in sent]
         found[served] = shard.pieces(sent, part.layout)
     if unknown:
         raise ValueError(
@@ -126,13 +140,26 @@ def rank_fingerprints(
     *,
     drafter: Drafter | None,
     on_gpu: bool,
+    channels: int = 0,
 ) -> list[dict[str, str]]:
     """What each rank of a server must hold of these weights, as its device hashes it; see `server_parts`."""
+    parts = rank_parts(weights, rollout, hf_config, drafter=drafter, channels=channels)
+    return [fingerprints(tensors, on_gpu) for tensors in parts]
+
+
+def rank_parts(
+    weights: Mapping[str, torch.Tensor],
+    rollout: RolloutConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    drafter: Drafter | None,
+    channels: int = 0,
+) -> list[dict[str, Parts]]:
+    """The tensors of each rank of a server, by name; channels: see `Shard`."""
     size, dtype = rollout.sglang.tp, getattr(torch, rollout.dtype)
     kv_heads = int(hf_config["num_key_value_heads"])
-    shards = (Shard(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size))
-    parts = [server_parts(weights, dtype, shard, hf_config, drafter=drafter) for shard in shards]
-    return [fingerprints(tensors, on_gpu) for tensors in parts]
+    shards = (Shard(rank=rank, size=size, kv_heads=kv_heads, channels=channels) for rank in range(size))
+    return [server_parts(weights, dtype, shard, hf_config, drafter=drafter) for shard in shards]
 
 
 def is_served(name: str, drafter: Drafter | None) -> bool:
@@ -179,15 +206,80 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
+def _widened(tensor: torch.Tensor, layout: Layout, channels: int) -> torch.Tensor:
+    """An expert's weight with channels of zeros behind its own: rows of gate and up, columns of down."""
+    dim = 0 if layout is Layout.GATE_UP else 1
+    more = channels - tensor.shape[dim]
+    return torch.nn.functional.pad(tensor, (0, 0, 0, more) if dim == 0 else (0, more))
+
+
+def padded_channels(kinds: Mapping[str, tuple[str, str]], ranks: int) -> int:
+    """To how many channels a server pads each expert, from what `explain` returned; 0 if it does not.
+
+    >>> padded_channels({"model.layers.0.mlp.experts.w2_weight": ("float32 8x32x64", "float32 8x32x48")}, 2)
+    128
+    """
+    for name, (kept, wanted) in kinds.items():
+        if name.endswith("experts.w2_weight"):
+            there, here = (int(kind.rpartition("x")[2]) for kind in (kept, wanted))
+            if there > here:
+                return there * ranks
+    return 0
+
+
 def compare(expected: Mapping[str, str], served: Mapping[str, str]) -> CanaryReport:
     """Set one rank's checksums against `fingerprints`; a parameter on one side only counts as different.
 
-    >>> compare({"a": "0", "draft.b": "1"}, {"a": "0", "draft.b": "2"}).draft
+    served: a hash for each tensor, behind which rlpipe's plugin writes its dtype and shape.
+
+    >>> compare({"a": "0", "draft.b": "1"}, {"a": "0 float32 4x2", "draft.b": "2"}).draft
     ['draft.b']
     """
     report = CanaryReport()
     for name in sorted(served.keys() | expected.keys()):
-        if served.get(name) != expected.get(name):
+        if served.get(name, "").partition(" ")[0] != expected.get(name, ""):
             bad = report.draft if name.startswith(DRAFT) else report.target
             bad.append(name)
     return report
+
+
+def explain(
+    report: CanaryReport, expected: Mapping[str, Parts], served: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Say of each tensor that differs whether it is one that nobody maps, one that is not there, or another.
+
+    expected: of one rank, by name; they may be on the meta device. served: as for `compare`; where it tells
+    no dtype and shape nothing is said. Returns what the server keeps and what was expected, of those whose
+    dtype or shape differ.
+    """
+    others: dict[str, tuple[str, str]] = {}
+    for name in (*report.target, *report.draft):
+        kept = served.get(name, "").partition(" ")[2]
+        if name not in served:
+            report.reasons[name] = "the server has no tensor of this name"
+        elif not kept:
+            continue
+        elif name not in expected:
+            report.reasons[name] = (
+                f"a tensor of the server ({kept}) that no table maps: add it to the family's (rlpipe/models)"
+            )
+        elif kept != (wanted := described(expected[name], kept)):
+            report.reasons[name] = f"the server keeps {kept}, and what was sent is {wanted}"
+            others[name] = kept, wanted
+    return others
+
+
+def described(parts: Parts, like: str) -> str:
+    """Dtype and shape of a tensor as rlpipe's plugin says it.
+
+    like: what the plugin said. Parts of experts are rows of one matrix here, and a dimension of their own
+    there: they are told as the server would, if they fit.
+
+    >>> described([torch.zeros(6, 4)], "float32 2x3x4"), described([torch.zeros(6, 4)], "float32 2x4x4")
+    ('float32 2x3x4', 'float32 6x4')
+    """
+    rows, columns = sum(len(part) for part in parts), parts[0].shape[1:]
+    shape, kept = (rows, *columns), tuple(int(size) for size in like.partition(" ")[2].split("x") if size)
+    if len(kept) == 3 and len(shape) == 2 and kept[0] * kept[1] == rows and kept[2] == shape[1]:
+        shape = kept
+    return f"{str(parts[0].dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"

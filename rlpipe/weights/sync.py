@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class WeightSync:
             shapes = weight_shapes(self._draft_path, "spec.draft_path")
             self._draft_shapes = {self._prefix + name: shape for name, shape in shapes.items()}
         self._started_with: Checksums | None = None  # of a draft apart
+        self._channels = 0  # to which the server pads experts, as it told
         self._root: Root | None = None  # of the group with this server alone
         self._memory: SharedBuckets | None = None
         self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
@@ -282,30 +283,54 @@ class WeightSync:
         return await asyncio.to_thread(self._checksums, weights)
 
     def _checksums(self, weights: Mapping[str, torch.Tensor]) -> Checksums:
-        ranks = canary.rank_fingerprints(
-            weights, self._config, self._hf_config, drafter=self._drafter, on_gpu=self.on_gpu
-        )
-        return Checksums(ranks=ranks)
+        given = {"drafter": self._drafter, "channels": self._channels, "on_gpu": self.on_gpu}
+        return Checksums(ranks=canary.rank_fingerprints(weights, self._config, self._hf_config, **given))
 
-    async def check(self, client: Server, expecting: Awaitable[Checksums], *, draft: bool) -> CanaryReport:
+    @property
+    def pads(self) -> bool:
+        """Whether the server keeps tensors of other shapes than those sent: only `checksums` knows them."""
+        return self._channels > 0
+
+    def _parts(self, place: int) -> dict[str, canary.Parts]:
+        """What a rank of the server keeps, on the meta device."""
+        shapes = (self._shapes | self._draft_shapes).items()
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+        given = {"drafter": self._drafter, "channels": self._channels}
+        return canary.rank_parts(weights, self._config, self._hf_config, **given)[place]
+
+    async def check(
+        self,
+        client: Server,
+        expecting: Awaitable[Checksums],
+        *,
+        draft: bool,
+        again: Callable[[], Awaitable[Checksums]] | None = None,
+    ) -> CanaryReport:
         """Fingerprints of every rank against those expected of it, which may be made while the server hashes.
 
-        draft: whether the server drafts.
+        draft: whether the server drafts. again: makes what is expected once more, if the server pads experts.
         """
         if draft and self._draft_path is not None and self._started_with is None:
             self._started_with = await asyncio.to_thread(self._draft_checksums)
         answer, expected = await asyncio.gather(
             client.read("/weights_checker", {"action": "checksum", "selector": "all"}), expecting
         )
-        report = CanaryReport()
+        report, others = CanaryReport(), {}
         for rank in answer.get("ranks") or []:
             place = rank["parallelism_info"][0]["tp_rank"]
             wanted = expected.of(place, draft)
             if draft and self._started_with is not None:
                 wanted = self._started_with.ranks[place] | wanted
             found = canary.compare(wanted, rank["checksums"])
+            if not found.passed:
+                others |= canary.explain(found, self._parts(place), rank["checksums"])
             report.target += found.target
             report.draft += found.draft
+            report.reasons |= found.reasons
+        channels = canary.padded_channels(others, self._config.sglang.tp)
+        if again is not None and channels:
+            self._channels = channels
+            return await self.check(client, again(), draft=draft)
         if not answer.get("ranks"):
             report.target.append("every tensor: the server sent no checksums")
         return report

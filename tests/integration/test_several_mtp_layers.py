@@ -67,6 +67,6 @@ def test_both_layers_are_adapted_then_learn_in_rl_and_draft(tmp_path, two_layers
 
 
 def test_a_server_that_holds_one_layer_is_refused_by_name(tmp_path, two_layers):
-    result = run(*TEACH, "rollout=sglang", "cluster=local", f"model.path={two_layers}", cwd=tmp_path)
+    result = run(*TEACH, "rollout=sglang", f"model.path={two_layers}", cwd=tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "holds one MTP layer and would load the 2 of" in result.stderr

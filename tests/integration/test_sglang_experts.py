@@ -24,6 +24,19 @@ def without_cuda(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "glm4_moe", replace(FAMILIES["glm4_moe"], draft_on_cpu=True))
 
 
+def test_experts_that_a_server_pads_are_understood_and_kept_up_to_date(tmp_path):
+    """SGLang makes 12 channels 32 on a CPU; rlpipe learns it from the server and expects the zeros, too."""
+    path = write_random_checkpoint(tmp_path / "model", "qwen3_moe", expert_intermediate=12)
+    weights = read_weights(path)
+    new = perturbed(weights, 0.02)
+    with running_server(path, tmp_path / "logs", "none") as engine:
+        engine.update_weights(new, 1)
+        assert engine.check_weights(new).passed and not engine.events
+        old = engine.check_weights(weights)
+        assert any(name.endswith("experts.w2_weight") for name in old.target)
+        assert not engine.membership().server  # a broadcast's fingerprints are of what was sent
+
+
 @pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize("family", SERVED)
 def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(tmp_path, family):

@@ -330,13 +330,19 @@ class Replica:
             try:
                 await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
                 arguments.check_server_info(await client.read("/server_info"), config, spec)
-                report = await self._sync.check(client, hashing, draft=self.drafts)
+
+                def again() -> Awaitable[Checksums]:
+                    goal.checksums = None
+                    return self._expected(goal, path, weights)
+
+                report = await self._sync.check(client, hashing, draft=self.drafts, again=again)
             finally:
                 hashing.cancel()
         if not report.passed:
             raise RuntimeError(
                 f"the SGLang server does not hold the weights of {str(path)!r}: {report.summary()}. "
-                "rlpipe knows the layout of MiMo, Qwen2 and Llama models with full-precision weights."
+                "rlpipe knows the names and shapes in its families' tables (docs/models.md) and "
+                "full-precision weights: use rollout=embedded for others."
             )
         await client.answers("/freeze_gc")  # no collection walks through what was made while it started
         if self.paused:

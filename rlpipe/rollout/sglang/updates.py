@@ -47,9 +47,12 @@ class Updates:
         self.last: dict[str, float] = {}
 
     async def membership(self) -> Member:
-        """Our server as a member of a broadcast: nobody, unless it answers now."""
+        """Our server as a member of a broadcast: nobody, unless it answers now and keeps what is sent.
+
+        A broadcast brings fingerprints of what was sent, which a server that pads does not have.
+        """
         replica = self._replica
-        if replica.is_serving():
+        if replica.is_serving() and not self._sync.pads:
             client, server = replica.client, replica.server_id
             if await client.answers(PROBE, self._sglang.health_timeout) and server == replica.server_id:
                 return Member(server=server, group=self._sync.group_of(client))

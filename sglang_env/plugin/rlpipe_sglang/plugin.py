@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import attention, drafts, measure, pack, verify, width
+from rlpipe_sglang import attention, drafts, layout, measure, pack, verify, width
 
 REPORT = "rlpipe_plugin"
 
@@ -62,6 +62,7 @@ _RESULT = "managers.scheduler_components.batch_result_processor:SchedulerBatchRe
 _CONTROL = "managers.tokenizer_control_mixin:TokenizerControlMixin"
 _SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.write_output_to"
 _NATIVE = "layers.attention.torch_native_backend:TorchNativeAttnBackend"
+_CHECKER = "utils.weight_checker:WeightChecker"
 _SPEC, _DRAFT = "speculative.spec_utils", "speculative.eagle_worker_v2:EagleDraftWorker"
 HOOKS = (
     Hook("scheduler", f"{_SPEC}:sample_draft_proposal", "2ddefb2cc9a94828", drafts.proposed),
@@ -80,6 +81,7 @@ HOOKS = (
     Hook("scheduler", f"{_RESULT}.process_batch_result_decode", "c4c08ab3f8690085"),
     Hook("scheduler", f"{_NATIVE}._run_sdpa_forward_extend", "cd0f84f549310107", attention.extended),
     Hook("scheduler", f"{_NATIVE}._run_sdpa_forward_decode", "062856df45d2fe12", attention.decoded),
+    Hook("scheduler", f"{_CHECKER}._compute_checksum", "adda915b43887032", layout.told, "after"),
     Hook("http", f"{_MANAGER}.add_logprob_to_meta_info", "bea1978a5c5018e8", pack.packed),
     Hook("http", f"{_MANAGER}.update_request_meta_info", "acccc58e0ca8eb2f", pack.noted),
     Hook("http", f"{_CONTROL}.get_internal_state", "2c8c8a78ff656d01", told_by_http),

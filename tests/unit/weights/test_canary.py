@@ -8,7 +8,7 @@ import torch
 from rlpipe.config.spec import Drafter
 from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.weights.canary import Shard, compare, server_parts
+from rlpipe.weights.canary import Shard, compare, explain, server_parts
 from rlpipe.weights.fingerprint import fingerprints
 from tests.helpers.eagle3_drafts import random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -88,6 +88,59 @@ def test_one_changed_number_changes_one_fingerprint(weights):
 def test_a_tensor_only_one_side_has_counts_as_different():
     assert compare({"a": "1", "b": "2"}, {"b": "2", "draft.c": "3"}).target == ["a"]
     assert compare({"b": "2"}, {"b": "2", "draft.c": "3"}).draft == ["draft.c"]
+
+
+def served_as(parts, **changed):
+    """What a server with the plugin says of these tensors."""
+    told = {}
+    for name, pieces in parts.items():
+        whole = torch.cat(tuple(pieces))
+        shape = "x".join(map(str, whole.shape))
+        told[name] = f"{fingerprints({name: pieces}, on_gpu=False)[name]} float32 {shape}"
+    return told | changed
+
+
+def test_a_difference_says_who_has_what(weights):
+    """A tensor that nobody maps, one that is not there, one of another shape, and other numbers."""
+    parts = server_parts(weights, torch.float32, Shard(kv_heads=2), CONFIG, drafter=Drafter.MTP)
+    expected = fingerprints(parts, on_gpu=False)
+    served = served_as(parts, **{"model.layers.0.new_gate.weight": "00 bfloat16 4x32"})
+    assert compare(expected, served_as(parts)).passed
+    gone, other, wrong = "model.norm.weight", "model.layers.0.mlp.down_proj.weight", "draft.lm_head.weight"
+    del served[gone]
+    served[other] = "00 float32 32x96"
+    served[wrong] = f"00 {served[wrong].partition(' ')[2]}"
+    report = compare(expected, served)
+    kinds = explain(report, parts, served)
+    assert {*report.target, *report.draft} == {gone, other, wrong, "model.layers.0.new_gate.weight"}
+    assert kinds == {other: ("float32 32x96", "float32 32x64")}
+    assert report.reasons == {
+        gone: "the server has no tensor of this name",
+        other: "the server keeps float32 32x96, and what was sent is float32 32x64",
+        "model.layers.0.new_gate.weight": "a tensor of the server (bfloat16 4x32) that no table maps: "
+        "add it to the family's (rlpipe/models)",
+    }
+    assert "new_gate" in report.summary() or "down_proj" in report.summary()
+    stock = {name: told.partition(" ")[0] for name, told in served.items()}  # without the plugin
+    report = compare(expected, stock)
+    assert not explain(report, parts, stock) and [*report.reasons] == [gone]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_are_expected_with_the_channels_to_which_a_server_pads_them(tmp_path, size):
+    path = write_random_checkpoint(tmp_path / "experts", "qwen3_moe", expert_intermediate=12, layers=1)
+    config, weights = read_config(path), read_weights(path)
+    prefix = "model.layers.0.mlp.experts."
+    for rank in range(size):
+        shard = Shard(rank=rank, size=size, kv_heads=2, channels=64)
+        parts = server_parts(weights, torch.float32, shard, config, drafter=None)
+        gate_up = torch.cat(tuple(parts[f"{prefix}w13_weight"])).view(8, 2, 64 // size, 32)
+        down = torch.cat(tuple(parts[f"{prefix}w2_weight"])).view(8, 32, 64 // size)
+        own = max(0, 12 - rank * 64 // size)
+        for place, name in enumerate(("gate", "up")):
+            assert torch.equal(gate_up[3, place, :own], weights[f"{prefix}3.{name}_proj.weight"][:own])
+        assert torch.equal(down[3, :, :own], weights[f"{prefix}3.down_proj.weight"][:, :own])
+        assert not gate_up[:, :, own:].any() and not down[..., own:].any()
 
 
 # What SGLang's parameters are called: written out, since the tables of `rlpipe/models` are what is tested.

@@ -47,7 +47,7 @@ def fake(tmp_path, monkeypatch):
         started.append((str(path), version))
         return [fake_sglang.__file__, str(port), str(version), str(tmp_path)]
 
-    async def check(self, client, expecting, *, draft):
+    async def check(self, client, expecting, *, draft, again=None):
         await expecting
         return CanaryReport()
 
@@ -425,7 +425,7 @@ def test_a_server_is_paused_only_after_weights_are_written_and_for_a_gpu_hashed(
 def test_weights_that_are_sent_again_are_not_hashed_or_written_again(fake, weights, monkeypatch):
     reports = [CanaryReport(draft=["draft.model.norm.weight"]), CanaryReport()]
 
-    async def check(self, client, expecting, *, draft):
+    async def check(self, client, expecting, *, draft, again=None):
         await expecting
         return reports.pop(0)
 
