@@ -84,21 +84,33 @@ def collect(
 
     Once `stopped()` no further group is begun.
     """
-    size = config.adapt.samples
+    size, workers = config.adapt.samples, config.rollout.workers
 
-    async def play_all(engine: Engine) -> None:
-        room = asyncio.Semaphore(max(1, config.rollout.max_running // size))
+    async def play_all(play: Callable[[Prompt, int], Awaitable[Group]]) -> None:
+        room = asyncio.Semaphore(workers * max(1, config.rollout.max_running // size))
 
         async def one(prompt: Prompt) -> None:
             async with room:
                 if not stopped():
-                    keep(await collector.collect(prompt, size))
+                    keep(await play(prompt, size))
 
+        await _together(one(prompt) for prompt in prompts)
+
+    async def here(engine: Engine) -> None:
         async with _collector(config, engine, suite) as collector:
-            await _together(one(prompt) for prompt in prompts)
+            await play_all(collector.collect)
 
+    async def apart() -> None:
+        from rlpipe.actors.adapt_cluster import recording
+
+        async with recording(config, on_event) as play:
+            await play_all(play)
+
+    if workers > 1:
+        asyncio.run(apart())
+        return
     with _engine(config, on_event) as engine:
-        asyncio.run(play_all(engine))
+        asyncio.run(here(engine))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ from rlpipe.types import Trajectory
 if TYPE_CHECKING:
     import torch
 
+    from rlpipe.actors.adapt_cluster import TrainerRanks
+    from rlpipe.actors.ray_session import RaySession
     from rlpipe.batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
     from rlpipe.drafts.trainer import DraftTrainer
@@ -53,8 +56,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Adaptation:
-    """The task `mtp_adapt`, in this process; `step` counts optimizer steps done.
+    """The task `mtp_adapt`; `step` counts optimizer steps done.
 
+    All is in this process, but for several trainer ranks, and several engines that record rollouts.
     done: step of the newest checkpoint, None without one; later evaluations are measured again.
     """
 
@@ -65,7 +69,8 @@ class Adaptation:
     bus: MetricsBus = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     _stop: bool = False
-    _trainer: MegatronTrainer | DraftTrainer = field(init=False)
+    _ray: RaySession | None = None
+    _trainer: MegatronTrainer | DraftTrainer | TrainerRanks = field(init=False)
     _domains: list[Domain] = field(init=False)
 
     def __post_init__(self, done: int | None) -> None:
@@ -75,8 +80,12 @@ class Adaptation:
         forget_evaluations(self.run_dir, done)
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
-        """Nothing else runs in processes that could fail by themselves."""
+        """Start Ray where something runs in processes of its own."""
         self.bus, self.checkpoints = bus, checkpoints
+        if self.config.trainer.world_size > 1 or self.config.rollout.workers > 1:
+            from rlpipe.actors.ray_session import RaySession
+
+            self._ray = RaySession(self.config, give_up)
 
     def run(self) -> bool:
         """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
@@ -105,7 +114,9 @@ class Adaptation:
         self._stop = True
 
     def close(self, at_once: bool) -> None:
-        """Nothing outlives this process; `run` closes its trainer."""
+        """End Ray, with all that it started; `run` closes its trainer."""
+        if self._ray is not None:
+            self._ray.stop(at_once)
 
     def _check_engines(self) -> None:
         """Refuse now what the engine of an evaluation could not do after the training. Raises ValueError."""
@@ -301,7 +312,9 @@ def _objective(mtp: MtpConfig) -> dict[str, str]:
     return {"loss": mtp.objective.value} | anchors
 
 
-def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> MegatronTrainer | DraftTrainer:
+def _make_trainer(
+    config: Config, trajectories: Sequence[Trajectory]
+) -> MegatronTrainer | DraftTrainer | TrainerRanks:
     """A trainer of the draft alone, with a short warm-up and a constant learning rate."""
     mtp = replace(
         config.mtp,
@@ -312,18 +325,22 @@ def _make_trainer(config: Config, trajectories: Sequence[Trajectory]) -> Megatro
         return trainer(replace(config, mtp=mtp), "", trajectories)
     from rlpipe.trainer.megatron import MegatronTrainer
 
-    return MegatronTrainer(
+    make = partial(
+        MegatronTrainer,
         config.trainer,
         config.algo,
         mtp,
         str(resolve(config.model.path)),
-        rank=0,
-        world_size=1,
         total_steps=config.run.steps,
         adapt_only=True,
         ppow=config.ppow,
         seed=config.run.seed,
     )
+    if config.trainer.world_size == 1:
+        return make()
+    from rlpipe.actors.adapt_cluster import TrainerRanks
+
+    return TrainerRanks(config, make)
 
 
 def _step_metrics(step: int, batch: PackedBatch, order: DataOrder, seconds: float) -> dict[str, Value]:

@@ -150,11 +150,10 @@ def check(config: Config) -> None:
         check_embedded(config.rollout_model, served)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
+    ranks = config.trainer.world_size
     if config.task is Task.MTP_ADAPT:
         config.adapt.drafter.kind.check_trained(config, hf_config)
         check_adapt(config)
-        return
-    ranks = config.trainer.world_size
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
             f"cluster=inline runs one process, but trainer.tp*trainer.cp*trainer.dp={ranks} and "
@@ -316,10 +315,10 @@ def check_adapt(config: Config) -> None:
     """What adaptation needs beyond what every run does. Raises ValueError."""
     config.adapt.environments(config.env)
     _require_sampling(config, "task=mtp_adapt learns the distribution of the target")
-    if config.trainer.world_size > 1:
+    if config.trainer.world_size > 1 and config.adapt.drafter.kind.trainer:
         raise ValueError(
-            f"mtp_adapt trains in one process, but trainer.tp*trainer.cp*trainer.dp="
-            f"{config.trainer.world_size}: set all three to 1."
+            f"adapt.drafter={config.adapt.drafter} is trained by one process, but trainer.tp*trainer.cp*"
+            f"trainer.dp={config.trainer.world_size}: set all three to 1."
         )
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.checks import check, check_adapt
 from rlpipe.config.decoupled import DecoupledConfig
@@ -13,7 +14,7 @@ from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import Config, ModelConfig, RunSettings, Task
+from rlpipe.config.run import ClusterConfig, ClusterMode, Config, ModelConfig, RunSettings, Task
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LayerSpec, TrainerConfig
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -111,3 +112,24 @@ def test_routes_are_replayed_where_there_are_some_and_something_reads_them(tmp_p
     for what, settings in refused.items():
         with pytest.raises(ValueError, match=rf"rollout.replay_routes=true with {what}.*Set "):
             check(Config(**mixture | settings))
+
+
+def test_an_adaptation_on_several_ranks_needs_processes_and_an_mtp_layer(tmp_path):
+    path = write_random_checkpoint(tmp_path / "model", "mimo")
+
+    def adapting(mode=ClusterMode.RAY, **adapt):
+        return Config(
+            task=Task.MTP_ADAPT,
+            run=RunSettings(dir=str(tmp_path / "run")),
+            model=ModelConfig(path=str(path)),
+            trainer=TrainerConfig(dp=2),
+            cluster=ClusterConfig(mode=mode),
+            adapt=AdaptConfig(**adapt),
+            rollout=RolloutConfig(max_context=64),
+        )
+
+    check(adapting())
+    with pytest.raises(ValueError, match=r"cluster=inline runs one process, .*dp=2.*use cluster=ray"):
+        check(adapting(ClusterMode.INLINE))
+    with pytest.raises(ValueError, match=r"adapt\.drafter=eagle3 is trained by one process"):
+        check_adapt(adapting(drafter="eagle3"))
