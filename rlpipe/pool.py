@@ -4,8 +4,8 @@
     python -m rlpipe.pool add RUN_DIR [--count 1]
     python -m rlpipe.pool drain RUN_DIR WORKER [--grace 60]
 
-A worker that joins is given the newest weights before it plays. One that is drained begins nothing, has
-`--grace` seconds to end what it plays, and the others play again what it has not ended. Exits with 2 and a
+A worker that joins is given the newest weights before it plays. One that is drained begins nothing, and
+after `--grace` seconds the others play the turns of what it has not ended. Exits with 2 and a
 sentence when the run does not answer or refuses.
 """
 

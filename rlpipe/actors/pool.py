@@ -23,7 +23,7 @@ from rlpipe.actors.ray_cluster import RayCluster
 from rlpipe.watch.growth import Growth
 
 POLL_S = 0.5
-_GRACE_S = 600.0  # for what a worker plays that the run takes out itself
+_GRACE_S = 60.0  # for what a worker plays that the run takes out itself, as `pool drain` gives
 ANSWER = ".answer.json"
 
 

@@ -101,20 +101,23 @@ class RayCluster:
         if not (self._workers.members and self._config.run.half.trains):
             return {}
         started = time.monotonic()
-        if self._config.broadcasts_weights:
-            metrics = await self._broadcast(version)
-        else:
-            exports = [t.export.remote(version) for t in self._trainers]
-            await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
-            newest = self._workers.newest = "update_weights", exports[0]
-            metrics = reduce(await self._workers.on_all(*newest))
+        async with self._workers.updating:
+            by = self._broadcast if self._config.broadcasts_weights else self._export
+            metrics = await by(version)
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
+
+    async def _export(self, version: int) -> dict[str, Value]:
+        """Through the object store, once for all workers."""
+        exports = [t.export.remote(version) for t in self._trainers]
+        await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
+        newest = self._workers.newest = "update_weights", exports[0]
+        return reduce(await self._workers.on_all(*newest, serving=True))
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
         """From the trainer to all servers at once: neither here nor through the object store."""
         trainer = self._trainers[0]
-        found = await self._workers.on_all("membership")
+        found = await self._workers.on_all("membership", serving=True)
         members = [member for member in found if member.server]  # no other is waited for
         servers = [member.server for member in members]
         if self._group is None or servers != self._members or {m.group for m in members} - {self._group.name}:
@@ -133,7 +136,7 @@ class RayCluster:
             weights=partial(_given, trainer, version, sending[0]),
         )
         newest = self._workers.newest = "receive_weights", offer
-        taking = asyncio.ensure_future(self._workers.on_all(*newest, return_exceptions=True))
+        taking = asyncio.ensure_future(self._workers.on_all(*newest, serving=True, return_exceptions=True))
         try:
             await self._on_trainers("__ray_ready__")
         finally:  # without a trainer they fail as well, and tell less of it

@@ -25,9 +25,10 @@ from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
+from rlpipe.rollout.elsewhere import Elsewhere
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
-from rlpipe.types import Group, Prompt, Trajectory
+from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
 from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts
 
@@ -60,6 +61,7 @@ class RolloutWorker:
         if config.injection.active():
             self._inject(config, resolve(config.rollout_model), collector)
         engine = self._engine
+        self._away: Elsewhere | None = None  # in the engine's place once it has handed over
         self._member = engine if isinstance(engine, ReceivesBroadcasts) else None
         self._policy: Engine | None = None
         if config.decoupled.active and config.val.every:
@@ -90,6 +92,36 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         """Play held-out instances, `samples` times each."""
         return await self._evaluator.evaluate(instance_ids, samples, temperature)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Play a turn of a worker that leaves."""
+        return await self._engine.generate(request)
+
+    async def hand_over(self) -> bool:
+        """Stop the engine; turns, those begun included, are for `next_turn` to give to other workers.
+
+        Conversations and sandboxes stay here. False, and nothing changes, where engines differ from others':
+        rollouts that are disturbed, and evaluations with a policy of their own.
+        """
+        if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
+            return False
+        before, self._away = self._engine, Elsewhere(self._engine, f"worker {self._number}")
+        self._collector.play_on(self._away)
+        self._engine, self._engines, self._member = self._away, [self._away], None
+        await asyncio.to_thread(before.close)
+        return True
+
+    async def next_turn(self) -> GenerateRequest:
+        """The next turn to play elsewhere, once there is one."""
+        return await self._away.next_turn()
+
+    async def turn_played(self, request_id: str, result: GenerateResult) -> None:
+        """What came of a turn that was played elsewhere."""
+        self._away.turn_played(request_id, result)
+
+    async def turn_failed(self, request_id: str, reason: str) -> None:
+        """A turn that no other worker could play."""
+        self._away.turn_failed(request_id, reason)
 
     async def update_weights(self, payload: WeightPayload) -> dict[str, Value]:
         """Serve a new version from the next decode step on; returns bytes and seconds."""

@@ -3,14 +3,16 @@
 A worker that dies is replaced: the new one gets the newest weights before it serves, and what the dead one
 was playing is played again, so no prompt is lost. One that does not answer within `cluster.hang_s` is killed,
 which makes it a dead one. Workers may join and leave while the run goes on: one that joins has the newest
-weights before anything is asked of it; one that leaves begins nothing, is given weights while it still plays,
-and what it has not ended when its time is over is played again by the others.
+weights before anything is asked of it; one that leaves begins nothing and is given weights while it still
+decodes; when its time is over its engine ends, and the others play the turns of its conversations until these
+are over.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlpipe.config.run import ClusterConfig
-from rlpipe.types import RunStopped
+from rlpipe.types import GenerateRequest, RunStopped
 
 _CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
 _JOIN_S = 1800.0  # in which one that joins has a place, an engine and the newest weights
@@ -30,13 +32,15 @@ _POLL_S = 0.1
 class Worker:
     """load: groups and evaluations it plays. leaving: begins no other, and is not replaced.
 
-    lost: of what it played when it died while it was leaving.
+    away: has no engine any more, others play its turns. lost: of what it played when it left, or died while
+    it was leaving.
     """
 
     number: int
     actor: Any
     load: int = 0
     leaving: bool = False
+    away: bool = False
     lost: int = 0
 
 
@@ -58,6 +62,7 @@ class Workers:
         self.newest: tuple[str, Any] | None = None
         self._next, self._restarts = count, 0
         self._respawning = asyncio.Lock()
+        self.updating = asyncio.Lock()  # held while weights are on their way, and while an engine ends
 
     @property
     def staying(self) -> list[Worker]:
@@ -76,8 +81,13 @@ class Workers:
             finally:
                 worker.load -= 1
 
-    async def on_all(self, method: str, *args: Any, return_exceptions: bool = False) -> list[Any]:
-        """What every worker answers, those that leave included and those that have left not."""
+    async def on_all(
+        self, method: str, *args: Any, serving: bool = False, return_exceptions: bool = False
+    ) -> list[Any]:
+        """What every worker answers, those that leave included and those that have left not.
+
+        serving: only those that have an engine.
+        """
 
         async def told(worker: Worker) -> list[Any]:
             try:
@@ -85,7 +95,7 @@ class Workers:
             except _Left:
                 return []
 
-        calls = (told(worker) for worker in self.members)
+        calls = (told(worker) for worker in self.members if not (serving and worker.away))
         found = await asyncio.gather(*calls, return_exceptions=return_exceptions)
         return list(chain.from_iterable(one if isinstance(one, list) else [one] for one in found))
 
@@ -123,8 +133,10 @@ class Workers:
         return number
 
     async def leave(self, number: int, grace: float) -> int:
-        """Drain a worker: it has `grace` seconds for what it plays. Returns how much the others play again.
+        """Drain a worker: after `grace` seconds the others play the turns of what it has not ended.
 
+        Returns how much they had to play again from its beginning: what it played when it died meanwhile, or
+        where its turns cannot be handed over.
         Raises ValueError for a number that no worker has, and for the last worker.
         """
         worker = next((one for one in self.staying if one.number == number), None)
@@ -138,14 +150,50 @@ class Workers:
         deadline = asyncio.get_running_loop().time() + grace
         while worker.load and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_S)
+        if worker.load and await self._hand_over(worker):
+            relaying = asyncio.ensure_future(self._relay(worker))
+            try:
+                while worker.load:
+                    await asyncio.sleep(_POLL_S)
+            finally:
+                relaying.cancel()
         worker.lost += worker.load
         self.members.remove(worker)
-        if not worker.lost:
-            await close(worker.actor, self._on_event)
-        ray.kill(worker.actor)
+        try:
+            if not worker.lost:
+                await close(worker.actor, self._on_event)
+        finally:
+            ray.kill(worker.actor)
         fields = {"worker": number, "workers": len(self.staying), "played_again": worker.lost}
         self._on_event("rollout_worker_left", **fields)
         return worker.lost
+
+    async def _hand_over(self, worker: Worker) -> bool:
+        """End a worker's engine; whether its turns can be played by others."""
+        async with self.updating:
+            try:
+                worker.away = await asyncio.wait_for(answer_of(worker.actor.hand_over.remote()), _CLOSE_S)
+            except (RayError, TimeoutError) as error:
+                self._on_event("close_failed", error=first_line(error))
+        if worker.away:
+            self._on_event("rollout_worker_handed_over", worker=worker.number, playing=worker.load)
+        return worker.away
+
+    async def _relay(self, worker: Worker) -> None:
+        """Have the others play the turns of a worker without an engine, until cancelled or it dies."""
+
+        async def relay(request: GenerateRequest) -> None:
+            try:
+                result = await self.on_some("generate", request)
+            except (RayError, RunStopped) as error:
+                await answer_of(worker.actor.turn_failed.remote(request.request_id, first_line(error)))
+            else:
+                await answer_of(worker.actor.turn_played.remote(request.request_id, result))
+
+        with suppress(BaseExceptionGroup):  # it died: what it played is played again
+            async with asyncio.TaskGroup() as turns:
+                while True:
+                    turns.create_task(relay(await answer_of(worker.actor.next_turn.remote())))
 
     async def _call(self, worker: Worker, method: str, *args: Any) -> Any:
         """Call one; when it dies, replace it and call again. Raises _Left."""
@@ -194,11 +242,12 @@ class Workers:
                     if self.newest is not None:
                         method, what = self.newest
                         await getattr(actor, method).remote(what)
-                except RayTaskError:
+                except BaseException as again:
+                    if isinstance(again, RayActorError) and not isinstance(again, RayTaskError):
+                        error = again  # this one died while it was started
+                        continue
+                    ray.kill(actor)  # it refuses the weights, or the call that needed it was cancelled
                     raise
-                except RayActorError as again:  # this one died while it was started
-                    error = again
-                    continue
                 if worker.leaving:
                     ray.kill(actor)
                 else:

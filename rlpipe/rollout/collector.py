@@ -190,6 +190,10 @@ class Collector:
 
         return await _together(one(name, sample) for name in instance_ids for sample in range(samples))
 
+    def play_on(self, engine: Engine) -> None:
+        """Ask another engine from here on; turns that the one before ends with ABORT are continued there."""
+        self._engine = engine
+
     async def close(self) -> None:
         """End running trajectories as masked, wait for them, and free the threads."""
         self._closing = True

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
-from rlpipe.types import GenerateResult, merged_routes, shifted
+from rlpipe.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SpecCounts,
+    merged_routes,
+    shifted,
+)
 
 
 def stream_seed(*parts: object) -> int:
@@ -17,20 +25,35 @@ def stream_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
+    """A turn without tokens."""
+    return GenerateResult(
+        request_id=request.request_id,
+        output_ids=[],
+        logprobs=[],
+        entropies=[],
+        versions=[],
+        finish_reason=reason,
+        spec=SpecCounts(),
+        top_logprobs=[] if request.sampling.top_logprobs else None,
+        drafts=[] if request.sampling.record_drafts else None,
+    )
+
+
 def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     """Two parts of one turn as one."""
-    first.spec.add(second.spec)
-    top = first.top_logprobs
-    drafts = None if second.drafts is None else shifted(second.drafts, len(first.output_ids))
-    return GenerateResult(
+    spec, top, drafts = SpecCounts(), second.top_logprobs, second.drafts
+    for part in (first, second):
+        spec.add(part.spec)
+    return replace(
+        second,
         request_id=first.request_id,
         output_ids=first.output_ids + second.output_ids,
         logprobs=first.logprobs + second.logprobs,
         entropies=first.entropies + second.entropies,
         versions=first.versions + second.versions,
-        finish_reason=second.finish_reason,
-        spec=first.spec,
-        top_logprobs=None if top is None else top + second.top_logprobs,
-        drafts=drafts if first.drafts is None else [*first.drafts, *drafts],
+        spec=spec,
+        top_logprobs=None if top is None else (first.top_logprobs or []) + top,
+        drafts=None if drafts is None else (first.drafts or []) + shifted(drafts, len(first.output_ids)),
         routes=merged_routes(first.routes, second.routes),
     )

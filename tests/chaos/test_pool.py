@@ -1,5 +1,6 @@
 """Workers join and leave a real run: by `python -m rlpipe.pool`, and by themselves."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,21 +9,34 @@ import time
 import pytest
 
 from rlpipe import pool
+from rlpipe.config.sglang import SglangConfig
 from rlpipe.pipeline.ledger import Ledger
+from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.cli import SMALL, environment, marked_processes, prompt_states, start
 from tests.helpers.disturbed_runs import events
+from tests.helpers.sglang import needs_sglang
 
 pytestmark = pytest.mark.chaos
 
 
 def asked(cwd, *arguments):
     command = [sys.executable, "-m", "rlpipe.pool", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=600)
 
 
-def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tmp_path):
+def served():
+    """A server for each worker, and one broadcast to all of them."""
+    needs_sglang()
+    python = find_environment(SglangConfig(), on_gpu=False).python
+    server = ["rollout=sglang", f"rollout.sglang.python={python}", "rollout.device=cpu"]
+    return [*server, "rollout.sglang.weight_transfer=collective"]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tmp_path, engine):
     job = ["+recipe=swe_rl", *SMALL, "run.steps=2000", "val.every=0", "run.save_every=5"]
-    process, marker = start(*job, cwd=tmp_path, lines=2)
+    job += served() if engine == "sglang" else []
+    process, marker = start(*job, cwd=tmp_path, lines=2, timeout=600)
     assert asked(tmp_path, "list", "out").stdout.startswith("rollout worker 0: serves")
     refused = asked(tmp_path, "drain", "out", "0")
     assert refused.returncode == 2 and "rollout worker 0 is the last one: add another" in refused.stderr
@@ -30,16 +44,17 @@ def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tm
     assert added.returncode == 0 and "rollout workers 1 serve the newest weights" in added.stdout, added
     drained = asked(tmp_path, "drain", "out", "0", "--grace", "0")
     assert drained.returncode == 0 and "rollout worker 0 has left" in drained.stdout, drained
-    rollouts = [p for p in marked_processes(marker) if "RolloutWorker" in " ".join(p.cmdline())]
-    assert len(rollouts) == 1
+    lines = [" ".join(p.cmdline()) for p in marked_processes(marker)]
+    assert sum("RolloutWorker" in line for line in lines) == 1
+    assert sum("sglang.launch_server" in line for line in lines) == (engine == "sglang")
     unknown = asked(tmp_path, "drain", "out", "0")
     assert (
         unknown.returncode == 2 and "there is no rollout worker 0 that stays: name one of 1" in unknown.stderr
     )
 
     metrics = tmp_path / "out" / "metrics.jsonl"
-    lines, until = metrics.read_text().count("\n"), time.monotonic() + 120
-    while metrics.read_text().count("\n") < lines + 5:  # the run goes on with the new worker alone
+    count, until = metrics.read_text().count("\n"), time.monotonic() + 300
+    while metrics.read_text().count("\n") < count + 5:  # the run goes on with the new worker alone
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
@@ -48,6 +63,12 @@ def test_a_worker_joins_a_running_job_and_takes_over_from_one_that_is_drained(tm
     (joined,), (left,) = (events(tmp_path, f"rollout_worker_{kind}") for kind in ("joined", "left"))
     assert joined["worker"] == 1 and joined["workers"] == 2 and left["worker"] == 0 and left["workers"] == 1
     assert not events(tmp_path, "rollout_worker_died")
+    (draining,) = events(tmp_path, "rollout_worker_draining")
+    assert left["played_again"] == 0  # what it played went on
+    assert len(events(tmp_path, "rollout_worker_handed_over")) == (draining["playing"] > 0)
+    (record, *_) = map(json.loads, reversed(metrics.read_text().splitlines()))
+    assert record["weights/version"] == record["training/global_step"]
+    assert record["training/off_policy/trajectory_staleness/max"] <= 1
     ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
     assert ledger.violations(ended=False) == []
     ledger.close()

@@ -21,7 +21,7 @@ from itertools import islice
 from math import isnan
 from typing import Any
 
-from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts, shifted
+from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts
 from rlpipe.weights.protocols import ServerError
 
 _SEEDS = 2**31 - 1
@@ -204,20 +204,3 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
         seed=request.sampling.seed + len(done.output_ids),
     )
     return replace(request, prompt_ids=request.prompt_ids + done.output_ids, sampling=sampling)
-
-
-def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
-    """Two parts of one turn as one."""
-    spec, top, drafts = SpecCounts(), second.top_logprobs, second.drafts
-    for part in (first, second):
-        spec.add(part.spec)
-    return replace(
-        second,
-        output_ids=first.output_ids + second.output_ids,
-        logprobs=first.logprobs + second.logprobs,
-        entropies=first.entropies + second.entropies,
-        versions=first.versions + second.versions,
-        top_logprobs=None if top is None else (first.top_logprobs or []) + top,
-        drafts=None if drafts is None else (first.drafts or []) + shifted(drafts, len(first.output_ids)),
-        spec=spec,
-    )

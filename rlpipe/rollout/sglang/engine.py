@@ -36,8 +36,9 @@ from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment, find_environment, is_on_gpu
 from rlpipe.rollout.sglang.replica import PAUSE, Goal, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
-from rlpipe.rollout.sglang.turns import Turns, nothing
+from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.rollout.sglang.updates import CONTINUE, Updates
+from rlpipe.rollout.turn import nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.collective import Member, Offer

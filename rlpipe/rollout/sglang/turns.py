@@ -20,9 +20,10 @@ from typing import Any
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.engine import EngineStats, check_request
-from rlpipe.rollout.sglang.answers import continuation, generate_body, joined, parse_answer
+from rlpipe.rollout.sglang.answers import continuation, generate_body, parse_answer
 from rlpipe.rollout.sglang.client import SglangClient
-from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, SpecCounts
+from rlpipe.rollout.turn import joined, nothing
+from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.protocols import ServerUnreachable
 
 _SILENT_TOKENS = 256  # after which the server tells of a turn of which only the end is wanted
@@ -196,20 +197,6 @@ def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
     if len(done.output_ids) >= request.sampling.max_new_tokens:
         return replace(done, finish_reason=FinishReason.LENGTH)
     return done
-
-
-def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
-    """A turn without tokens."""
-    return GenerateResult(
-        request_id=request.request_id,
-        output_ids=[],
-        logprobs=[],
-        entropies=[],
-        versions=[],
-        finish_reason=reason,
-        spec=SpecCounts(),
-        top_logprobs=[] if request.sampling.top_logprobs else None,
-    )
 
 
 def _taken(request_id: str) -> ValueError:

@@ -5,11 +5,11 @@ import pytest
 from rlpipe.rollout.sglang.answers import (
     continuation,
     generate_body,
-    joined,
     parse_answer,
     spec_counts,
     token_versions,
 )
+from rlpipe.rollout.turn import joined
 from rlpipe.types import FinishReason, GenerateRequest, SamplingParams
 from rlpipe.weights.protocols import ServerError
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlpipe.rollout.sglang.answers import generate_body, joined, parse_answer
+from rlpipe.rollout.sglang.answers import generate_body, parse_answer
+from rlpipe.rollout.turn import joined
 from rlpipe.types import DraftStep, GenerateRequest, SamplingParams
 from tests.unit.rollout.sglang.test_plugin import committed, plugin  # noqa: F401
 
