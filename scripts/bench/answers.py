@@ -7,7 +7,7 @@ a figure: every number comes from the file.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 
@@ -187,6 +187,58 @@ def adaptive(r: Any) -> str:
     lowest = min(value["adaptive / best"] for value in cells.values())
     head = ["batch", "SWE: best", "adaptive against it", "reasoning: best", "adaptive against it"]
     return table(head, rows) + "\n\n" + goal(lowest >= 0.95, "0.95 of the best fixed gamma in each cell")
+
+
+def server_widths(r: Any) -> str:
+    """A server's adaptive drafts against each fixed number of them."""
+    rows = [
+        [
+            cell,
+            *(value["arms"][arm]["tokens_per_s"] for arm in value["arms"]),
+            f"{value['adaptive / best']:.2f} of {value['best']}",
+        ]
+        for cell, value in r["results"].items()
+    ]
+    lowest = min(value["adaptive / best"] for value in r["results"].values())
+    whole = r["adaptive / fixed over the whole load"]
+    times = ", ".join(f"{arm} {ratio:.2f}" for arm, ratio in whole.items())
+    first = next(iter(r["results"].values()))
+    return (
+        table(["", *(f"{arm}, tokens/s" for arm in first["arms"]), "adaptive"], rows)
+        + f"\n\nOver the whole load, times the speed of {times}. "
+        + goal(
+            lowest >= 0.95 and min(whole.values()) > 1,
+            "0.95 of the best in each cell, above each on the whole",
+        )
+    )
+
+
+def server_plugin(r: Any) -> str:
+    """Servers with the plugin against stock ones."""
+    rows, ratios = [], {}
+    for batch, arms in r["batches"].items():
+        ratios[batch] = arms["plugin / stock"]
+        plugin, stock = arms["plugin"], arms["stock"]
+        speeds = [
+            f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
+            for speeds in (plugin["tokens_per_s"], stock["tokens_per_s"])
+        ]
+        used = [x["cpu_s_per_1000_tokens"]["scheduler"] for x in (plugin, stock)]
+        rows.append([batch, *speeds, f"{ratios[batch]:.2f}", *used])
+    head = [
+        "batch",
+        "plugin, tokens/s",
+        "stock",
+        "ratio",
+        "plugin, scheduler's CPU s per 1,000 tokens",
+        "stock",
+    ]
+    held = ratios.get("8", 0) >= 1.15 and min(ratios.values()) >= 1
+    return (
+        table(head, rows)
+        + f"\n\nMedian and range of waves in turns; load average {r['machine']['load']:.1f} at the end. "
+        + goal(held, "1.15 at batch 8, never below 1")
+    )
 
 
 def verify(r: Any) -> str:

@@ -169,19 +169,24 @@ def main() -> None:
                     f"drafts a step {width}, tokens/s {speeds}",
                     flush=True,
                 )
+                write(args, before, results)  # after each cell, so that a run that is cut short leaves some
         finally:
             bench.engine.close()
+
+
+def write(args: argparse.Namespace, load: tuple[float, float, float], results: dict[str, Any]) -> None:
+    """The JSON of the cells so far. load: the machine's before the run."""
     spent = {arm: sum(cell["arms"][arm]["seconds"] for cell in results.values()) for arm in ARMS}
     whole = {arm: round(took / spent["adaptive"], 3) for arm, took in spent.items() if arm != "adaptive"}
-    print("adaptive / fixed over the whole load:", whole)
+    print("adaptive / fixed over the load so far:", whole, flush=True)
     if args.json:
         report = {
             "question": "an SGLang server's adaptive drafts against each fixed gamma, by batch and domain",
-            **provenance(args, before),
+            **provenance(args, load),
             "results": results,
             "adaptive / fixed over the whole load": whole,
         }
-        report["config"]["new_tokens"] = [SHORTEST, LONGEST]
+        report["config"] |= {"new_tokens": [SHORTEST, LONGEST], "grow": args.grow, "median": args.median}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,11 +2,11 @@
 
     python scripts/bench/sglang_plugin.py --json OUT [--model DIR] [--batches 1 8 32 64] [--device cuda]
 
-For each batch two servers of the same settings, one of them without the plugin, are asked for the same
-requests in turns, in an order that changes with each repeat. Four times as many as the server holds are
-queued at once; counted are the tokens of those that end while the batch is full, which leaves the first and
-the last batch out. CPU: seconds per 1,000 tokens of the server's processes, over the whole wave; with
---py-spy PROGRAM (pip install py-spy, anywhere) also those of the scheduler by part, from samples of it.
+Two servers of the same settings, one of them without the plugin, are asked for the same requests in turns, in
+an order that changes with each repeat. Four batches are queued, of which one runs; counted are the tokens of
+those that end while the batch is full, which leaves the first and the last batch out. CPU: seconds per 1,000
+tokens of the server's processes, over the whole wave; with --py-spy PROGRAM (pip install py-spy, anywhere)
+also those of the scheduler by part, from samples of it.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> floa
     """Tokens per second of the middle of one wave."""
     rng = np.random.default_rng(0)
     ends: list[tuple[float, int]] = []
+    room = asyncio.Semaphore(batch)
 
     async def one(number: int, prompt: list[int]) -> None:
         sampling = SamplingParams(max_new_tokens=tokens)
         request = GenerateRequest(request_id=f"{name}.{number}", prompt_ids=prompt, sampling=sampling)
-        result = await engine.generate(request)
+        async with room:
+            result = await engine.generate(request)
         ends.append((time.perf_counter(), len(result.output_ids)))
 
     prompts = rng.integers(3, 64, (QUEUED * batch, PROMPT)).tolist()
@@ -104,38 +106,46 @@ async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> floa
     return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
 
 
-def measured(given: argparse.Namespace, batch: int, folder: Path) -> dict[str, dict[str, object]]:
-    """Speeds and CPU seconds of both arms at one batch."""
+@contextmanager
+def servers(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, SglangEngine]]:
+    """Both arms' servers, warm."""
     engines: dict[str, SglangEngine] = {}
-    speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    used: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
-    parts: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
     try:
         for arm, plugin in ARMS.items():
             config = RolloutConfig(
                 engine="sglang",
                 device=given.device,
                 dtype=given.dtype or ("bfloat16" if given.device == "cuda" else "float32"),
-                max_running=batch,
+                max_running=max(given.batches),
                 max_context=PROMPT + given.tokens,
                 ignore_eos=True,
             )
             config.sglang.plugin = plugin
             spec = SpecConfig(mode="rejection", gamma=given.gamma)
             engines[arm] = SglangEngine(config, spec, given.model, log_dir=folder)
-            asyncio.run(wave(engines[arm], batch, 8, "warm"))
-        for repeat in range(given.repeats):
-            for arm in list(ARMS)[:: 1 if repeat % 2 else -1]:
-                before = spent(engines[arm])
-                file = folder / f"{batch}.{arm}.{repeat}"
-                with sampling(engines[arm], given.py_spy, file):
-                    speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, str(repeat))))
-                used[arm] += spent(engines[arm]) - before
-                if given.py_spy:
-                    parts[arm] += sampled_parts(file)
+            asyncio.run(wave(engines[arm], max(given.batches), 8, "warm"))
+        yield engines
     finally:
         for engine in engines.values():
             engine.close()
+
+
+def measured(
+    given: argparse.Namespace, engines: dict[str, SglangEngine], batch: int, folder: Path
+) -> dict[str, dict[str, object]]:
+    """Speeds and CPU seconds of both arms at one batch."""
+    speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    used: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
+    parts: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
+    for repeat in range(given.repeats):
+        for arm in list(ARMS)[:: 1 if repeat % 2 else -1]:
+            before, file = spent(engines[arm]), folder / f"{batch}.{arm}.{repeat}"
+            with sampling(engines[arm], given.py_spy, file):
+                name = f"{batch}.{repeat}"
+                speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, name)))
+            used[arm] += spent(engines[arm]) - before
+            if given.py_spy:
+                parts[arm] += sampled_parts(file)
     thousands = given.repeats * QUEUED * batch * given.tokens / 1000
     return {
         arm: {
@@ -163,18 +173,18 @@ def main() -> int:
     parser.add_argument("--py-spy", default="", help="the program, for CPU by part")
     parser.add_argument("--dtype", help="bfloat16 on a GPU, float32 elsewhere, unless given")
     given = parser.parse_args()
-    batches = {}
-    with tempfile.TemporaryDirectory() as folder:
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+    result = {"commit": commit(), "settings": settings, "batches": {}}
+    with tempfile.TemporaryDirectory() as name, servers(given, Path(name)) as engines:
         for batch in given.batches:
-            arms = batches[str(batch)] = measured(given, batch, Path(folder))
+            arms = result["batches"][str(batch)] = measured(given, engines, batch, Path(name))
             plugin, stock = (statistics.median(arms[arm]["tokens_per_s"]) for arm in ARMS)
             arms["plugin / stock"] = round(plugin / stock, 3)
             print(f"batch {batch}: {arms}", flush=True)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-    result = {"commit": commit(), "settings": settings, "machine": machine, "batches": batches}
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+            python = platform.python_version()
+            result["machine"] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": python}
+            if given.json:
+                given.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
