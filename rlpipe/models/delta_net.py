@@ -7,7 +7,7 @@ either a delta net or attention whose output is gated, and norms that multiply b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlpipe.models.base import DENSE_LAYER, Experts, Layout, Part, whole_number
@@ -176,4 +176,6 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-LAYER_FUSED, LAYER_APART = (*DENSE_LAYER, *FUSED), (*DENSE_LAYER, *APART)
+# a server has no module of attention: its weights stand in the layer itself
+_DENSE = tuple(replace(part, served=part.served_name.replace("self_attn.", "")) for part in DENSE_LAYER)
+LAYER_FUSED, LAYER_APART = (*_DENSE, *FUSED), (*_DENSE, *APART)
