@@ -257,6 +257,30 @@ def verify(r: Any) -> str:
     )
 
 
+def sglang_turns(r: Any) -> str:
+    """Short turns on an SGLang server."""
+    turns, before, load = r["results"]["turns"], r["settings"]["before"], r["machine"]
+    speeds = turns["tokens_per_s"]
+    ratios = [now / then for now, then in zip(speeds["now"], speeds["before"], strict=True)]
+    used = {arm: sum(cpu.values()) for arm, cpu in turns["cpu_ms_per_1000_tokens"].items()}
+    lines = [
+        f"64 trajectories, {turns['tokens_a_turn']:.0f} tokens a turn, {len(ratios)} plays: "
+        f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} times the tokens per second of {before}, and "
+        f"{used['now']:.0f} ms of processor time per 1,000 tokens in place of {used['before']:.0f}, server "
+        "and worker. " + goal(min(ratios) >= 1.3, "1.3 times in each")
+    ]
+    cells = r["results"]["answers"]
+    rows = [
+        [cell, *(f"{values['cpu_ms_per_1000_tokens'][arm]:.1f}" for arm in ("lists", "before", "now"))]
+        for cell, values in cells.items()
+    ]
+    head = ["worker, ms per 1,000 tokens", "SGLang's lists", f"packed, {before}", "now"]
+    worst = max(values["now / lists"] for values in cells.values())
+    lines += [table(head, rows), goal(worst <= 1 / 3, "a third of the lists'")]
+    lines += [f"Load average {load['load_before']:.0f} before and {load['load_after']:.0f} after."]
+    return "\n\n".join(lines)
+
+
 def weight_sync(r: Any) -> str:
     """One update of two servers."""
     labels = {
