@@ -133,7 +133,7 @@ def started(kind: str, folder: str, live: int) -> Any:
     tree = Path(arguments.__file__).parents[3]
     if kind != "turns":
 
-        async def check(self: Any, client: Any, expecting: Any, *, draft: bool) -> CanaryReport:
+        async def check(self: Any, client: Any, expecting: Any, **_: Any) -> CanaryReport:
             await expecting
             return CanaryReport()
 
