@@ -6,9 +6,11 @@ import torch
 
 from rlpipe.types import SpecCounts
 from tests.helpers.cli import ROOT
+from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.engines import generate, request, transformers_logits
 from tests.helpers.goodness_of_fit import normal_quantile
 from tests.helpers.sglang import GAMMA, running_server
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.integration.test_sglang_engine import prompts
 
 pytestmark = pytest.mark.integration
@@ -16,22 +18,33 @@ TINY = ROOT / "models" / "tiny"
 BINS, ALPHA = 20, 1e-6
 
 
-@pytest.fixture(scope="module", params=["rejection", "target_only"])
+@pytest.fixture(
+    scope="module", params=["rejection", "target_only", "rejection, EAGLE-3", "target_only, EAGLE-3"]
+)
 def turns(request, tmp_path_factory):
-    """(prompt, result) of a lone request, then of a batch of 32."""
-    asked = prompts(33, seed=5, longest=12)
-    with running_server(TINY, tmp_path_factory.mktemp("logs"), request.param, adaptive=True) as engine:
+    """The model, and (prompt, result) of a lone request, then of a batch of 32.
+
+    EAGLE-3: a random draft of a random model of six tokens, of which it accepts a third.
+    """
+    mode, _, drafter = request.param.partition(", ")
+    folder, model, draft, asked = tmp_path_factory.mktemp("logs"), TINY, None, prompts(33, seed=5, longest=12)
+    if drafter:
+        shape = {"vocab": 6, "layers": 4, "scale": 0.3, "head_scale": 0.3}
+        model = write_random_checkpoint(folder / "model", "mimo", **shape)
+        draft = write_random_draft(folder / "draft", model, layers=[0, 1, 2])
+        asked = [[token % 6 for token in prompt] for prompt in asked]
+    with running_server(model, folder, mode, draft, adaptive=True) as engine:
         lone = ask(engine, asked[:1])
-        return list(zip(asked, lone + ask(engine, asked[1:]), strict=True))
+        return model, list(zip(asked, lone + ask(engine, asked[1:]), strict=True))
 
 
 def ask(engine, asked):
     return generate(engine, *(request(i, p, temperature=1.0, max_new_tokens=80) for i, p in enumerate(asked)))
 
 
-def score(turns, temperature, seed=0):
+def score(model, turns, temperature, seed=0):
     """Chi-squared of where each token fell in its law, likely tokens first; number of tokens."""
-    logits, rng, places = transformers_logits(TINY), np.random.default_rng(seed), []
+    logits, rng, places = transformers_logits(model), np.random.default_rng(seed), []
     for prompt, result in turns:
         ids = list(result.output_ids)
         law = torch.softmax(logits([*prompt, *ids])[len(prompt) - 1 : -1].double() / temperature, -1)
@@ -45,8 +58,8 @@ def score(turns, temperature, seed=0):
 
 def test_tokens_have_the_law_of_the_target_whatever_the_width(turns):
     """alpha 1e-6, about 2,600 tokens. Power: tokens taken for those of a temperature of 1.7 must fail."""
-    found, tokens = score(turns, 1.0)
-    wrong, _ = score(turns, 1.7)
+    found, tokens = score(*turns, 1.0)
+    wrong, _ = score(*turns, 1.7)
     print("tokens", tokens, "score", round(found, 2), "of a wrong law", round(wrong, 2))
     spread = 2 / (9 * (BINS - 1))  # Wilson and Hilferty
     bound = (BINS - 1) * (1 - spread + normal_quantile(ALPHA) * spread**0.5) ** 3
@@ -54,13 +67,13 @@ def test_tokens_have_the_law_of_the_target_whatever_the_width(turns):
 
 
 def test_the_width_changes_and_every_draft_is_counted(turns):
-    for _, result in turns:
+    for _, result in turns[1]:
         spec, count = result.spec, len(result.output_ids)
         assert 0 <= 1 + spec.verify_steps + sum(spec.accepted) - count <= GAMMA  # the last step may overrun
         assert sum(spec.drafted) <= spec.proposed <= GAMMA * spec.verify_steps
         kept = [spec.verify_steps, *spec.accepted]
         assert all(d <= k for d, k in zip(spec.drafted, kept, strict=False))
     whole = SpecCounts()
-    for _, result in turns:
+    for _, result in turns[1]:
         whole.add(result.spec)  # that of a turn of one token is empty
     assert 0 < whole.drafted[-1] < whole.drafted[0] < whole.verify_steps  # none in some steps, all in some
