@@ -284,7 +284,8 @@ def check_shipped() -> Iterator[Finding]:
 
 def check_run(settings: list[str]) -> Iterator[Finding]:
     """The memory that a run with these settings takes, by process."""
-    from rlpipe.memory import check_memory, estimate, gpu_bytes
+    from rlpipe.memory import estimate, gpu_bytes
+    from rlpipe.memory.refusal import check_memory
     from rlpipe.run import config_of
 
     config = config_of(settings)

@@ -21,7 +21,7 @@ from rlpipe.command_line import explaining, refused
 from rlpipe.config.checks import check
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
-from rlpipe.memory import check_memory
+from rlpipe.memory.refusal import check_memory
 from rlpipe.sweep import Sweep
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -284,7 +284,8 @@ def _pairs(count: int) -> PlacementGroup:
         found = {name: there.get(name, 0) for name in short}
         raise ValueError(
             f"cluster.share_gpus=true with {count} workers needs {needed}, and Ray has {found}: lower "
-            "rollout.workers and trainer.tp * trainer.cp * trainer.dp, or set cluster.share_gpus=false."
+            "rollout.workers and trainer.tp * trainer.cp * trainer.pp * trainer.dp, or set "
+            "cluster.share_gpus=false."
         )
     return ray.util.placement_group([{"GPU": 1, "CPU": 2}] * count)
 

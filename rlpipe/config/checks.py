@@ -39,7 +39,8 @@ def check_shared_gpus(config: Config) -> None:
     if rollout.workers != ranks:
         raise ValueError(
             f"cluster.share_gpus=true puts one worker and one trainer rank on each GPU, but rollout.workers="
-            f"{rollout.workers} and trainer.tp * trainer.cp * trainer.dp = {ranks}: make them equal."
+            f"{rollout.workers} and trainer.tp * trainer.cp * trainer.pp * trainer.dp = {ranks}: make them "
+            "equal."
         )
     if rollout.engine is not EngineKind.SGLANG:
         return
@@ -113,6 +114,16 @@ def check(config: Config) -> None:
             f"mtp.objective={config.mtp.objective} with trainer.cp={config.trainer.cp}: its windows read all "
             "keys of a pass, which context parallel ranks share. Set trainer.cp=1, or mtp.objective=e2e_tv."
         )
+    if learns and config.mtp.windows and config.trainer.pp > 1:
+        raise ValueError(
+            f"mtp.objective={config.mtp.objective} with trainer.pp={config.trainer.pp}: its windows run the "
+            "whole model, which pipeline stages share. Set trainer.pp=1, or mtp.objective=e2e_tv."
+        )
+    if learns and config.mtp.windows and config.trainer.sp:
+        raise ValueError(
+            f"mtp.objective={config.mtp.objective} with trainer.sp=true: its windows have numbers of tokens "
+            "that ranks cannot share evenly. Set trainer.sp=false, or mtp.objective=e2e_tv."
+        )
     if trained and config.mtp.windows and config.rollout.temperature == 0:
         raise ValueError(
             f"mtp.objective={config.mtp.objective} verifies drafts by rejection, and rollout.temperature=0 "
@@ -156,7 +167,7 @@ def check(config: Config) -> None:
         check_adapt(config)
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
-            f"cluster=inline runs one process, but trainer.tp*trainer.cp*trainer.dp={ranks} and "
+            f"cluster=inline runs one process, but trainer.tp*trainer.cp*trainer.pp*trainer.dp={ranks} and "
             f"rollout.workers={config.rollout.workers}: set them to 1, or use cluster=ray."
         )
 
@@ -318,7 +329,7 @@ def check_adapt(config: Config) -> None:
     if config.trainer.world_size > 1 and config.adapt.drafter.kind.trainer:
         raise ValueError(
             f"adapt.drafter={config.adapt.drafter} is trained by one process, but trainer.tp*trainer.cp*"
-            f"trainer.dp={config.trainer.world_size}: set all three to 1."
+            f"trainer.pp*trainer.dp={config.trainer.world_size}: set each to 1."
         )
 
 

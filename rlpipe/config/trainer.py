@@ -46,7 +46,9 @@ class LayerSpec(Choice):
 class TrainerConfig:
     """One trainer of tp * cp * dp ranks.
 
-    tp, dp, pp: tensor, data and pipeline parallel sizes (pp > 1 is refused).
+    tp, dp: tensor and data parallel sizes. pp: pipeline stages, each with some of the layers; the head and an
+        MTP layer are the last one's.
+    sp: tensor parallel ranks also share the tokens of what they do not cut: norms, residuals (not layers=te).
     cp: context parallel ranks, which share the tokens of each micro-batch (not layers=te).
     ep: data and context parallel ranks that share a mixture's experts, each holding some; divides dp * cp.
     precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
@@ -61,6 +63,7 @@ class TrainerConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    sp: bool = False
     cp: int = 1
     ep: int = 1
     precision: Precision = Precision.FP32
@@ -85,11 +88,6 @@ class TrainerConfig:
         at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
         at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
         learning_rates(self, "trainer")
-        if self.pp > 1:
-            raise ValueError(
-                f"trainer.pp={self.pp}: pipeline parallelism is not supported. Set trainer.pp=1 and use "
-                "trainer.tp and trainer.dp."
-            )
         replicas = self.dp * self.cp
         if replicas % self.ep:
             fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
@@ -101,6 +99,16 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.cp={self.cp} needs our attention, and trainer.layers=te has TransformerEngine's: "
                 "set trainer.layers=local."
+            )
+        if self.sp and self.tp == 1:
+            raise ValueError(
+                "trainer.sp=true shares tokens between tensor parallel ranks, and trainer.tp=1: set "
+                "trainer.sp=false, or raise trainer.tp."
+            )
+        if self.sp and self.layers is LayerSpec.TE:
+            raise ValueError(
+                "trainer.sp=true needs micro-batches filled up to a multiple of trainer.tp, and "
+                "trainer.layers=te reads padded rows: set trainer.layers=local, or trainer.sp=false."
             )
         if self.lora.active and self.layers is LayerSpec.TE:
             raise ValueError(
@@ -116,6 +124,18 @@ class TrainerConfig:
     def world_size(self) -> int:
         """Ranks of the trainer."""
         return self.tp * self.cp * self.pp * self.dp
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline stage has; the last, with the head, has the fewest.
+
+        >>> TrainerConfig(pp=4).stage_layers(47)
+        [12, 12, 12, 11]
+        >>> TrainerConfig(pp=4).stage_layers(45)
+        [11, 12, 11, 11]
+        """
+        each, more = divmod(layers, self.pp)
+        middle_first = sorted(range(self.pp), key=lambda stage: (stage == self.pp - 1, stage == 0))
+        return [each + (stage in middle_first[:more]) for stage in range(self.pp)]
 
 
 def check_parallel(
@@ -159,6 +179,22 @@ def check_parallel(
                 f"trainer.tp={config.tp} does not divide the model's {name}={size}. "
                 f"Set trainer.tp to one of {fitting} and raise trainer.dp instead."
             )
+    if (config.pp > 1 or config.sp) and hf_config.get("linear_num_key_heads"):
+        raise ValueError(
+            f"trainer.pp={config.pp} trainer.sp={config.sp} with a model of type "
+            f"{hf_config['model_type']!r}: neither was tried with "
+            "gated delta nets. Set trainer.pp=1 and trainer.sp=false."
+        )
+    if config.sp and hf_config.get("kv_lora_rank"):
+        raise ValueError(
+            "trainer.sp=true shares tokens that latent attention (kv_lora_rank) reads whole: set "
+            "trainer.sp=false and use trainer.cp."
+        )
+    if config.pp > 1 and config.pp > (layers := int(hf_config["num_hidden_layers"])):
+        raise ValueError(
+            f"trainer.pp={config.pp} is more stages than the model has layers, num_hidden_layers={layers}. "
+            f"Set trainer.pp to at most {layers} and raise trainer.dp instead."
+        )
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = max(int(hf_config.get(name) or 0) for name in names)
     if config.ep > 1 and (not experts or experts % config.ep):
@@ -168,8 +204,8 @@ def check_parallel(
         )
     if world_size is not None and world_size != config.world_size:
         raise ValueError(
-            f"trainer.tp * trainer.cp * trainer.dp = {config.tp} * {config.cp} * {config.dp} = "
-            f"{config.world_size}, but there are {world_size} ranks. Make them equal."
+            f"trainer.tp * trainer.cp * trainer.pp * trainer.dp = {config.tp} * {config.cp} * {config.pp} * "
+            f"{config.dp} = {config.world_size}, but there are {world_size} ranks. Make them equal."
         )
 
 

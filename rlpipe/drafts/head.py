@@ -61,14 +61,19 @@ def draft_step(
 ) -> torch.Tensor:
     """One depth, counted from 0: hidden states [S, B, H], on which the next token may be sampled.
 
-    state: [S, B, H], of the depth before (of the target at depth 0). tokens: [B, S], read at this depth.
-    rotary_pos_emb: [S, 1, 1, d]. recompute: run the layer again in the backward pass instead of keeping its
-    activations.
+    state: [S, B, H], of the depth before (of the target at depth 0); sequence parallel ranks divide S.
+    tokens: [B, S], read at this depth. rotary_pos_emb: [S, 1, 1, d]. recompute: run the layer again in the
+    backward pass instead of keeping its activations.
     """
     import torch
-    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.tensor_parallel import (
+        checkpoint,
+        gather_from_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
 
-    layer = model.mtp.layers[min(depth, len(model.mtp.layers) - 1)]
+    layer, tp = model.mtp.layers[min(depth, len(model.mtp.layers) - 1)], model.pg_collection.tp
+    shares_tokens = model.config.sequence_parallel
     with torch.no_grad():
         embedded = model.embedding(input_ids=tokens, position_ids=None)
 
@@ -80,4 +85,9 @@ def draft_step(
             packed_seq_params=layout,
         )
 
-    return checkpoint(run, False, state, embedded) if recompute else run(state, embedded)
+    if shares_tokens:
+        state = scatter_to_sequence_parallel_region(state, group=tp)
+    state = checkpoint(run, False, state, embedded) if recompute else run(state, embedded)
+    if shares_tokens:
+        state = gather_from_sequence_parallel_region(state, tensor_parallel_output_grad=False, group=tp)
+    return state

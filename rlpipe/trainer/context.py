@@ -33,10 +33,11 @@ class ContextLayout(BranchLayout):
         group: dist.ProcessGroup,
         device: torch.device,
         replay: Replay | None = None,
+        multiple: int = 1,
     ) -> None:
-        """Cut a micro-batch. replay: the experts that read each of its tokens."""
+        """Cut a micro-batch. replay: the experts that read each of its tokens. multiple: of chunks' sizes."""
         ranks, count = group.size(), len(micro.tokens)
-        size = -(-count // (2 * ranks))
+        size = -(-count // (2 * ranks * multiple)) * multiple
         padding = 2 * ranks * size - count
         branches = [*micro.branches, Branch(length=padding, context=[])] if padding else micro.branches
         chunks = np.arange(2 * ranks * size).reshape(2 * ranks, size)
@@ -51,7 +52,7 @@ class ContextLayout(BranchLayout):
         self.tokens = np.pad(micro.tokens, (0, padding))[self.places]
         positions = np.concatenate([micro.positions, np.arange(padding)])
         if replay is not None:  # padding has no record
-            routes = torch.nn.functional.pad(replay.routes, (0, 0, 0, 0, 0, padding), value=replay.unrecorded)
+            routes = replay.padded(padding).routes
             replay = Replay(routes[torch.from_numpy(self.places).to(device)], replay.unrecorded)
         super().__init__(cut, torch.from_numpy(positions[self.places]).to(device), replay=replay)
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from math import lcm
 from operator import add
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
 from rlpipe.batch import MicroBatch, as_rows
 from rlpipe.config.mtp import MtpConfig
@@ -121,10 +123,15 @@ class DraftPasses:
         def forward(index: int, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
             with torch.no_grad():
                 hidden, _, layout = self._passes.hidden(policy, micro, self.reads_keys)
+            nothing: torch.Tensor | float = 0.0
+            if not policy.pre_process:  # the stage before waits for a gradient, of which there is none
+                nothing = policy.decoder.input_tensor[:0].sum()
+            if not policy.post_process:
+                return hidden + nothing, None
 
             def finish_micro(hidden: torch.Tensor) -> Any:
                 loss, stats = self.loss(policy, micro, hidden, layout, temperature, updates)
-                return loss * count, stats  # Megatron divides by the number of micro-batches
+                return loss * count + nothing, stats  # Megatron divides by the number of micro-batches
 
             return hidden, finish_micro
 
@@ -135,7 +142,9 @@ class DraftPasses:
         windows = self.reads_keys if windows is None else windows
         nothing = PpowTotals.nothing(self._device) if windows else no_stats(self._config.depths, self._device)
         mine = reduce(add, parts, nothing)
-        return mine.all_reduce(self._group) if self._group.size() > 1 else mine
+        for group in self._group, get_pipeline_model_parallel_group():  # stages before the last have nothing
+            mine = mine.all_reduce(group) if group.size() > 1 else mine
+        return mine
 
     def statistics(self, policy: Any, shard: Sequence[MicroBatch], temperature: float) -> MtpStats:
         """Teacher-forced statistics over micro-batches and ranks, whatever the objective."""
@@ -158,6 +167,8 @@ class DraftPasses:
 
         def forward(index: int, micro: MicroBatch) -> Any:
             hidden, *_ = self._passes.hidden(policy, micro)
+            if not policy.post_process:
+                return hidden, None
             return hidden, lambda hidden: use(micro, hidden)
 
         with torch.no_grad():
@@ -235,7 +246,8 @@ class DraftPasses:
         None when nothing is drafted.
         """
         move, rows = self._runtime.to_device, self._runtime.te
-        batch = draft_batch(micro, self._config.depths, 1 if rows else MULTIPLE)
+        ranks = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
+        batch = draft_batch(micro, self._config.depths, 1 if rows else lcm(MULTIPLE, ranks))
         if batch is None:
             return None
         hidden = hidden.detach()

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     all_to_all,
     checkpoint,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -47,6 +50,10 @@ class Replay:
     def of_layer(self, number: int, layers: int) -> LayerReplay:
         """What one decoder layer replays, counted from 1 over all `layers`; the first may lack experts."""
         return LayerReplay(self, self.routes[:, number - 1 - layers + self.routes.shape[1]])
+
+    def padded(self, count: int) -> Replay:
+        """The same with so many tokens more, which have no record."""
+        return Replay(F.pad(self.routes, (0, 0, 0, 0, 0, count), value=self.unrecorded), self.unrecorded)
 
     def metrics(self) -> dict[str, Value]:
         """Shares over the tokens of all layers of this rank that have run."""
@@ -91,6 +98,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
+        self.weight.sequence_parallel = False  # it reads all tokens on every rank
         if config.moe_router_score_function == "sigmoid":
             del self.expert_bias  # None, as without a bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
@@ -160,14 +168,22 @@ class MixtureOfExperts(MoELayer):
 
     def _mixture(self, replay: LayerReplay | None, hidden_states: torch.Tensor) -> torch.Tensor:
         self.router.replay = replay
-        weights, chosen = self.router(hidden_states)  # [S * B, experts]
-        tokens = copy_to_tensor_model_parallel_region(hidden_states.flatten(0, 1))
+        everywhere = hidden_states
+        if self.config.sequence_parallel:
+            everywhere = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        weights, chosen = self.router(everywhere)  # [S * B, experts]
+        tokens = copy_to_tensor_model_parallel_region(everywhere.flatten(0, 1))
         sent, sent_weights, order = permute(tokens, chosen, probs=weights)
         # not of `weights`: the gradient of a transposed tensor is lost in Megatron's sum over ranks
         sent_weights = copy_to_tensor_model_parallel_region(sent_weights)
         found = self._through_experts(sent, sent_weights, chosen.sum(0))
         mixed = unpermute(found, order, restore_shape=tokens.shape)
-        mixed = reduce_from_tensor_model_parallel_region(mixed).view_as(hidden_states)
+        if self.config.sequence_parallel:
+            mixed = reduce_scatter_to_sequence_parallel_region(mixed.view_as(everywhere))
+        else:
+            mixed = reduce_from_tensor_model_parallel_region(mixed).view_as(hidden_states)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden_states)
 
     def _through_experts(

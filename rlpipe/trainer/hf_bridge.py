@@ -6,7 +6,8 @@ Every Megatron parameter is made of one to three HF tensors: `merge` builds the 
 and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
 merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by
 buckets: one gathering each, so that memory is bounded however large the model is. With expert parallelism a
-rank's experts are some of the model's; they are gathered from the expert parallel ranks too.
+rank's experts are some of the model's; they are gathered from the expert parallel ranks too. With pipeline
+parallelism each bucket is of one stage, whose first rank hands it to rank 0 (`stages`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from rlpipe.models import family_of, read_architecture
-from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, ROUTER_BIAS, Architecture, Layout, Part
+from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Architecture, Layout, Part
 from rlpipe.trainer.model import PolicyModel
+from rlpipe.trainer.stages import EMBEDDING_COPY, TIED_HEAD, hand_over, is_copy, tensors_of_stages
 
 Tensors = list[torch.Tensor]
 Merge = Callable[[Tensors], torch.Tensor]
@@ -49,14 +51,16 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """One parameter of this rank, and what it is made of.
+    """One parameter of this rank, or of its like on another stage (on the meta device); what it is made of.
 
-    parameter: or a buffer of the router. entries: of the parameter of this name on each expert parallel rank
-        in turn; a single one where all hold the same. rank: this one's place in them. experts: the mixture it
-        belongs to, empty outside of one. float32: whether it is sent so whatever the others are.
+    stage: that holds it. parameter: or a buffer of the router. entries: of the parameter of this name on each
+        expert parallel rank in turn; a single one where all hold the same. rank: this one's place in them.
+        experts: the mixture it belongs to, empty outside of one. float32: whether it is sent so whatever the
+        others are.
     """
 
     name: str
+    stage: int
     parameter: torch.Tensor
     entries: list[Entry]
     rank: int
@@ -89,12 +93,13 @@ def load_hf_weights(
     """
     pieces, group = _pieces(model, hf_config), model.pg_collection.tp
     wanted = {name for piece in pieces for entry in piece.entries for name in entry.hf}
+    stage = model.pg_collection.pp.rank()
     if missing := sorted(wanted - weights.keys()):
         raise ValueError(f"the checkpoint lacks {missing[:4]} ({len(missing)} tensors in all).")
     if extra := sorted(weights.keys() - wanted - {"lm_head.weight"}):
         raise ValueError(f"the checkpoint holds tensors this model has no place for: {extra[:4]}.")
     with torch.no_grad():
-        for piece in pieces:
+        for piece in (piece for piece in pieces if piece.stage == stage):
             parameter, entry = piece.parameter, piece.entry
             full = entry.merge([weights[hf] for hf in entry.hf])
             if entry.vocab:
@@ -120,7 +125,7 @@ def weight_buckets(
     megabytes: most of one bucket; what one Megatron parameter makes stays together, and may be more alone.
     dtype: of what is gathered (None: as trained). A tied head has no name of its own here.
 
-    Collective: every tensor and expert parallel rank must come to the end. Only the first yields; it holds
+    Collective: every tensor, expert and pipeline parallel rank must come to the end. Rank 0 yields; it holds
     about four buckets at a time (the one its caller still has, the parts of the next, and what is made of
     them), the others their part of one. Tensors may be the parameters themselves: copy what is kept.
     Adapters are merged.
@@ -130,10 +135,15 @@ def weight_buckets(
         experts = parts[0].experts
         if groups.ep.rank() and not experts:
             continue  # the first of these ranks has the same
-        shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
-        dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
-        full = _gather(shards, dims, group, groups.tp.size())
-        del shards
+        full, stage = None, parts[0].stage
+        if stage == groups.pp.rank():
+            shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
+            dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
+            full = _gather(shards, dims, group, groups.tp.size())
+            del shards
+        if stage and groups.tp_ep.rank() == 0:
+            blank = _blank(parts, groups.tp.size(), dtype)
+            full = hand_over(full, blank, stage, groups.pp, next(model.parameters()).device)
         if full is not None:
             yield _as_hf(full, _in_turn(parts), model.vocab_real)
 
@@ -148,17 +158,12 @@ def bucket_plan(
     """What `weight_buckets` will yield: names, types and shapes, as tensors on the meta device."""
     size, plan = model.pg_collection.tp.size(), []
     for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
-        full = [
-            torch.empty(part.full_shape(size), dtype=part.dtype(dtype), device="meta")
-            for _ in parts[0].entries
-            for part in parts
-        ]
-        plan.append(_as_hf(full, _in_turn(parts), model.vocab_real))
+        plan.append(_as_hf(_blank(parts, size, dtype), _in_turn(parts), model.vocab_real))
     return plan
 
 
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """All weights under HF names, full, on the CPU; collective over tensor and expert parallel ranks.
+    """All weights under HF names, full, on the CPU; collective as `weight_buckets` is.
 
     None on ranks other than the first of them.
     """
@@ -167,7 +172,7 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
         for bucket in weight_buckets(model, hf_config)
         for name, tensor in bucket
     }
-    if model.pg_collection.tp_ep.rank() != 0:
+    if model.pg_collection.tp_ep.rank() or model.pg_collection.pp.rank():
         return None
     if model.share_embeddings_and_output_weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -270,14 +275,16 @@ def _by_rank(tp: int) -> tuple[Merge, Split]:
 
 
 def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
-    """Every parameter of this rank, in order, then the buffers of routers."""
+    """Every parameter of this rank's pipeline, in order, by stage; of each the routers' buffers last."""
     groups, pieces = model.pg_collection, []
-    table = name_table(hf_config, groups.tp.size(), model.share_embeddings_and_output_weights)
+    tied = model.share_embeddings_and_output_weights
+    table = name_table(hf_config, groups.tp.size(), tied)
+    table |= {TIED_HEAD: table[EMBEDDING_COPY]} if tied else {}
     kept = family_of(hf_config).float32
-    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron)]
-    for name, parameter in chain(model.named_parameters(), buffers):
-        if name.startswith("adapters."):  # merged into what they stand beside
-            continue
+    everywhere = chain.from_iterable(
+        ((stage, *pair) for pair in pairs) for stage, pairs in enumerate(tensors_of_stages(model))
+    )
+    for stage, name, parameter in everywhere:
         experts, mark, rest = name.partition(".local_experts.")
         names = [name]
         if mark:
@@ -290,6 +297,7 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
         pieces.append(
             _Piece(
                 name=name,
+                stage=stage,
                 parameter=parameter,
                 entries=entries,
                 rank=rank,
@@ -316,22 +324,34 @@ def _cut(full: torch.Tensor, entry: Entry, rank: int, size: int) -> torch.Tensor
 def _cut_into_buckets(
     model: PolicyModel, hf_config: Mapping[str, Any], megabytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[_Piece]]:
-    """Consecutive parameters of one type, whose full tensors have at most `megabytes`; a larger one alone.
+    """Consecutive parameters of one type and stage, whose full tensors have at most `megabytes`.
 
-    The experts of a layer are a bucket whatever they have: a server keeps them in one tensor.
+    A larger one is alone. The experts of a layer are a bucket whatever they have: a server keeps them in one
+    tensor.
     """
     bucket: list[_Piece] = []
     held = 0
     for piece in _pieces(model, hf_config):
+        if is_copy(piece.name, piece.stage, model.share_embeddings_and_output_weights):
+            continue
         num_bytes = math.prod(piece.full_shape(model.pg_collection.tp.size())) * piece.dtype(dtype).itemsize
-        kind = piece.experts, piece.parameter.dtype
+        kind = piece.stage, piece.experts, piece.parameter.dtype
         full = held + num_bytes > megabytes * 2**20 and not piece.experts
-        if bucket and (full or kind != (bucket[0].experts, bucket[0].parameter.dtype)):
+        if bucket and (full or kind != (bucket[0].stage, bucket[0].experts, bucket[0].parameter.dtype)):
             yield bucket
             bucket, held = [], 0
         bucket.append(piece)
         held += num_bytes
     yield bucket
+
+
+def _blank(parts: Sequence[_Piece], tp: int, dtype: torch.dtype | None) -> Tensors:
+    """What a bucket's gathering makes, on the meta device."""
+    return [
+        torch.empty(part.full_shape(tp), dtype=part.dtype(dtype), device="meta")
+        for _ in parts[0].entries
+        for part in parts
+    ]
 
 
 def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:

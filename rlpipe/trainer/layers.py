@@ -24,7 +24,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlpipe.batch import Branch
 from rlpipe.models.delta_net import DeltaNet
@@ -172,9 +173,9 @@ Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and valu
 def block_specs(
     config: TransformerConfig, te: bool, dense: int = 0, delta: DeltaNet | None = None
 ) -> tuple[Any, Any]:
-    """Specs of the decoder and of the MTP block (None without one).
+    """Specs of this pipeline stage's decoder layers and of its MTP block (None without one).
 
-    dense: first layers without experts. delta: delta nets in the place of some layers' attention.
+    dense: first layers of the model without experts. delta: delta nets in place of some layers' attention.
     """
     layer = _layer(config, config.num_moe_experts, te)
     decoder_layer = _replaying(layer) if config.num_moe_experts else layer
@@ -186,10 +187,14 @@ def block_specs(
         linear.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": delta})
         linear = _replaying(linear) if config.num_moe_experts else linear
         layers = [linear if here else decoder_layer for here in delta.linear]
+    first = get_transformer_layer_offset(config)
+    layers = layers[first : first + get_num_layers_to_build(config)]
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
         return decoder, None
     mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te)
+    if mtp is None:  # the last stage has it
+        return decoder, None
     for spec in mtp.layer_specs:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = norm
     return decoder, mtp

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
 )
 
 ONEDNN_FROM = 1_000_000  # multiply-adds
@@ -43,12 +44,15 @@ def _forward_impl(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     allreduce_dgrad: bool,
+    sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
     """Stand-in for Megatron's `linear_with_grad_accumulation_and_async_allreduce`, without its fusions."""
     if allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
     return linear(input, weight, bias)
 
 

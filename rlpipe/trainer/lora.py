@@ -8,7 +8,7 @@ trainer. Each Hugging Face projection has a pair of its own, also where Megatron
 Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
 as W, A is whole on every rank, and the gradient of A x is summed over ranks. By columns: A is cut as W, B is
 whole, and A x is summed over ranks. So the merged shard is made of what its rank holds, and only r numbers a
-token are exchanged.
+token are exchanged. With sequence parallelism A x is gathered along the tokens, or scattered as it is summed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -62,12 +64,18 @@ class Adapter(torch.nn.Module):
             a = a.chunk(self._tp.size(), dim=1)[self._tp.rank()].clone()
         self.a = torch.nn.Parameter(a)
         self.b = torch.nn.ParameterList(torch.zeros(groups * block, config.rank) for block in blocks)
+        self._shares_tokens = linear.sequence_parallel
+        for whole in [self.a] if self._by_rows else self.b:
+            whole.sequence_parallel = linear.sequence_parallel  # Megatron sums their gradients over ranks
         for cut in self.b if self._by_rows else [self.a]:
             set_tensor_model_parallel_attributes(cut, True, 0 if self._by_rows else 1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output for its input x [..., in]."""
-        between = copy_to_tensor_model_parallel_region if self._by_rows else _summed
+        if self._shares_tokens:
+            between = _gathered if self._by_rows else reduce_scatter_to_sequence_parallel_region
+        else:
+            between = copy_to_tensor_model_parallel_region if self._by_rows else _summed
         low = between(F.linear(x, self.a) * self._scale, group=self._tp)
         pairs = zip(low.chunk(len(self.b), dim=-1), self.b, strict=True)
         return self._fuse([F.linear(part, b) for part, b in pairs])
@@ -132,11 +140,12 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, seed: int) -> None:
-    """Give every decoder layer the adapters that are asked for; the same for any tensor parallel size."""
-    generator = torch.Generator().manual_seed(seed)
+    """Give every decoder layer the adapters that are asked for; the same for any parallel sizes."""
     model.adapters = Adapters()
     groups = arch.kv_heads // model.pg_collection.tp.size()
-    for i, layer in enumerate(model.decoder.layers):
+    for layer in model.decoder.layers:
+        i = layer.layer_number - 1  # in the whole model
+        generator = torch.Generator().manual_seed(seed * arch.layers + i)
         parts: list[tuple[str, Linear, list[int], int]] = []
         if config.attention:
             attention = layer.self_attention
@@ -149,6 +158,10 @@ def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, seed: int
             parts.append(("fc2", down, [arch.hidden], 1))
         for name, linear, blocks, count in parts:
             model.adapters.add(f"{i}_{name}", linear, Adapter(linear, blocks, count, config, generator))
+
+
+def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    return gather_from_sequence_parallel_region(x, group=group)
 
 
 def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:

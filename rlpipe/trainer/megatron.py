@@ -202,7 +202,7 @@ class MegatronTrainer:
                 mine += metrics
                 yield
                 shared.append(self._apply(minibatch, stats))
-        total = finish(reduce([*runtime.gather(reduce(mine), self._dp_group), *shared]))
+        total = finish(reduce([*runtime.gather_last(reduce(mine), self._dp_group), *shared]))
         if self.rule is not None:
             self.rule.observe(total)
         return total
@@ -250,7 +250,7 @@ class MegatronTrainer:
         check_draft(self._mtp, self._hf_config, str(self._path))
         shard = [micro for m in batch.minibatches for micro in m.shards[self._dp_rank]]
         found = self._drafting.tables(self.model, shard, batch.temperature)
-        everywhere = ChainMap(*runtime.gather(found, self._dp_group))
+        everywhere = ChainMap(*runtime.gather_last(found, self._dp_group))
         return [everywhere.get(row) for row in range(len(batch.lengths))]
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
@@ -262,7 +262,7 @@ class MegatronTrainer:
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
             found |= self._passes.lines(self.model, shard, batch)
-        everywhere = ChainMap(*runtime.gather(found, self._dp_group))
+        everywhere = ChainMap(*runtime.gather_last(found, self._dp_group))
         return [
             everywhere[row].tolist() if row in everywhere else [0.0] * length
             for row, length in enumerate(batch.lengths)

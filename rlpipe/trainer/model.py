@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.config.lora import check_lora
@@ -39,13 +43,15 @@ class PolicyModel(GPTModel):
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
     adapters: that are trained in place of the backbone (None: all of it is).
+    stage_shapes: see `stages.tensors_of_stages`, which fills it.
     """
 
     vocab_real: int
     adapters: Adapters | None
+    stage_shapes: list[list[tuple[str, torch.Size, torch.dtype]]] | None = None
 
     def hidden_states(self, input_ids: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        """Final-norm output [B * S, H], row-major.
+        """Final-norm output [B * S, H], row-major; of a pipeline stage before the last what it passes on.
 
         input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat.
         """
@@ -106,11 +112,17 @@ class PolicyModel(GPTModel):
             if packed_seq_params.reach > len(rotary):  # a few tokens that continue a long text
                 rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
-        if self.adapters is not None and torch.is_grad_enabled():
+        if self.adapters is not None and self.pre_process and torch.is_grad_enabled():
             embedded.requires_grad_()  # recomputation drops the gradients of layers whose input needs none
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
         return hidden_states.transpose(0, 1).flatten(0, 1)
 
 
@@ -127,11 +139,14 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     transformer = transformer_config(arch, config, runtime)
     dense = arch.experts.dense if arch.experts else 0
     decoder, mtp = block_specs(transformer, runtime.te, dense, arch.delta)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=decoder,
         vocab_size=-(-arch.vocab // config.tp) * config.tp,
         max_sequence_length=arch.max_position,
+        pre_process=first,
+        post_process=last,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_percent=arch.rotary_dim / arch.head_dim,
@@ -139,6 +154,10 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         mtp_block_spec=mtp,
     )
     model.vocab_real, model.adapters = arch.vocab, None
+    if arch.tied and model.mtp_process and not first:  # its copy of the embedding is the head
+        model.output_layer.register_parameter("weight", None)
+    if last and config.sp:  # the head reads all tokens on every rank
+        model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
     model.rotary_pos_emb.cp_group = None  # layouts say where a token stands, on whichever rank it lies
     if config.lora.active:
         check_lora(config.lora, hf_config)
@@ -160,7 +179,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
     """Megatron's description of a Hugging Face model."""
     make = partial(latent_config, arch) if arch.latent else TransformerConfig
-    return make(
+    transformer = make(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         ffn_hidden_size=arch.intermediate,
@@ -181,11 +200,29 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         attention_dropout=0.0,
         softmax_scale=arch.softmax_scale,
         tensor_model_parallel_size=config.tp,
+        sequence_parallel=config.sp,
         mtp_num_layers=arch.mtp_layers or None,
         **_recomputation(config.recompute),
+        **_pipeline(arch, config),
         **_routing(arch.experts, config.ep),
         **runtime.model_flags,
     )
+    # micro-batches differ in length; set late: Megatron refuses it with a token dispatcher that we do not use
+    transformer.variable_seq_lengths = config.pp > 1
+    return transformer
+
+
+def _pipeline(arch: Architecture, config: TrainerConfig) -> dict[str, Any]:
+    """Megatron's description of the stages: which layers each has."""
+    if config.pp == 1:
+        return {}
+    layout = [["decoder"] * count for count in config.stage_layers(arch.layers)]
+    layout[0].insert(0, "embedding")
+    layout[-1] += ["mtp"] * arch.mtp_layers + ["loss"]
+    return {
+        "pipeline_model_parallel_size": config.pp,
+        "pipeline_model_parallel_layout": layout,
+    }
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlpipe.algo.policy_loss import LossTotals
 from rlpipe.algo.rule import TokenExtras
-from rlpipe.batch import MicroBatch, PackedBatch
+from rlpipe.batch import Branch, MicroBatch, PackedBatch
 from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import Runtime
 from rlpipe.types import unrecorded
@@ -118,7 +118,7 @@ class Passes:
         """Logprobs of each trajectory of a shard, parallel to its tokens, by its row in the batch."""
         found: dict[int, np.ndarray] = {}
         scores = self.scores(model, shard, temperature=batch.temperature)
-        for micro, score in zip(shard, scores, strict=True):
+        for micro, score in zip(shard, scores, strict=bool(scores)):  # the last pipeline stage has them
             values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
             for b in np.flatnonzero(micro.rows >= 0):
                 line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
@@ -146,6 +146,8 @@ class Passes:
         def forward(index: int, micro: MicroBatch) -> Any:
             select = move(micro.mask) > 0
             hidden, sources, layout = self.hidden(policy, micro, keep, replay)
+            if not policy.post_process:
+                return hidden, None
             states = hidden.index_select(0, sources)
 
             def finish_micro(states: torch.Tensor) -> Any:
@@ -195,6 +197,7 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
         """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
 
+        On a pipeline stage before the last these are not whole and no more than what it passes on.
         keep: the layout keeps keys and values. replay: as of `scores`. Raises ValueError where routes are to
         be replayed by layers that read padded rows.
         """
@@ -203,6 +206,7 @@ class Passes:
         from rlpipe.trainer.layers import BranchLayout
 
         move, group = self._runtime.to_device, policy.pg_collection.cp
+        share = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
         routes = None
         if replay and micro.routes is not None:
             routes = Replay(move(micro.routes), unrecorded(micro.routes))
@@ -215,17 +219,24 @@ class Passes:
             tokens, sources = micro.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
         if group.size() > 1:
-            cut = ContextLayout(micro, group, self._runtime.device, routes)
+            cut = ContextLayout(micro, group, self._runtime.device, routes, share)
             hidden = policy.hidden_states(move(cut.tokens[None]), cut)
-            return cut.gather(hidden), move(micro.sources), cut
-        layout = BranchLayout(micro.branches, move(micro.positions), keep, routes)
-        return policy.hidden_states(move(micro.tokens[None]), layout), move(micro.sources), layout
+            return cut.gather(hidden) if policy.post_process else hidden, move(micro.sources), cut
+        count, branches = len(micro.tokens), micro.branches
+        padding = -count % share
+        if padding:
+            branches = [*branches, Branch(length=padding, context=[])]
+        tokens, positions = (np.pad(x, (0, padding)) for x in (micro.tokens, micro.positions))
+        layout = BranchLayout(branches, move(positions), keep, routes and routes.padded(padding))
+        hidden = policy.hidden_states(move(tokens[None]), layout)
+        return hidden[:count] if policy.post_process else hidden, move(micro.sources), layout
 
 
 def schedule(model: Any, shard: Sequence[MicroBatch], forward: Any, *, forward_only: bool) -> list:
     """Megatron's schedule; `forward(index, micro)` gives an output and what makes of it (loss, anything).
 
-    Returns the anythings, one per micro-batch.
+    Returns the anythings, one per micro-batch; none on a pipeline stage before the last, where `forward`
+    gives (output, None).
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -234,7 +245,7 @@ def schedule(model: Any, shard: Sequence[MicroBatch], forward: Any, *, forward_o
         data_iterator=enumerate(shard),
         model=model,
         num_microbatches=len(shard),
-        seq_length=1,  # the schedule without pipelining reads neither size
+        seq_length=1,  # neither size is read: a pipeline's stages tell one another what they send
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -155,7 +155,7 @@ def _quiet_megatron() -> None:
 
 
 def _use_transformer_engine(config: TrainerConfig, gpu: bool) -> bool:
-    layers, ours = config.layers, not gpu or config.cp > 1 or config.lora.active
+    layers, ours = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
     if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and ours):
         return False
     try:
@@ -237,3 +237,11 @@ def gather(part: Any, group: dist.ProcessGroup) -> list[Any]:
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, part, group=group)
     return parts
+
+
+def gather_last(part: Any, group: dist.ProcessGroup) -> list[Any]:
+    """`gather` of what ranks of the last pipeline stage have, on the ranks of all stages."""
+    from megatron.core.parallel_state import get_pipeline_model_parallel_group
+
+    parts, stages = gather(part, group), get_pipeline_model_parallel_group()
+    return parts if stages.size() == 1 else gather(parts, stages)[-1]

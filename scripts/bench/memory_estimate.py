@@ -1,4 +1,4 @@
-"""How far is the memory estimate (rlpipe/memory.py) from what a process really takes?
+"""How far is the memory estimate (rlpipe/memory) from what a process really takes?
 
 Each case plays in a process of its own, on the CPU, where trainer and engine run the code that they run on
 a GPU: a tiny model first, so that libraries and their buffers are there, then a random model of the case's

@@ -61,9 +61,15 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        given = {id_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        given = {
+            id_of(one)
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor) and not one.is_meta
+        }
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # the latter take no memory
+                continue
+            if id_of(tensor) not in given:
                 storage = tensor.untyped_storage()
                 self._alive[id_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}

@@ -120,7 +120,11 @@ rollout.device=cuda | set rollout.device=cpu
 cluster=one_node | set rollout.device=cpu | rollout.device | cuda
 trainer.tp=0 | at least 1
 trainer.tp=3 | Set trainer.tp to one of
-trainer.pp=2 | Set trainer.pp=1
+trainer.sp=true | raise trainer.tp
+trainer.tp=2 trainer.sp=true trainer.layers=te | set trainer.layers=local
+trainer.tp=2 trainer.sp=true mtp.train=online mtp.objective=ppow | Set trainer.sp=false
+trainer.pp=99 | Set trainer.pp to at most
+trainer.pp=2 mtp.train=online mtp.objective=ppow | Set trainer.pp=1
 trainer.cp=0 | at least 1
 trainer.cp=2 trainer.layers=te | set trainer.layers=local
 trainer.cp=2 mtp.train=online mtp.objective=ppow | Set trainer.cp=1

@@ -74,7 +74,7 @@ def test_checkpoint_directory_that_cannot_be_written(tmp_path):
     ("override", "words"),
     [
         ("trainer.tp=3", ["trainer.tp=3", "num_attention_heads"]),
-        ("trainer.pp=2", ["trainer.pp=2"]),
+        ("trainer.pp=99", ["trainer.pp=99", "num_hidden_layers"]),
         ("trainer.dp=0", ["trainer.dp"]),
     ],
 )

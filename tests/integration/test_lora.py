@@ -204,9 +204,12 @@ def outcomes(tmp_path_factory):
         "mimo/tp": one("mimo", groups[:2], tp=2),
         "mimo/dp": one("mimo", groups[:2], dp=2, distributed_optimizer=True),
         "mimo/cp": one("mimo", groups[:2], cp=2),
+        "mimo/pp": one("mimo", groups[:2], pp=2),
+        "mimo/sp": one("mimo", groups[:2], tp=2, sp=True),
         "qwen3_moe/tp": one("qwen3_moe", groups[:2], tp=2),
         "qwen3_moe/ep": one("qwen3_moe", groups[:2], dp=2, ep=2),
         "then/tp": one("mimo", groups[2:], {"load": folder / "saved"}, tp=2),
+        "then/pp": one("mimo", groups[2:], {"load": folder / "saved"}, pp=2),
     }
     told = differentiate_and_train(0, 1, folder, even, LORA, alone)
     ranks = run_ranks(differentiate_and_train, 2, folder, even, replace(LORA, tp=2), split)
@@ -226,7 +229,10 @@ def test_two_tensor_parallel_ranks_have_the_gradients_of_one_process(outcomes):
     assert cut == {None, 0, 1}
 
 
-@pytest.mark.parametrize("name", ["mimo/tp", "mimo/dp", "mimo/cp", "qwen3_moe/tp", "qwen3_moe/ep", "then/tp"])
+SPLITS = ["mimo/tp", "mimo/dp", "mimo/cp", "mimo/pp", "mimo/sp", "qwen3_moe/tp", "qwen3_moe/ep"]
+
+
+@pytest.mark.parametrize("name", [*SPLITS, "then/tp", "then/pp"])
 def test_split_trainers_and_their_checkpoints_do_what_one_process_does(outcomes, name):
     mine, theirs = outcomes[0][name.split("/")[0]], outcomes[1][0][name]
     for a, b in zip(mine["metrics"], theirs["metrics"], strict=True):

@@ -1,4 +1,4 @@
-"""Tensor and data parallel trainers on gloo do what one process does."""
+"""Trainers of several ranks on gloo do what one process does, whatever the ranks share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import TrainerConfig
+from tests.helpers.gradients import gradients_and_training
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import Run, train
@@ -26,6 +27,16 @@ SPLITS = {
     "dp": replace(ALONE, dp=2),
     "dp_sharded": replace(ALONE, dp=2, distributed_optimizer=True),
     "cp": replace(ALONE, cp=2),
+    "pp": replace(ALONE, pp=2),
+    "sp": replace(ALONE, tp=2, sp=True),
+}
+QUARTERS = {  # of four ranks
+    "pp x sp": replace(ALONE, pp=2, tp=2, sp=True),
+    "sp x ep": replace(ALONE, tp=2, sp=True, dp=2, ep=2),
+    "pp x dp": replace(ALONE, pp=2, dp=2, distributed_optimizer=True),
+    "pp x cp": replace(ALONE, pp=2, cp=2),
+    "pp x ep": replace(ALONE, pp=2, dp=2, ep=2),
+    "cp x dp": replace(ALONE, cp=2, dp=2),
 }
 EXPERTS = {  # ranks share the experts of a mixture, too
     "ep": replace(ALONE, dp=2, ep=2),
@@ -46,22 +57,35 @@ DRAFTS = {
 }
 
 # refused by the settings
-TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) not in (("ppow", "cp"), ("gated", "cp"))]
+REFUSED = {
+    *(("ppow", split) for split in ("cp", "pp", "sp")),
+    *((model, "sp") for model in ("latent", "deepseek_v3")),
+    *((model, split) for model in ("gated", *HYBRIDS) for split in ("cp", "ep_of_cp", "pp", "sp")),
+}
+TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) not in REFUSED]
+TIED = "mimo tied"  # a head that is the embedding, which the MTP layer reads, too
+DERIVED = [
+    (model, split)
+    for model in ("mimo", TIED, "qwen3", *(model for model in MIXTURES if model not in HYBRIDS))
+    for split in ("tp", "cp", "pp", "sp", *(["ep"] if model in MIXTURES else []))
+    if (model, split) not in REFUSED
+]
 
 
 def splits_of(model):
     """Sizes that a model is trained with."""
     every = SPLITS | (EXPERTS if model in MIXTURES else {})
-    return {name: split for name, split in every.items() if split.cp == 1 or model not in HYBRIDS}
+    return {name: split for name, split in every.items() if (model, name) not in REFUSED}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Six families trained alone and split, and a run continued on other sizes; a launch per world size."""
+    """Six families trained alone and split, and runs continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
-    models = {
-        "mimo": write_random_checkpoint(folder / "mimo", "mimo", vocab=61),
+    models = {  # mimo's last pipeline stage has one of its three layers
+        "mimo": write_random_checkpoint(folder / "mimo", "mimo", vocab=61, layers=3),
+        TIED: write_random_checkpoint(folder / TIED, "mimo", vocab=61, tie=True),
         "qwen3": write_random_checkpoint(folder / "qwen3", "qwen3", vocab=64, tie=True),
         "qwen3_moe": write_random_checkpoint(folder / "qwen3_moe", "qwen3_moe", vocab=61),
         "glm4_moe": write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61),
@@ -79,7 +103,7 @@ def outcomes(tmp_path_factory):
         return Run(path=path, config=config, algo=AlgoConfig(), groups=groups[:2], mtp=DRAFTS[kind])
 
     sharded = replace(ALONE, distributed_optimizer=True)
-    alone = {f"{model}/alone": run(model, ALONE, groups[:2]) for model in models}
+    alone = {f"{model}/alone": run(model, ALONE, groups[:2]) for model in models if model != TIED}
     alone |= {f"draft/{kind}": draft(kind, ALONE) for kind in DRAFTS}
     alone["first"] = run("mimo", ALONE, groups[:2], save=folder / "saved")
     alone["then"] = run("mimo", ALONE, groups[2:], load=folder / "saved")
@@ -87,6 +111,7 @@ def outcomes(tmp_path_factory):
     split = {
         f"{model}/{name}": run(model, config, groups[:2])
         for model in models
+        if model != TIED
         for name, config in splits_of(model).items()
     }
     alone["experts first"] = run("qwen3_moe", ALONE, groups[:2], save=folder / "saved experts")
@@ -97,15 +122,42 @@ def outcomes(tmp_path_factory):
     split["hybrid then tp"] = run("qwen3_next", SPLITS["tp"], groups[2:], load=folder / "saved hybrid")
     split |= {f"draft/{kind}/{name}": draft(kind, SPLITS[name]) for kind, name in TAUGHT}
     for name, saved in (
+        ("pp", "saved"),
         ("tp", "saved"),
+        ("sp", "saved"),
         ("dp", "saved"),
         ("cp", "saved"),
         ("dp_sharded", "saved sharded"),
     ):
         split[f"then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / saved)
-    told = run_ranks(train, 1, folder, alone)[0]
-    ranks = run_ranks(train, 2, folder, split)
+    split["pp first"] = run("mimo", SPLITS["pp"], groups[:2], save=folder / "saved pp")
+    for name in ("tp", "dp", "cp"):
+        split[f"pp then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / "saved pp")
+
+    def derive(model, config):
+        mtp = MtpConfig() if model.startswith("qwen3") else ONLINE
+        return replace(run(model, config, groups[:1]), mtp=mtp)
+
+    whole = {model: derive(model, ALONE) for model, _ in DERIVED}
+    cut = {f"{model}/{name}": derive(model, (SPLITS | EXPERTS)[name]) for model, name in DERIVED}
+    told = run_ranks(gradients_and_training, 1, folder, whole, alone, timeout=900)[0]
+    ranks = run_ranks(gradients_and_training, 2, folder, cut, split, timeout=900)
     return told | ranks[0], ranks
+
+
+@pytest.fixture(scope="module")
+def quarters(tmp_path_factory):
+    """A mixture with a draft trained alone and by four ranks."""
+    folder = tmp_path_factory.mktemp("quarters")
+    path = write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61)
+    groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(2)]
+
+    def run(config):
+        return Run(path=path, config=config, algo=ALGO, groups=groups, mtp=ONLINE)
+
+    alone = train(0, 1, folder, {"alone": run(ALONE)})
+    split = {name: run(config) for name, config in QUARTERS.items()}
+    return alone | run_ranks(train, 4, folder, split, timeout=900)[0]
 
 
 def assert_same_steps(alone, other):
@@ -123,6 +175,33 @@ CASES = [(model, split) for model in ("mimo", "qwen3", *MIXTURES) for split in s
 def test_gradient_norms_and_losses_equal_those_of_one_process(outcomes, model, split):
     told, _ = outcomes
     assert_same_steps(told[f"{model}/alone"], told[f"{model}/{split}"])
+
+
+@pytest.mark.parametrize(("model", "split"), DERIVED)
+def test_gradients_in_float64_are_those_of_one_process(outcomes, model, split):
+    told, _ = outcomes
+    alone, other = told[f"gradients/{model}"], told[f"gradients/{model}/{split}"]
+    assert other.keys() == alone.keys()
+    for name, gradient in alone.items():
+        size = np.abs(gradient).max()
+        assert size > 0 or ("experts." in name or "bias" in name), name  # nobody may choose an expert
+        np.testing.assert_allclose(other[name], gradient, rtol=0, atol=1e-8 * max(size, 1), err_msg=name)
+
+
+@pytest.mark.parametrize("split", QUARTERS)
+def test_four_ranks_that_share_a_mixture_in_two_ways_train_as_one_process(quarters, split):
+    alone, other = quarters["alone"], quarters[split]
+    assert_same_steps(alone, other)
+    for mine, theirs in zip(alone["metrics"], other["metrics"], strict=True):
+        assert theirs["mtp/grad_norm"] == pytest.approx(mine["mtp/grad_norm"], rel=1e-5)
+    for name, weight in alone["weights"].items():
+        np.testing.assert_allclose(other["weights"][name], weight, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("split", ["tp", "dp", "cp"])
+def test_a_checkpoint_of_pipeline_stages_is_continued_on_other_parallel_sizes(outcomes, split):
+    told, _ = outcomes
+    assert_same_steps(told["then"], told[f"pp then {split}"])
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -175,7 +254,8 @@ def test_a_draft_learns_the_same_as_in_one_process(outcomes, kind, split):
 
 def test_only_rank_0_exports_weights_and_all_ranks_report_the_same_metrics(outcomes):
     _, ranks = outcomes
-    for name in ranks[0]:
+    assert all(ranks[1][f"gradients/{model}/{split}"] is None for model, split in DERIVED)
+    for name in (name for name in ranks[0] if not name.startswith("gradients/")):
         assert ranks[0][name]["weights"] is not None and ranks[1][name]["weights"] is None
         for mine, theirs in zip(ranks[0][name]["metrics"], ranks[1][name]["metrics"], strict=True):
             assert mine == theirs

@@ -1,4 +1,4 @@
-"""Weights gathered over tensor parallel ranks by buckets: bit for bit, and in bounded memory."""
+"""Weights gathered over the ranks that share them by buckets: bit for bit, and in bounded memory."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 def told(checkpoint, tmp_path_factory):
     """What each rank streams: (config, rank) -> answer."""
     folder = tmp_path_factory.mktemp("addresses")
-    split = {"tp": TrainerConfig(tp=2), "dp": TrainerConfig(dp=2)}
+    split = {"tp": TrainerConfig(tp=2), "dp": TrainerConfig(dp=2), "pp": TrainerConfig(pp=2)}
     found = {}
     for ranks, configs in ((1, {"alone": TrainerConfig()}), (2, split)):
         for rank, answer in enumerate(run_ranks(streamed, ranks, folder, checkpoint, configs, MEGABYTES)):
@@ -31,7 +31,7 @@ def told(checkpoint, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", ["alone", "tp", "dp"])
+@pytest.mark.parametrize("name", ["alone", "tp", "dp", "pp"])
 def test_buckets_and_the_full_export_are_the_checkpoint_bit_for_bit(told, name):
     answer = told[name, 0]
     assert answer["different"] == {"export": [], "buckets": [], "bfloat16": []}
@@ -39,7 +39,7 @@ def test_buckets_and_the_full_export_are_the_checkpoint_bit_for_bit(told, name):
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", ["alone", "tp", "dp"])
+@pytest.mark.parametrize("name", ["alone", "tp", "dp", "pp"])
 def test_the_plan_says_what_comes(told, name):
     answer = told[name, 0]
     assert answer["plan"] == answer["buckets"] and len(answer["plan"]) > 4
@@ -53,6 +53,13 @@ def test_a_bucket_is_bounded_and_so_is_what_gathering_holds(told):
     assert max(sizes) <= LIMIT and sum(sizes) > 11 * LIMIT
     assert LIMIT < held[0] < 5 * LIMIT
     assert 0 < held[1] <= LIMIT
+
+
+def test_pipeline_stages_hand_bounded_buckets_over(told):
+    """Rank 0 holds what it received beside the bucket before; rank 1 no more than its own one, as it is."""
+    sizes, held = told["pp", 0]["sizes"], [told["pp", rank]["most_held"] for rank in (0, 1)]
+    assert max(sizes) <= LIMIT and LIMIT < held[0] < 5 * LIMIT
+    assert held[1] <= LIMIT
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +83,7 @@ def test_the_experts_of_a_layer_come_in_one_bucket_with_no_other_layers(experts,
     assert max(map(len, found)) == 1
 
 
-@pytest.mark.parametrize("name", ["tp", "dp"])
+@pytest.mark.parametrize("name", ["tp", "dp", "pp"])
 def test_only_rank_0_sees_weights(told, name):
     answer = told[name, 1]
     assert not answer["exports"] and answer["buckets"] == answer["bfloat16"] == []

@@ -15,11 +15,10 @@ from rlpipe.memory import (
     conversation_bytes,
     engine_memory,
     estimate,
-    excess,
     parameters,
-    remedy,
     trainer_memory,
 )
+from rlpipe.memory.refusal import excess, remedy
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.run import run_composed
@@ -105,6 +104,23 @@ def test_parameters_are_those_of_all_weights_and_ranks_share_the_matrices(models
     count = sum(map(_size, arch.weight_shapes(mtp=True).values()))
     assert sum(parameters(arch)) == count
     assert count / 4 < sum(parameters(arch, 4)) < 1.001 * count / 4
+
+
+def test_pipeline_stages_share_the_layers_and_the_last_has_head_and_draft(models):
+    arch = read_architecture(read_config(models / "7.8B"))
+    first, last = (parameters(arch, layers=range(*ends)) for ends in ((0, 18), (18, 36)))
+    copy = arch.vocab * arch.hidden  # of the embedding, for the draft
+    assert sum(first) + sum(last) == sum(parameters(arch)) + copy and first[1] == 0 < last[1]
+
+    def parts(*settings):
+        config = preset(models, "7.8B", "one_node", "trainer.dp=1", "trainer.tp=1", *settings)
+        return trainer_memory(arch, config, on_gpu=True).parts
+
+    whole, staged = (parts("trainer.recompute=none", f"trainer.pp={pp}") for pp in (1, 2))
+    assert staged["gradients"] < 0.6 * whole["gradients"]
+    assert staged["activations"] in (whole["activations"], whole["activations"] // 2)  # first or last stage
+    full = {sp: parts("trainer.recompute=full", f"trainer.sp={sp}", "trainer.tp=2") for sp in (False, True)}
+    assert full[True]["activations"] == full[False]["activations"] // 2
 
 
 def test_adapters_leave_the_backbone_without_gradients_optimizer_and_reference(models):

@@ -34,7 +34,10 @@ def test_the_embedded_engine_needs_no_share_of_memory():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": 3}, "rollout.workers=3 and trainer.tp * trainer.cp * trainer.dp = 4: make them equal"),
+        (
+            {"workers": 3},
+            "rollout.workers=3 and trainer.tp * trainer.cp * trainer.pp * trainer.dp = 4: make them equal",
+        ),
         ({"mode": ClusterMode.INLINE}, "set it to false"),
         ({"half": Half.TRAIN}, "run.half=train"),
         ({"tp": 2}, "tp=2"),

@@ -18,6 +18,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "hidden_size": 64,
+    "num_hidden_layers": 2,
 }
 
 
@@ -37,7 +38,7 @@ def test_a_checkpoint_without_query_groups_has_one_per_head():
 
 
 def test_parallel_sizes_must_multiply_to_the_ranks():
-    with pytest.raises(ValueError, match=r"2 \* 1 \* 2 = 4, but there are 2 ranks"):
+    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 \* 2 = 4, but there are 2 ranks"):
         check_parallel(TrainerConfig(tp=2, dp=2), MODEL, world_size=2)
     check_parallel(TrainerConfig(tp=2, dp=2), MODEL, world_size=4)
 
@@ -62,9 +63,15 @@ def test_experts_have_no_adapters_and_a_rank_is_below_the_width():
         check_lora(LoraConfig(rank=64), MODEL)
 
 
-def test_pipeline_parallelism_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"trainer.pp=2: .*Set trainer.pp=1"):
-        TrainerConfig(pp=2)
+def test_more_pipeline_stages_than_layers_are_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"trainer.pp=3 is more .*num_hidden_layers=2. Set .* to at most 2"):
+        check_parallel(TrainerConfig(pp=3), MODEL | {"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("layers", range(4, 13))
+def test_every_pipeline_stage_has_its_share_of_the_layers(layers):
+    counts = TrainerConfig(pp=4).stage_layers(layers)
+    assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
 
 
 @pytest.mark.parametrize(

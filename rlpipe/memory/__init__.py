@@ -1,7 +1,7 @@
 """How much memory each process of a run takes at its peak, from shapes and settings, before anything starts.
 
-Owns the sums and the refusal; reads `config.json` and loads no torch. Libraries, the CUDA context (`RESERVED`
-of each card is left to those), EAGLE-3 drafts and environments are not counted.
+Owns the sums; `refusal` compares them with what is there. Reads `config.json` and loads no torch. Libraries,
+the CUDA context (`RESERVED` of each card is left to those), EAGLE-3 drafts and environments are not counted.
 `scripts/bench/memory_estimate.py` holds the sums against measured processes.
 
 A trainer rank with P trainable parameters, e bytes an element, N tokens of a micro-batch, H and F the
@@ -15,24 +15,23 @@ head, holds
     head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it learns
 
 Without recomputation every layer is kept; with trainer.recompute=full N e H of each, and one layer at a time;
-with selective all but what MLPs and experts make of their inputs, and that of one layer at a time.
+with selective all but what MLPs and experts make of their inputs, and that of one layer at a time. Of `pp`
+pipeline stages the s-th, counted from 0, keeps that of pp - s micro-batches. With trainer.sp H is H / tp.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import Dtype, EngineKind
-from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.run import Config, Task
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
@@ -67,17 +66,26 @@ class Memory:
         return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB ({shown})"
 
 
-def parameters(arch: Architecture, tp: int = 1, ep: int = 1) -> tuple[int, int]:
-    """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut."""
+def parameters(arch: Architecture, tp: int = 1, ep: int = 1, layers: range | None = None) -> tuple[int, int]:
+    """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut.
+
+    layers: of a pipeline stage (None: all). The first has the embedding, the last norm, head and draft, and a
+    copy of the embedding for the draft or as a tied head.
+    """
+    layers = layers or range(arch.layers)
+    last = layers.stop == arch.layers
+    ends = {"model.embed_tokens.weight": layers.start == 0 or (last and (arch.tied or arch.mtp_layers > 0))}
     sizes = {True: 0, False: 0}
     dense = arch.experts.dense if arch.experts else 0
-    few, alike = replace(arch, layers=dense + 1), {f"model.layers.{dense}.": arch.layers - dense}
+    few, like = replace(arch, layers=dense + 1), Counter(min(layer, dense) for layer in layers)
     if arch.delta:  # a layer with a delta net and one without stand for all
         few = replace(arch, layers=2, delta=replace(arch.delta, linear=(True, False)))
-        alike = dict(zip(("model.layers.0.", "model.layers.1."), _kinds(arch), strict=True))
+        like = Counter(int(not arch.delta.linear[layer]) for layer in layers)
     for name, shape in few.weight_shapes(mtp=bool(arch.mtp_layers)).items():
         size = prod(shape) // (tp if len(shape) > 1 else 1) // (ep if ".experts." in name else 1)
-        times = next((times for layer, times in alike.items() if name.startswith(layer)), 1)
+        times = int(ends.get(name, last))
+        if name.startswith("model.layers."):
+            times = like[int(name.split(".")[2])]
         if not (arch.tied and name == "lm_head.weight"):
             sizes[is_mtp_weight(name)] += size * times
     return sizes[False], sizes[True]
@@ -99,24 +107,34 @@ def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int
 
 
 def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
-    """One trainer rank."""
+    """One trainer rank; of several pipeline stages the one that takes most."""
+    stages, first = [], 0
+    for stage, count in enumerate(config.trainer.stage_layers(arch.layers)):
+        layers = range(first, first + count)
+        stages.append(_stage_memory(arch, config, layers, config.trainer.pp - stage, on_gpu))
+        first += count
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: int, on_gpu: bool) -> Memory:
+    """A trainer rank with some of the layers. in_flight: micro-batches whose activations it keeps at once."""
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
     size = 2 if half else 4
-    model, draft = parameters(arch, trainer.tp, trainer.ep)
+    model, draft = parameters(arch, trainer.tp, trainer.ep, layers)
     adapts = config.task is Task.MTP_ADAPT
     online = adapts or (config.mtp.online and not config.trains_beside)
-    adapters = adapter_parameters(arch, trainer.lora, trainer.tp)
+    adapters = adapter_parameters(replace(arch, layers=len(layers)), trainer.lora, trainer.tp)
     policy = adapters if trainer.lora.active else model
     trained = (0 if adapts else policy) + (draft if online else 0)
     stepped = trained  # parameters whose optimizer state this rank keeps
     if trainer.distributed_optimizer:  # over all data parallel ranks, whichever of them hold an expert
-        whole = parameters(arch, trainer.tp)[0]
+        whole = parameters(arch, trainer.tp, layers=layers)[0]
         more = 0 if adapts or trainer.lora.active else whole - model
         stepped = (trained + more) // (trainer.dp * trainer.cp)
     own = config.algo.kl_coef and not adapts and not trainer.lora.active  # adapters can be left out
     reference = model + draft if own else 0
-    kept, head = _activations(arch, trainer, on_gpu)
+    kept, head = _activations(arch, trainer, layers, in_flight, on_gpu)
     update = 4 * stepped if on_gpu else 0  # AdamW's roots of all second moments at once
     sent = (
         2 * config.rollout.sglang.bucket_mb * MIB
@@ -141,8 +159,10 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
     )
 
 
-def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tuple[int, int]:
-    """Bytes kept of the layers at the peak of a micro-batch, and bytes beyond them."""
+def _activations(
+    arch: Architecture, trainer: TrainerConfig, layers: range, in_flight: int, on_gpu: bool
+) -> tuple[int, int]:
+    """Bytes kept of a stage's layers at the peak, and bytes beyond them."""
     size = 2 if trainer.precision is Precision.BF16 else 4
     hidden, tp, everywhere = arch.hidden, trainer.tp, trainer.micro_batch_tokens
     tokens = -(-everywhere // trainer.cp)
@@ -150,7 +170,9 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
     copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
     shared = arch.experts.shared if arch.experts else 0
     inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
-    layer = tokens * size * (4 * hidden + 3 * query + 3 * keys + 4 * arch.head_dim)
+    apart = tp if trainer.sp else 1  # ranks that share the tokens of norms and residuals
+    inputs = 2 * hidden // apart + 2 * hidden // (apart if on_gpu else 1)  # a CPU keeps them gathered
+    layer = tokens * size * (inputs + 3 * query + 3 * keys + 4 * arch.head_dim)
     layer += 4 * tokens * (2 + arch.heads // tp)
     if arch.latent:  # keys and values before they are joined and padded
         layer += 2 * tokens * size * keys
@@ -172,11 +194,14 @@ def _activations(arch: Architecture, trainer: TrainerConfig, on_gpu: bool) -> tu
         head += 12 << 24  # a block of rows in float32, three times
     if arch.tied and not trainer.lora.active:  # the head's gradient waits for the embedding's
         backward += vocab * hidden * size
+    if layers.stop < arch.layers:  # the last stage has the head; this one keeps what it passes on
+        head = in_flight * tokens * hidden * size // apart
+    kept = len(layers) * in_flight
     if trainer.recompute is Recompute.FULL:
-        return tokens * hidden * size * arch.layers, max(head, layer + mlp + backward)
+        return tokens * hidden * size * kept // apart, max(head, layer + mlp + backward)
     if trainer.recompute is Recompute.SELECTIVE:
-        return layer * arch.layers, max(head, mlp + backward)
-    return (layer + mlp) * arch.layers, max(head, backward)
+        return layer * kept, max(head, mlp + backward)
+    return (layer + mlp) * kept, max(head, backward)
 
 
 def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) -> int:
@@ -311,112 +336,3 @@ def host_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     said = limit.read_text().strip() if limit.is_file() else "max"
     return total if said == "max" else min(total, int(said))
-
-
-def excess(config: Config, card: int, host: int) -> str:
-    """What does not fit, in words; empty when all does. host: bytes of the machine, 0 if it is not known."""
-    found = estimate(config, card)
-    together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
-    on_gpu = [memory for memory in found if memory.on_gpu]
-    trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
-    others = [memory for memory in on_gpu if memory not in trainers]
-    for group in [on_gpu] if together else [trainers, others]:
-        needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
-        if group and needed > room:
-            return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
-    for memory in on_gpu:
-        if memory.process.startswith("SGLang"):
-            arch = read_architecture(read_config(resolve(config.rollout_model)))
-            if memory.parts["kv"] < (need := conversation_bytes(arch, config, config.rollout.sglang.tp)):
-                return (
-                    f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
-                    f"conversation takes {need / GIB:.1f}"
-                )
-    needed = sum(memory.total * memory.count for memory in found if not memory.on_gpu)
-    if host and needed > host:
-        return f"{needed / GIB:.1f} GiB on a machine that has {host / GIB:.1f}"
-    return ""
-
-
-def remedy(config: Config, card: int, host: int) -> str:
-    """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
-    for changes in _changes(config):
-        if not excess(_changed(config, changes), card, host):
-            return " ".join(f"{name}={value}" for name, value in changes.items())
-    return ""
-
-
-def _changes(config: Config) -> Iterator[dict[str, Any]]:
-    """Settings that take less memory, those that cost least first."""
-    trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
-    arch = read_architecture(read_config(resolve(config.model.path)))
-    grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
-    experts = arch.experts.count if arch.experts else 1
-    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
-    shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
-    worlds = [
-        (tp, cp, ranks // (tp * cp), ep)
-        for ranks in (trainer.world_size * more for more in grown)
-        for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
-        for cp in (trainer.cp, *(n for n in shares if n != trainer.cp))
-        for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
-        if not (
-            ranks % (tp * cp) or ranks // tp % ep or arch.kv_heads % tp or arch.inner % tp or experts % ep
-        )
-    ]
-    servers: list[dict[str, Any]] = [{}]
-    if rollout.engine is EngineKind.SGLANG:
-        if config.cluster.share_gpus:
-            servers += [{"rollout.sglang.memory_fraction": x} for x in (0.5, 0.3, 0.2)]
-        else:
-            servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
-    else:
-        servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
-    cheap = [
-        {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
-    ]
-    for precision, (tp, cp, dp, ep), small, server, saving in product(
-        (trainer.precision, Precision.BF16), worlds, tokens, servers, ({}, *cheap)
-    ):
-        wanted = {
-            "trainer.precision": precision.value,
-            "trainer.tp": tp,
-            "trainer.cp": cp,
-            "trainer.dp": dp,
-            "trainer.ep": ep,
-            "trainer.micro_batch_tokens": small,
-            **saving,
-            **server,
-        }
-        yield {name: value for name, value in wanted.items() if value != _value(config, name)}
-
-
-def _value(config: Config, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """The configuration with some settings replaced, by their dotted names."""
-    for name, value in changes.items():
-        first, _, rest = name.partition(".")
-        part = getattr(config, first)
-        if rest:
-            value = _changed(part, {rest: value})
-        elif isinstance(part, Precision | Recompute):
-            value = type(part)(value)
-        config = replace(config, **{first: value})
-    return config
-
-
-def check_memory(config: Config) -> None:
-    """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
-    card = gpu_bytes(config)
-    host = 0 if card or config.cluster.address else host_bytes()
-    if not (wrong := excess(config, card, host)):
-        return
-    shown = "; ".join(str(memory) for memory in estimate(config, card))
-    change = remedy(config, card, host)
-    advice = f"Set {change}" if change else "Take a smaller model or more GPUs (cluster=one_node, many_nodes)"
-    raise ValueError(f"the run would take {wrong} ({shown}). {advice}.")

@@ -1,0 +1,135 @@
+"""Whether what a run takes fits into what is there, and with which settings it would.
+
+Owns the comparison, the search for a remedy and the refusal at launch; the sums are `rlpipe.memory`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import EngineKind
+from rlpipe.config.run import ClusterMode, Config
+from rlpipe.config.trainer import Precision, Recompute
+from rlpipe.memory import GIB, RESERVED, conversation_bytes, estimate, gpu_bytes, host_bytes
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
+
+
+def excess(config: Config, card: int, host: int) -> str:
+    """What does not fit, in words; empty when all does. host: bytes of the machine, 0 if it is not known."""
+    found = estimate(config, card)
+    together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
+    on_gpu = [memory for memory in found if memory.on_gpu]
+    trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
+    others = [memory for memory in on_gpu if memory not in trainers]
+    for group in [on_gpu] if together else [trainers, others]:
+        needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
+        if group and needed > room:
+            return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
+    for memory in on_gpu:
+        if memory.process.startswith("SGLang"):
+            arch = read_architecture(read_config(resolve(config.rollout_model)))
+            if memory.parts["kv"] < (need := conversation_bytes(arch, config, config.rollout.sglang.tp)):
+                return (
+                    f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
+                    f"conversation takes {need / GIB:.1f}"
+                )
+    needed = sum(memory.total * memory.count for memory in found if not memory.on_gpu)
+    if host and needed > host:
+        return f"{needed / GIB:.1f} GiB on a machine that has {host / GIB:.1f}"
+    return ""
+
+
+def remedy(config: Config, card: int, host: int) -> str:
+    """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
+    for changes in _changes(config):
+        if not excess(_changed(config, changes), card, host):
+            return " ".join(f"{name}={value}" for name, value in changes.items())
+    return ""
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory, those that cost least first."""
+    trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
+    arch = read_architecture(read_config(resolve(config.model.path)))
+    grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
+    experts = arch.experts.count if arch.experts else 1
+    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
+    shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
+    worlds = [
+        (tp, cp, pp, ranks // (tp * cp * pp), ep)
+        for pp in (trainer.pp, *(n for n in (2, 4) if n != trainer.pp))
+        for ranks in (trainer.world_size * more for more in grown)
+        for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
+        for cp in (trainer.cp, *(n for n in shares if n != trainer.cp))
+        for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
+        if not (
+            ranks % (tp * cp * pp)
+            or ranks // (tp * pp) % ep
+            or arch.kv_heads % tp
+            or arch.inner % tp
+            or experts % ep
+            or pp > arch.layers
+        )
+    ]
+    servers: list[dict[str, Any]] = [{}]
+    if rollout.engine is EngineKind.SGLANG:
+        if config.cluster.share_gpus:
+            servers += [{"rollout.sglang.memory_fraction": x} for x in (0.5, 0.3, 0.2)]
+        else:
+            servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
+    else:
+        servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
+    cheap = [
+        {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
+    ]
+    for precision, (tp, cp, pp, dp, ep), small, server, saving in product(
+        (trainer.precision, Precision.BF16), worlds, tokens, servers, ({}, *cheap)
+    ):
+        wanted = {
+            "trainer.precision": precision.value,
+            "trainer.tp": tp,
+            "trainer.cp": cp,
+            "trainer.pp": pp,
+            "trainer.dp": dp,
+            "trainer.ep": ep,
+            "trainer.micro_batch_tokens": small,
+            **saving,
+            **server,
+        }
+        yield {name: value for name, value in wanted.items() if value != _value(config, name)}
+
+
+def _value(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    """The configuration with some settings replaced, by their dotted names."""
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        part = getattr(config, first)
+        if rest:
+            value = _changed(part, {rest: value})
+        elif isinstance(part, Precision | Recompute):
+            value = type(part)(value)
+        config = replace(config, **{first: value})
+    return config
+
+
+def check_memory(config: Config) -> None:
+    """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
+    card = gpu_bytes(config)
+    host = 0 if card or config.cluster.address else host_bytes()
+    if not (wrong := excess(config, card, host)):
+        return
+    shown = "; ".join(str(memory) for memory in estimate(config, card))
+    change = remedy(config, card, host)
+    advice = f"Set {change}" if change else "Take a smaller model or more GPUs (cluster=one_node, many_nodes)"
+    raise ValueError(f"the run would take {wrong} ({shown}). {advice}.")
