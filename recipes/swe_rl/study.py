@@ -37,6 +37,9 @@ def curve(directory: Path) -> dict[str, object]:
             )
         ),
     }
+    for name in ("routes/flipped", "training/rollout_probs_diff_mean"):  # of a mixture of experts
+        if "routes/flipped" in steps[-1]:
+            outcome[name] = [r.get(name) for r in steps]
     for split in SETS:
         points = validation(lines, f"val/{split}")
         (_, before, se_before), (_, after, se_after) = points[0], points[-1]

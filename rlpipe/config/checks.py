@@ -210,7 +210,6 @@ def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
         f"model.path={config.model.path!r}, which has no experts": dense,
         f"task={config.task}, which trains no policy": config.task is not Task.RL,
         "decoupled.path, whose experts are not the policy's": config.decoupled.active,
-        "rollout=sglang, which returns no routes here": config.rollout.engine is EngineKind.SGLANG,
     }
     for what, present in refused.items():
         if present:

@@ -33,6 +33,7 @@ def running_server(
     mode: str = "rejection",
     draft: Path | None = None,
     adaptive: bool = False,
+    routes: bool = False,
     **sglang: Any,
 ) -> Iterator[SglangEngine]:
     """A server on the CPU, closed at the end, and `engine.events`, the faults it told of.
@@ -43,6 +44,7 @@ def running_server(
     config = RolloutConfig(
         engine="sglang", max_running=32, max_context=256, device="cpu", kv_on_update="recompute"
     )
+    config.replay_routes = routes
     for name, value in sglang.items():
         setattr(config.sglang, name, value)
     config.sglang.__post_init__()

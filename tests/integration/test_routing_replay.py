@@ -16,6 +16,7 @@ from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
 from rlpipe.trainer.experts import Router
 from rlpipe.trainer.passes import Passes
+from tests.helpers.chosen_experts import chosen_experts
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -49,32 +50,22 @@ def trainer_of():
 
 
 class Reference:
-    """transformers' model of a GLM checkpoint, whose experts are recorded and can be given."""
+    """transformers' model of a GLM checkpoint, whose experts are given."""
 
     def __init__(self, path):
         self.model = AutoModelForCausalLM.from_pretrained(path)
         self.mixtures = [layer.mlp for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        self.given, self.chosen = None, {}
+        self.given = None
         for index, mixture in enumerate(self.mixtures):
             mixture.route_tokens_to_experts = lambda logits, i=index, m=mixture: self._route(i, m, logits)
 
     def _route(self, index, mixture, logits):
         scores = logits.sigmoid()
         chosen = (scores + mixture.gate.e_score_correction_bias).topk(CHOSEN).indices
-        self.chosen[index] = chosen
-        if self.given is not None:
-            given = torch.from_numpy(self.given[:, index].astype(np.int64))
-            chosen = torch.where(given == NONE, chosen, given)
+        given = torch.from_numpy(self.given[:, index].astype(np.int64))
+        chosen = torch.where(given == NONE, chosen, given)
         weights = scores.gather(1, chosen)
         return chosen, weights / weights.sum(-1, keepdim=True) * mixture.routed_scaling_factor
-
-    def routes(self, ids):
-        """Its own choice [T, layers, experts per token], in ascending order."""
-        self.given = None
-        with torch.no_grad():
-            self.model(torch.tensor([ids]))
-        chosen = [self.chosen[index] for index in range(len(self.mixtures))]
-        return torch.stack(chosen, 1).sort(-1).values.numpy()
 
     def logprobs(self, trajectory):
         """[T - 1] of the tokens that follow, by the experts recorded in the trajectory."""
@@ -104,7 +95,7 @@ def recorded(groups, layers=2):
 @pytest.mark.parametrize("mode", ["none", "rejection", "tree"])
 def test_the_engine_returns_the_experts_that_read_each_token(glm, mode):
     """Rows share prompts, move, and keep a conversation; drafts are rejected in between."""
-    reference, rng = Reference(glm), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     shared, own = rng.integers(2, 64, 9).tolist(), rng.integers(2, 64, (3, 5)).tolist()
     prompts = [shared, shared, shared, *own]
     sampling = {"max_new_tokens": 11, "routes": True}
@@ -124,7 +115,7 @@ def test_the_engine_returns_the_experts_that_read_each_token(glm, mode):
         ids = [*prompt, *result.output_ids]
         assert result.routes.dtype == np.uint8 and result.routes.shape == (len(ids), 2, CHOSEN)
         assert (result.routes[-1] == NONE).all()
-        assert np.array_equal(np.sort(result.routes[:-1], -1), reference.routes(ids)[:-1])
+        assert np.array_equal(np.sort(result.routes[:-1], -1), chosen_experts(glm, ids)[:-1])
 
 
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
 from rlpipe.rollout.sglang import arguments
+from tests.helpers.chosen_experts import chosen_experts
 from tests.helpers.engines import generate, request, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import perturbed, running_server
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -45,7 +47,7 @@ def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(t
     weights, updated, prompt = read_weights(path), tmp_path / "updated", [5, 6, 7]
     new = perturbed(weights, 0.02)
     write_checkpoint(updated, new, like=path)
-    with running_server(path, tmp_path / "logs", mode, bucket_mb=1) as engine:
+    with running_server(path, tmp_path / "logs", mode, bucket_mb=1, routes=True) as engine:
         engine.update_weights(new, 1)
         assert engine.check_weights(new).passed and not engine.events
         old = engine.check_weights(weights)
@@ -54,7 +56,13 @@ def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(t
         wrong = new | {name: new[name].clone()}
         wrong[name][3, 4] += 1e-3
         assert engine.check_weights(wrong).target == ["model.layers.1.mlp.experts.w2_weight"]
-        result = generate(engine, request("r", prompt, max_new_tokens=24))[0]
+        result = generate(engine, request("r", prompt, max_new_tokens=24, routes=True))[0]
+        text = [*prompt, *result.output_ids, 8, 9]
+        later = generate(engine, request("s", text, max_new_tokens=6, routes=True))[0]
     expected = trainer_logprobs(updated, [(prompt, result)])[0]
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
     assert worst_logprob_error(transformers_logits(updated), prompt, result) < 1e-4
+    for start, found in ((prompt, result), (text, later)):  # the second finds the first in the server's cache
+        ids = [*start, *found.output_ids]
+        assert found.routes.shape[0] == len(ids) and (found.routes[-1] == 255).all()
+        assert np.array_equal(np.sort(found.routes[:-1], -1), chosen_experts(updated, ids)[:-1])

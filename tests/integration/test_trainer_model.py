@@ -340,3 +340,18 @@ def test_without_correction_staleness_does_not_weigh_tokens(tmp_path, trainer_of
         losses[correction] = trainer.train_step(make_batch(groups, algo))["actor/pg_loss"].value()
         trainer.close()
     assert not np.isclose(*losses.values())
+
+
+def test_a_trainer_of_dense_layers_and_experts_continues_from_its_checkpoint(tmp_path, trainer_of):
+    path = write_random_checkpoint(tmp_path / "model", "glm4_moe", layers=3)
+    batch, first = make_batch(make_groups(), AlgoConfig()), trainer_of(path)
+    first.train_step(batch)
+    first.save(tmp_path / "saved")
+    first.train_step(batch)
+    expected = first.export_weights()
+    first.close()
+    second = trainer_of(path)
+    second.load(tmp_path / "saved")
+    second.train_step(batch)
+    for name, weight in second.export_weights().items():
+        assert torch.equal(weight, expected[name]), name

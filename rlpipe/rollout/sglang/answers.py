@@ -48,6 +48,8 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
         body["sampling_params"]["custom_params"] = {"rlpipe_drafts": True}
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
+    if sampling.routes:
+        body["return_routed_experts"] = True
     return body
 
 

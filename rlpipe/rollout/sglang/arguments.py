@@ -27,6 +27,7 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models import family_of
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
+from rlpipe.rollout.sglang.routes import check_routes
 from rlpipe.spec import gamma
 from rlpipe.weights.shared import LOADER, SERVED
 
@@ -54,6 +55,7 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             "rlpipe's plugin does would reach one of these processes alone. Leave it out: requests that come "
             "at once travel as one, and more servers are rollout.workers."
         )
+    check_routes(rollout, spec, on_gpu)
     target = read_config(model_path)
     if not on_gpu and target.get("linear_num_key_heads"):
         raise ValueError(
@@ -138,6 +140,8 @@ def command(
     shared = ("n_shared_experts", "shared_expert_intermediate_size")
     if any(map(model.get, shared)):  # else they have the names of other experts
         words += ["--disable-shared-experts-fusion"]
+    if rollout.replay_routes:
+        words += ["--enable-return-routed-experts"]
     if sglang.deterministic:
         words += ["--enable-deterministic-inference"]
     if spec.mode is not SpecMode.NONE:
@@ -191,6 +195,8 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
         "dtype": str(rollout.dtype),
         "speculative_algorithm": None,
     }
+    if rollout.replay_routes:
+        expected["enable_return_routed_experts"] = True
     if spec.mode is not SpecMode.NONE:
         expected |= {
             # what NEXTN resolves to

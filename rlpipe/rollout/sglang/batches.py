@@ -91,8 +91,8 @@ class Batches:
         turns, self._waiting = self._waiting, []
         kinds: dict[tuple[Any, ...], list[_Turn]] = {}
         for turn in turns:
-            kind = turn.body.get("priority"), turn.body.get("top_logprobs_num", 0)
-            kinds.setdefault(kind, []).append(turn)
+            shared = ("priority", "top_logprobs_num", "return_routed_experts")
+            kinds.setdefault(tuple(map(turn.body.get, shared)), []).append(turn)
         for some in kinds.values():
             self._start(self._play(some))
 

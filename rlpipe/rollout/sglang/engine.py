@@ -29,6 +29,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.sglang import arguments
@@ -91,7 +92,9 @@ class SglangEngine:
         on_gpu = self._environment.on_gpu
         self._config, self._sglang, self._on_event = config, config.sglang, on_event
         self._sync = WeightSync(config, spec, Path(model_path), on_gpu=on_gpu, folder=Path(log_dir))
-        self._turns = Turns(config, spec, int(read_config(model_path)["vocab_size"]))
+        model = read_config(model_path)
+        routed = read_architecture(model) if config.replay_routes else None
+        self._turns = Turns(config, spec, int(model["vocab_size"]), routed)
         self._closed = False
         self._replica = Replica(
             config,

@@ -19,9 +19,11 @@ from typing import Any
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.models import Architecture
 from rlpipe.rollout.engine import EngineStats, check_request
 from rlpipe.rollout.sglang.answers import continuation, generate_body, parse_answer
 from rlpipe.rollout.sglang.client import SglangClient
+from rlpipe.rollout.sglang.routes import read_routes
 from rlpipe.rollout.turn import joined, nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.protocols import ServerUnreachable
@@ -30,10 +32,12 @@ _SILENT_TOKENS = 256  # after which the server tells of a turn of which only the
 
 
 class Turns:
-    """Used from the engine's event loop; `stats` and `check` from any thread."""
+    """Used from the engine's event loop; `stats` and `check` from any thread. arch: to read routes by."""
 
-    def __init__(self, config: RolloutConfig, spec: SpecConfig, vocab: int) -> None:
-        self._config, self._spec, self._vocab = config, spec, vocab
+    def __init__(
+        self, config: RolloutConfig, spec: SpecConfig, vocab: int, arch: Architecture | None = None
+    ) -> None:
+        self._config, self._spec, self._vocab, self._arch = config, spec, vocab, arch
         self._running: dict[str, str] = {}  # request id -> its id inside the server
         self._waiting: dict[str, asyncio.Future[None]] = {}  # request id -> done when aborted
         self._aborted: set[str] = set()  # of those that ran, until the server has answered
@@ -89,6 +93,9 @@ class Turns:
                     part = parse_answer(rest, answer, part.versions if part else ())
                     if not answer["meta_info"].get("finish_reason"):
                         yield part if whole is None else joined(whole, part)
+            if self._arch is not None and rest.sampling.routes:
+                tokens = len(rest.prompt_ids) + len(part.output_ids)
+                part.routes = read_routes(self._arch, answer["meta_info"], tokens)
             self._count(part, len(rest.prompt_ids) - int(answer["meta_info"].get("cached_tokens") or 0))
             whole = part if whole is None else joined(whole, part)
         yield whole

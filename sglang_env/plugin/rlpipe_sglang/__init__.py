@@ -6,6 +6,7 @@
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
     width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts
     attention.py  in a scheduler on a CPU: attention from the queries of a step alone
+    routes.py   in a scheduler: memory for the experts that read each token, on a CPU
     pack.py     in the HTTP process: both as packed float32 in the answer
 
 Travels with rlpipe: a server finds this folder on its PYTHONPATH. Imports nothing of rlpipe, which the

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import attention, drafts, layout, measure, pack, verify, width
+from rlpipe_sglang import attention, drafts, layout, measure, pack, routes, verify, width
 
 REPORT = "rlpipe_plugin"
 
@@ -64,6 +64,7 @@ _SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.w
 _NATIVE = "layers.attention.torch_native_backend:TorchNativeAttnBackend"
 _CHECKER = "utils.weight_checker:WeightChecker"
 _SPEC, _DRAFT = "speculative.spec_utils", "speculative.eagle_worker_v2:EagleDraftWorker"
+_HOST = "mem_cache.pool_host.common"
 HOOKS = (
     Hook("scheduler", f"{_SPEC}:sample_draft_proposal", "2ddefb2cc9a94828", drafts.proposed),
     Hook("scheduler", f"{_SPEC}:renorm_draft_probs", "0962a891a575fe7d", drafts.prefilled),
@@ -82,6 +83,7 @@ HOOKS = (
     Hook("scheduler", f"{_NATIVE}._run_sdpa_forward_extend", "cd0f84f549310107", attention.extended),
     Hook("scheduler", f"{_NATIVE}._run_sdpa_forward_decode", "062856df45d2fe12", attention.decoded),
     Hook("scheduler", f"{_CHECKER}._compute_checksum", "adda915b43887032", layout.told, "after"),
+    Hook("scheduler", f"{_HOST}:_cuda_host_register", "f13fb8ab7ebf962a", routes.registered),
     Hook("http", f"{_MANAGER}.add_logprob_to_meta_info", "bea1978a5c5018e8", pack.packed),
     Hook("http", f"{_MANAGER}.update_request_meta_info", "acccc58e0ca8eb2f", pack.noted),
     Hook("http", f"{_CONTROL}.get_internal_state", "2c8c8a78ff656d01", told_by_http),

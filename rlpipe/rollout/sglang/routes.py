@@ -1,0 +1,72 @@
+"""The experts that a server returns with an answer, as `GenerateResult.routes`.
+
+SGLang records them by slot of its cache (`--enable-return-routed-experts`), so a token that a request found
+cached has those of the pass that wrote its keys, and a rejected draft's are overwritten with its keys. They
+come as int32 of all layers, for all tokens but the last, in base64: at 48 layers and 8 experts 2 KB a token.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.models import Architecture
+from rlpipe.types import routes_type
+from rlpipe.weights.protocols import ServerError
+
+
+def check_routes(rollout: RolloutConfig, spec: SpecConfig, on_gpu: bool) -> None:
+    """Refuse steps that are larger than the server's buffer for routes, which would end its process.
+
+    SGLang sizes it for `--chunked-prefill-size` tokens or one a request, and forgets the drafts of a verify
+    step. Raises ValueError with the remedy.
+    """
+    if rollout.replay_routes and not on_gpu and not rollout.sglang.plugin:
+        raise ValueError(
+            "rollout.replay_routes=true with rollout.sglang.plugin=false on a CPU: SGLang registers the "
+            "memory of routes with CUDA. Set rollout.sglang.plugin=true."
+        )
+    tokens = rollout.max_running * (spec.gamma + 1)
+    if rollout.replay_routes and spec.mode is not SpecMode.NONE and tokens > rollout.prefill_tokens:
+        raise ValueError(
+            f"rollout.replay_routes=true with rollout.max_running={rollout.max_running} and spec.gamma="
+            f"{spec.gamma}: a step of {tokens} tokens does not fit SGLang's buffer of rollout.prefill_tokens="
+            f"{rollout.prefill_tokens}. Set rollout.prefill_tokens={tokens} or more."
+        )
+
+
+def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.ndarray | None:
+    """Routes of an answer's prompt and output, `tokens` in all; None where the server sent none.
+
+    Raises ServerError for what is not of this model.
+    """
+    packed, experts = meta.get("routed_experts"), arch.experts
+    if packed is None or experts is None:
+        return None
+    flat = np.frombuffer(base64.b64decode(packed), np.int32)
+    count, rest = divmod(len(flat), arch.layers * experts.per_token)
+    if rest or count >= tokens:
+        raise ServerError(
+            f"{len(flat)} experts do not belong to {tokens} tokens of {arch.layers} layers with "
+            f"{experts.per_token} experts each."
+        )
+    chosen = flat.reshape(count, arch.layers, experts.per_token)[:, experts.dense :]
+    if count and (chosen.min() < 0 or chosen.max() >= experts.count or _repeats(chosen[[0, -1]])):
+        raise ServerError(
+            f"the server's routes are none: experts {chosen.min()} to {chosen.max()} of {experts.count}, the "
+            f"first {chosen[0, 0].tolist()}."
+        )
+    kind = routes_type(experts.count)
+    routes = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, kind)
+    routes[:count] = chosen
+    return routes
+
+
+def _repeats(chosen: np.ndarray) -> bool:
+    """Whether an expert reads a token twice, as in a buffer of zeros that nothing has written."""
+    return bool((np.diff(np.sort(chosen, -1), axis=-1) == 0).any())

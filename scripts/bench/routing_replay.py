@@ -1,0 +1,164 @@
+"""How much nearer is the trainer to the rollout when tokens go to the experts that read them there?
+
+The shipped mixture samples turns of the shipped tasks, from conversations of a careful demonstrator, with
+drafts; a trainer with the same weights then scores the same tokens with and without the recorded experts. All
+that differs is rounding: which arm computes in which type. Per seed: mean |p_rollout - p_trainer| over the
+sampled tokens, KL(rollout || trainer) by its k3 estimate, and the share of tokens (over layers) whose experts
+the trainer would have chosen otherwise.
+
+    python scripts/bench/routing_replay.py --json OUT [--seeds 5] [--instances 24] [--model PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.paths import resolve, shipped
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.config.trainer import Precision, TrainerConfig
+from rlpipe.metrics.values import reduce
+from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.trainer.megatron import MegatronTrainer
+from rlpipe.trainer.packing import PackedBatch, pack
+from rlpipe.trainer.passes import schedule
+from rlpipe.types import GenerateRequest, SamplingParams, Trajectory
+
+ARMS = {  # type of the rollout, precision of the trainer
+    "bfloat16 and fp32": ("bfloat16", Precision.FP32),
+    "bfloat16 and bf16": ("bfloat16", Precision.BF16),
+    "float32 and fp32": ("float32", Precision.FP32),
+}
+
+
+def prompts(model: Path, seed: int, instances: int) -> list[list[int]]:
+    """Token ids of conversations up to each turn of a careful demonstrator."""
+    rng, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(model)
+    lines = shipped("data/swe/train.jsonl").read_text().splitlines()
+    found = []
+    for line in rng.sample(lines, instances):
+        chat = demonstrate(rng, json.loads(line), Demonstrator.CAREFUL)
+        for turn in range(1, len(chat), 2):
+            text = tokenizer.apply_chat_template(chat[:turn], add_generation_prompt=True, tokenize=False)
+            found.append(tokenizer(text, add_special_tokens=False).input_ids)
+    return found
+
+
+def sample(model: Path, dtype: str, seed: int, opened: list[list[int]], stop: int) -> list[Trajectory]:
+    """One turn from each prompt, with the experts that read every token."""
+    config = RolloutConfig(device="cpu", dtype=dtype, replay_routes=True)
+    engine = EmbeddedEngine(config, SpecConfig(), model)
+    sampling = {"max_new_tokens": 48, "stop_token_ids": (stop,), "routes": True}
+
+    async def play() -> list[Any]:
+        requests = (
+            GenerateRequest(
+                request_id=str(i),
+                prompt_ids=ids,
+                sampling=SamplingParams(seed=seed * 100_000 + i, **sampling),
+            )
+            for i, ids in enumerate(opened)
+        )
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    try:
+        results = asyncio.run(play())
+    finally:
+        engine.close()
+    trajectories = []
+    for number, (ids, result) in enumerate(zip(opened, results, strict=True)):
+        row = Trajectory(trajectory_id=str(number), group_id="g", instance_id="i", reward=0.0)
+        row.append_context(ids)
+        row.append_sampled(result)
+        trajectories.append(row)
+    return trajectories
+
+
+def differences(trainer: MegatronTrainer, trajectories: list[Trajectory], replay: bool) -> dict[str, float]:
+    """Figures of one scoring of the trajectories."""
+    batch = pack(trajectories, None, 4096, routes=replay)
+    rows = zip(trainer.logprobs(batch), trajectories, strict=True)
+    pairs = [(line[i], t.rollout_logprobs[i]) for line, t in rows for i in np.flatnonzero(t.loss_mask)]
+    theirs, ours = np.array(pairs).T
+    ratio = theirs - ours
+    figures = {
+        "probs_diff_mean": float(np.abs(np.exp(ours) - np.exp(theirs)).mean()),
+        "probs_diff_max": float(np.abs(np.exp(ours) - np.exp(theirs)).max()),
+        "k3_kl": float((np.exp(ratio) - 1 - ratio).mean()),
+        "tokens": len(pairs),
+    }
+    return figures | ({"flipped": flipped(trainer, batch)} if replay else {})
+
+
+def flipped(trainer: MegatronTrainer, batch: PackedBatch) -> float:
+    """`routes/flipped` of a batch."""
+    passes, parts = trainer._passes, []
+
+    def count(index: int, micro: Any, found: Any) -> Any:
+        parts.append(found.replayed())
+        return found.logprobs.sum(), None
+
+    shard = [micro for minibatch in batch.minibatches for micro in minibatch.shards[0]]
+    with torch.no_grad():
+        schedule(trainer.model, shard, passes.forward(trainer.model, count, 1.0), forward_only=True)
+    return reduce(parts)["routes/flipped"].value()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--instances", type=int, default=24)
+    parser.add_argument("--model", default="shipped:models/tiny_moe")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = resolve(args.model)
+    stop = AutoTokenizer.from_pretrained(model).eos_token_id
+    result: dict[str, Any] = {"model": args.model, "instances": args.instances, "arms": {}}
+    result["load average"] = os.getloadavg()[0]
+    for name, (dtype, precision) in ARMS.items():
+        config = TrainerConfig(precision=precision)
+        trainer = MegatronTrainer(config, AlgoConfig(), MtpConfig(), str(model), total_steps=1)
+        seeds = []
+        for seed in range(args.seeds):
+            opened = prompts(model, seed, args.instances)
+            played = sample(model, dtype, seed, opened, stop)
+            seeds.append(
+                {
+                    "without": differences(trainer, played, replay=False),
+                    "with": differences(trainer, played, replay=True),
+                }
+            )
+        trainer.close()
+        pick = {how: [seed[how] for seed in seeds] for how in ("without", "with")}
+        arm: dict[str, Any] = {"seeds": seeds}
+        for metric in ("probs_diff_mean", "k3_kl"):
+            means = {how: statistics.fmean(s[metric] for s in rows) for how, rows in pick.items()}
+            arm[metric] = means | {"with / without": means["with"] / means["without"]}
+        arm["flipped"] = statistics.fmean(s["flipped"] for s in pick["with"])
+        result["arms"][name] = arm
+        print(name, json.dumps({k: v for k, v in arm.items() if k != "seeds"}), flush=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
