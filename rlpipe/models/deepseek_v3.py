@@ -72,5 +72,6 @@ FAMILY = Family(
     experts=read_experts,
     latent=read_latent,
     draft_block="decoder",
+    draft_on_cpu=False,  # set_embed_and_head of SGLang 0.5.23 waits for CUDA
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
 )

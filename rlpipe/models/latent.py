@@ -7,6 +7,19 @@ from dataclasses import dataclass
 
 from rlpipe.models.base import Layout, Part
 
+_DOWN = ("kv_a_proj_with_mqa", "q_a_proj")
+
+
+def travels_with(name: str) -> str:
+    """A name that weights share which go to a server together, or are lost: SGLang fuses them as they come.
+
+    >>> travels_with("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
+    'model.layers.0.self_attn.q_a_proj.weight'
+    >>> travels_with("model.norm.weight")
+    'model.norm.weight'
+    """
+    return name.replace(*_DOWN)
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class LatentAttention:

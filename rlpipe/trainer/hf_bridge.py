@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from rlpipe.models import family_of, read_architecture
 from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Architecture, Layout, Part
+from rlpipe.models.latent import travels_with
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.stages import EMBEDDING_COPY, TIED_HEAD, hand_over, is_copy, tensors_of_stages
 
@@ -330,17 +331,20 @@ def _cut_into_buckets(
     tensor.
     """
     bucket: list[_Piece] = []
-    held = 0
+    held, size = 0, model.pg_collection.tp.size()
+    units: dict[str, list[_Piece]] = {}
     for piece in _pieces(model, hf_config):
         if is_copy(piece.name, piece.stage, model.share_embeddings_and_output_weights):
             continue
-        num_bytes = math.prod(piece.full_shape(model.pg_collection.tp.size())) * piece.dtype(dtype).itemsize
-        kind = piece.stage, piece.experts, piece.parameter.dtype
-        full = held + num_bytes > megabytes * 2**20 and not piece.experts
+        units.setdefault(piece.experts or travels_with(piece.entry.hf[0]), []).append(piece)
+    for unit in units.values():
+        num_bytes = sum(math.prod(part.full_shape(size)) * part.dtype(dtype).itemsize for part in unit)
+        kind = unit[0].stage, unit[0].experts, unit[0].parameter.dtype
+        full = held + num_bytes > megabytes * 2**20
         if bucket and (full or kind != (bucket[0].stage, bucket[0].experts, bucket[0].parameter.dtype)):
             yield bucket
             bucket, held = [], 0
-        bucket.append(piece)
+        bucket += unit
         held += num_bytes
     yield bucket
 

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from rlpipe.models.latent import travels_with
+
 Bucket = list[tuple[str, torch.Tensor]]
 
 _MEGABYTE = 2**20
 
 
 def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
-    """Consecutive pieces of at most `megabytes`, a larger tensor alone.
+    """Consecutive pieces of at most `megabytes`, a larger tensor alone; what travels together is one.
 
     >>> tensors = {"a": torch.zeros(2**18), "b": torch.zeros(2**17), "c": torch.zeros(1)}
     >>> [[name for name, _ in piece] for piece in buckets(tensors, megabytes=1)]
@@ -26,12 +28,16 @@ def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Buc
     """
     piece: Bucket = []
     size = 0
+    units: dict[str, Bucket] = {}
     for name, tensor in weights.items():
-        if piece and size + tensor.nbytes > megabytes * _MEGABYTE:
+        units.setdefault(travels_with(name), []).append((name, tensor))
+    for unit in units.values():
+        num_bytes = sum(tensor.nbytes for _, tensor in unit)
+        if piece and size + num_bytes > megabytes * _MEGABYTE:
             yield piece
             piece, size = [], 0
-        piece.append((name, tensor))
-        size += tensor.nbytes
+        piece += unit
+        size += num_bytes
     if piece:
         yield piece
 

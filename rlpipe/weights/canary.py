@@ -88,7 +88,7 @@ class Shard:
             return [self.rows(x) for tensor, r in zip(tensors, rows, strict=True) for x in tensor.split(r)]
         if layout is Layout.QKV:
             return [self.rows(tensor, of_kv=place > 0) for place, tensor in enumerate(tensors)]
-        if layout is Layout.GATE_UP:
+        if layout in (Layout.GATE_UP, Layout.HEADS):
             return [self.rows(tensor) for tensor in tensors]
         if layout is Layout.COLUMNS:
             return [tensor.chunk(self.size, dim=1)[self.rank] for tensor in tensors]

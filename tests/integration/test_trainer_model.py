@@ -185,6 +185,17 @@ def test_the_bias_of_the_choice_of_experts_stays_in_float32_and_is_not_trained(t
     assert biases == 2
 
 
+def test_the_products_that_a_server_fuses_are_sent_in_one_bucket(tmp_path, trainer_of):
+    """The large q_b_proj lies between them in the model, and a bucket ends there."""
+    path = write_random_checkpoint(tmp_path / "model", "deepseek_v3", vocab=4000, hidden=128, query_rank=1500)
+    sent = [dict(bucket) for bucket in trainer_of(path).weight_buckets(1, torch.float32)]
+    places = {name: i for i, bucket in enumerate(sent) for name in bucket}
+    for name, place in places.items():
+        if "kv_a_proj_with_mqa" in name:
+            assert places[name.replace("kv_a_proj_with_mqa", "q_a_proj")] == place
+    assert len(sent) > 3
+
+
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
 def test_recomputation_changes_nothing_but_what_is_kept_for_the_gradient(tmp_path, family):
     path = write_random_checkpoint(tmp_path / "model", family)

@@ -237,6 +237,39 @@ def test_every_tensor_of_glm_has_the_name_and_the_type_that_the_server_gives_it(
         assert {piece.dtype for piece in pieces} == {expected}, name
 
 
+# What SGLang's deepseek_v2.py and deepseek_nextn.py call latent attention, with and without latent queries.
+LATENT = {f"self_attn.{n}.weight" for n in ("kv_a_layernorm", "kv_b_proj", "o_proj")}
+LATENT_QUERIES = {
+    16: {f"self_attn.{n}.weight" for n in ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "q_b_proj")},
+    None: {f"self_attn.{n}.weight" for n in ("kv_a_proj_with_mqa", "q_proj")},
+}
+
+
+@pytest.mark.parametrize("query_rank", LATENT_QUERIES)
+def test_every_tensor_of_deepseek_has_the_name_and_the_shard_that_the_server_gives_it(tmp_path, query_rank):
+    path = write_random_checkpoint(tmp_path, "deepseek_v3", vocab=100, query_rank=query_rank)
+    weights, config = read_weights(path), read_config(path)
+    ranks = [
+        server_parts(weights, torch.bfloat16, Shard(rank=r, size=2, kv_heads=4), config, drafter=Drafter.MTP)
+        for r in range(2)
+    ]
+    layer = LATENT | LATENT_QUERIES[query_rank]
+    layer |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    dense = layer | {"mlp.gate_up_proj.weight", "mlp.down_proj.weight"}
+    mixed = layer | GLM_MIXTURE
+    names = SHARED | {"model.norm.weight"} | {f"draft.{name}" for name in SHARED}
+    names |= {f"model.layers.0.{n}" for n in dense} | {f"model.layers.1.{n}" for n in mixed}
+    names |= {f"draft.model.{n}" for n in GLM_DRAFT} | {f"draft.model.decoder.{n}" for n in mixed}
+    assert ranks[0].keys() == names
+    place = "model.layers.1.self_attn."
+    kv_b = [torch.cat(tuple(parts[f"{place}kv_b_proj.weight"])) for parts in ranks]
+    assert torch.equal(torch.cat(kv_b), weights[f"{place}kv_b_proj.weight"].bfloat16())  # half the heads each
+    if query_rank:
+        fused = [torch.cat(tuple(parts[f"{place}fused_qkv_a_proj_with_mqa.weight"])) for parts in ranks]
+        whole = [weights[f"{place}{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")]
+        assert all(torch.equal(one, torch.cat(whole).bfloat16()) for one in fused)
+
+
 EAGLE3 = {"lm_head.weight", "model.embed_tokens.weight", "model.fc.weight", "model.norm.weight"}
 EAGLE3 |= {f"model.layers.0.{name}" for name in LAYER - {"self_attn.qkv_proj.bias"}}
 EAGLE3 |= {"model.layers.0.hidden_norm.weight"}

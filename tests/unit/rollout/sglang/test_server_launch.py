@@ -149,9 +149,12 @@ def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
         supported(model, draft=draft)
 
 
-def test_glms_draft_is_refused_on_a_cpu_and_its_shared_expert_is_not_fused(tmp_path):
-    model = write_random_checkpoint(tmp_path / "model", "glm4_moe")
-    with pytest.raises(ValueError, match=r"draft of a 'glm4_moe' starts on a GPU only. Use rollout=embedded"):
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_draft_that_waits_for_cuda_is_refused_on_a_cpu_and_shared_experts_are_not_fused(tmp_path, family):
+    model = write_random_checkpoint(tmp_path / "model", family)
+    with pytest.raises(
+        ValueError, match=rf"draft of a '{family}' starts on a GPU only. Use rollout=embedded"
+    ):
         supported(model)
     supported(model, on_gpu=True)
     supported(model, mode="none")
