@@ -110,10 +110,9 @@ class Model:
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
         self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
-        frequencies = torch.tensor(arch.rope.frequencies(arch.rotary_dim), dtype=torch.float64)
-        angles = torch.arange(slots, dtype=torch.float64)[:, None] * frequencies
-        rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles)
-        self._rotations = rotations.to(device, torch.complex64)
+        # in float32, as trainer and servers: exact angles would differ from theirs by 2e-3 behind 32k tokens
+        angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
+        self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # rotations are scaled
