@@ -173,6 +173,13 @@ def test_delta_nets_are_refused_on_a_cpu_and_their_shared_expert_is_not_fused(tm
     assert "--disable-shared-experts-fusion" in words
 
 
+def test_text_without_its_vision_tower_is_refused_with_the_checkpoint_that_works(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", "qwen3_5_text")
+    with pytest.raises(ValueError, match=r"'qwen3_5_text', for which SGLang has no class.* 'qwen3_5'"):
+        supported(model, mode="none", on_gpu=True)
+    supported(write_random_checkpoint(tmp_path / "whole", "qwen3_5"), mode="none", on_gpu=True)
+
+
 @pytest.fixture
 def eagle3(tmp_path):
     """Check a new EAGLE-3 draft for a target of four layers; settings are of the draft, then of others."""
