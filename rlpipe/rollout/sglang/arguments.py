@@ -59,8 +59,8 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
     target = read_config(model_path)
     if (name := target["model_type"]).endswith("_text"):
         raise ValueError(
-            f"{str(model_path)!r} is of type {name!r}, for which SGLang has no class. Use the checkpoint that "
-            f"it was cut from, of type {name.removesuffix('_text')!r}: its text alone is trained and served."
+            f"{str(model_path)!r} is of type {name!r}, for which SGLang has no class. Use the checkpoint "
+            f"that it was cut from, of type {name.removesuffix('_text')!r}: its text alone is trained."
         )
     if not on_gpu and target.get("linear_num_key_heads"):
         raise ValueError(
