@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RunStopped(RuntimeError):
@@ -134,11 +135,15 @@ def routes_type(experts: int) -> type[np.integer]:
     >>> routes_type(255), routes_type(256)
     (<class 'numpy.uint8'>, <class 'numpy.int16'>)
     """
+    import numpy as np  # here: sinks and reports do without
+
     return np.uint8 if experts <= np.iinfo(np.uint8).max else np.int16
 
 
 def unrecorded(routes: np.ndarray) -> int:
     """What stands in routes for a token without a record: the largest number of their type."""
+    import numpy as np
+
     return np.iinfo(routes.dtype).max
 
 
@@ -147,6 +152,8 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.nd
 
     A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`.
     """
+    import numpy as np
+
     if earlier is None or later is None or len(later) < len(earlier):
         return later if earlier is None else earlier
     known = np.flatnonzero(earlier[:, 0, 0] != unrecorded(earlier))
