@@ -49,7 +49,7 @@ DETECTABLE = 0.033  # nats per sequence
 REPEATS = 40
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Case:
     """Two checkpoints of one shape, the laws of their first tokens after PROMPT, and EAGLE-3 drafts.
 
@@ -74,7 +74,7 @@ def case(tmp_path_factory) -> Case:
     vocabularies = {"whole": None, "reduced": [0, 2]}
     drafts = {name: write_random_draft(root / name, paths[0], ids=ids) for name, ids in vocabularies.items()}
     two_layers = write_random_checkpoint(root / "two layers", seed=6, mtp_layers=2, **shape)
-    return Case(paths[0], two_layers, read_weights(paths[1]), law, drafts)
+    return Case(path=paths[0], two_layers=two_layers, other=read_weights(paths[1]), law=law, drafts=drafts)
 
 
 def _conversations(samples: int, temperature: float) -> list[list]:
@@ -129,7 +129,8 @@ def test_drafts_over_cached_latent_vectors_keep_the_law(tmp_path):
     """
     shape = {"vocab": VOCAB, "hidden": 16, "heads": 2, "query_rank": 8, "scale": 0.3, "head_scale": 0.3}
     path = write_random_checkpoint(tmp_path, "deepseek_v3", seed=6, **shape)
-    latent = Case(path, read_weights(path), Law.of([transformers_logits(path)], PROMPT, VOCAB, DEPTH), {})
+    law = Law.of([transformers_logits(path)], PROMPT, VOCAB, DEPTH)
+    latent = Case(path=path, two_layers=None, other=read_weights(path), law=law, drafts={})
     assert _score(latent, "rejection", samples=SAMPLES // 2) < LIMIT
 
 
