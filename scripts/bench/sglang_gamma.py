@@ -60,7 +60,7 @@ class Bench:
         os.environ |= {"RLPIPE_BENCH_POLICY": gamma.__file__, "RLPIPE_BENCH_ORDER": str(self._order)}
         arguments.gamma = SimpleNamespace(__file__=str(ROOT / "scripts" / "bench" / "forced_gamma.py"))
         config = RolloutConfig(
-            engine="sglang", max_running=64, max_context=512, device="cpu", threads=threads
+            engine="sglang", max_running=64, max_context=768, device="cpu", threads=threads
         )
         self.engine = SglangEngine(config, SpecConfig(gamma=GAMMA, adaptive=True), model, log_dir=folder)
 
