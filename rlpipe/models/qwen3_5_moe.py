@@ -4,20 +4,14 @@ Its files keep the text under `model.language_model`, beside a vision tower that
 carry over (see `stored`).
 """
 
-from rlpipe.models.base import Family
-from rlpipe.models.delta_net import DRAFT, LAYER_APART, read_delta_net, read_experts
+from dataclasses import replace
 
-FAMILY = Family(
+from rlpipe.models.delta_net import LAYER_APART, read_delta_net
+from rlpipe.models.qwen3_next import FAMILY as _NEXT
+
+FAMILY = replace(
+    _NEXT,
     name="qwen3_5_moe",
-    qk_norm=True,
-    output_bias=False,
     layer=LAYER_APART,
-    draft=DRAFT,
-    experts=read_experts,
-    rotary=0.25,
     delta=lambda config: read_delta_net(config, apart=True),
-    draft_place="",
-    draft_block="layers.0",
-    draft_on_cpu=False,
-    float32=("linear_attn.A_log",),
 )

@@ -19,7 +19,7 @@ from tests.helpers.trainers import Run, make_batch, make_trainer, meet, train
 def gradients(
     rank: int, world_size: int, folder: Path, runs: dict[str, Run]
 ) -> dict[str, dict[str, np.ndarray] | None]:
-    """Of half the sum of squares of all logits and draft states of the first batch; None beside rank 0.
+    """Gradients of half the sum of squares of all logits and draft states of a batch; rank 0 alone has them.
 
     So every number that the model computes has a part in them, in float64 from end to end: packed rows,
     shared prefixes, Megatron's schedule and the sums over ranks are those of training, the loss is not.
