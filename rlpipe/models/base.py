@@ -291,7 +291,7 @@ class Family:
     experts, and refuses what of it is not supported; latent: the same of latent attention, whose weights
     `layer` leaves out; delta: of gated delta nets. draft_place, draft_block: of SGLang's draft, what stands
     before the names of `draft`, and the decoder layer.
-    draft_on_cpu: whether that draft starts without CUDA.
+    draft_on_cpu: whether that draft starts without CUDA in a server that lacks rlpipe's plugin.
     float32: endings of the names of weights that an SGLang server keeps so, whatever the others are.
     """
 

@@ -10,20 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def chosen_experts(path: Path, ids: Sequence[int], per_token: int = 2) -> np.ndarray:
+def chosen_experts(path: Path, ids: Sequence[int]) -> np.ndarray:
     """[tokens, layers with experts, experts per token], in ascending order."""
     model, chosen = AutoModelForCausalLM.from_pretrained(path), []
 
-    def note(router: torch.nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, tuple):  # Qwen3-MoE's gives logits, weights and numbers
-            found = output[-1]
-        else:
-            found = (output.sigmoid() + router.e_score_correction_bias).topk(per_token).indices
-        chosen.append(found.sort(-1).values)
+    def note(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        _hidden, experts, _weights = given
+        chosen.append(experts.sort(-1).values)
 
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(note)
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(note)
     with torch.no_grad():
         model(torch.tensor([list(ids)]))
     return torch.stack(chosen, 1).numpy()

@@ -1,29 +1,21 @@
 """Real SGLang servers with experts: new weights arrive, and they read them as the trainer does."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_weights, write_checkpoint
-from rlpipe.rollout.sglang import arguments
 from tests.helpers.chosen_experts import chosen_experts
 from tests.helpers.engines import generate, request, transformers_logits, worst_logprob_error
 from tests.helpers.sglang import perturbed, running_server
-from tests.helpers.tiny_checkpoint import write_random_checkpoint
+from tests.helpers.tiny_checkpoint import DEEPSEEK_YARN, write_random_checkpoint
 from tests.helpers.trainers import trainer_logprobs
 
 pytestmark = pytest.mark.integration
-SERVED = {"qwen3_moe": ("none", 21, 0), "glm4_moe": ("rejection", 25, 19)}  # tensors of target and draft
-
-
-@pytest.fixture
-def without_cuda(tmp_path, monkeypatch):
-    """Servers on a CPU whose drafts wait for no GPU, else SGLang's own code."""
-    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cuda.synchronize = lambda *_: None\n")
-    monkeypatch.setattr(arguments, "SERVED", f"{tmp_path}:{arguments.SERVED}")
-    monkeypatch.setitem(FAMILIES, "glm4_moe", replace(FAMILIES["glm4_moe"], draft_on_cpu=True))
+SERVED = {  # tensors of target and draft
+    "qwen3_moe": ("none", 21, 0),
+    "glm4_moe": ("rejection", 25, 19),
+    "deepseek_v3": ("rejection", 27, 20),
+}
 
 
 def test_experts_that_a_server_pads_are_understood_and_kept_up_to_date(tmp_path):
@@ -39,10 +31,10 @@ def test_experts_that_a_server_pads_are_understood_and_kept_up_to_date(tmp_path)
         assert not engine.membership().server  # a broadcast's fingerprints are of what was sent
 
 
-@pytest.mark.usefixtures("without_cuda")
 @pytest.mark.parametrize("family", SERVED)
 def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(tmp_path, family):
-    path = write_random_checkpoint(tmp_path / "model", family, expert_intermediate=32)
+    rope = DEEPSEEK_YARN if family == "deepseek_v3" else None
+    path = write_random_checkpoint(tmp_path / "model", family, expert_intermediate=32, rope_parameters=rope)
     mode, target, draft = SERVED[family]
     weights, updated, prompt = read_weights(path), tmp_path / "updated", [5, 6, 7]
     new = perturbed(weights, 0.02)

@@ -67,6 +67,13 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             f"{str(model_path)!r} is of type {target['model_type']!r}, whose gated delta nets SGLang "
             "computes on a GPU only: run it on a machine with one (rollout.device=auto)."
         )
+    without_plugin = not on_gpu and not rollout.sglang.plugin
+    if without_plugin and family_of(target).latent:
+        raise ValueError(
+            f"rollout.sglang.plugin=false and {str(model_path)!r} is of type {target['model_type']!r}, whose "
+            "latent attention SGLang computes on a CPU with rlpipe's plugin alone. Set "
+            "rollout.sglang.plugin=true, or use rollout=embedded."
+        )
     if spec.mode is SpecMode.NONE:
         return
     if spec.needs_draft:
@@ -91,10 +98,10 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             f"would load the {layers} of {str(drafting)!r} one over the other. Set rollout=embedded, or "
             "spec.mode=none."
         )
-    if not on_gpu and not family_of(draft).draft_on_cpu:
+    if without_plugin and not family_of(draft).draft_on_cpu:
         raise ValueError(
-            f"spec.mode={spec.mode}: SGLang's MTP draft of a {draft['model_type']!r} starts on a GPU "
-            "only. Use rollout=embedded, spec.mode=none, or spec.drafter=suffix with rollout=embedded."
+            f"spec.mode={spec.mode}: SGLang's MTP draft of a {draft['model_type']!r} starts on a CPU with "
+            "rlpipe's plugin alone. Set rollout.sglang.plugin=true, rollout=embedded, or spec.mode=none."
         )
     if draft.get("vocab_size") != target.get("vocab_size"):
         raise ValueError(

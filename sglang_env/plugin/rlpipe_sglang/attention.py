@@ -85,7 +85,10 @@ def _attend(
     for rows, places, seen, real in plan.calls:
         (size, count), heads = rows.shape, keys.shape[1]
         asked = query[rows].view(size, count, heads, shared, -1).permute(0, 2, 3, 1, 4)
-        known, held = (_rows(cache, places).to(query.dtype).transpose(1, 2) for cache in (keys, values))
+        known = _rows(keys, places).to(query.dtype).transpose(1, 2)
+        # with latent attention the first numbers of a key are the value
+        latent = values.data_ptr() == keys.data_ptr()
+        held = known[..., : values.shape[-1]] if latent else _rows(values, places).to(known).transpose(1, 2)
         found = scaled_dot_product_attention(
             asked.reshape(size, heads, shared * count, -1),
             known,

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import attention, drafts, layout, measure, pack, routes, verify, width
+from rlpipe_sglang import attention, cpu, drafts, layout, measure, pack, routes, verify, width
 
 REPORT = "rlpipe_plugin"
+_ON_CPU = "SGLANG_USE_CPU_ENGINE"
 
 
 class Hook(NamedTuple):
@@ -104,6 +105,14 @@ ADAPTIVE = (  # where spec.adaptive=true
     ),
     Hook("http", f"{_MANAGER}._calculate_spec_decoding_metrics", "8f1657dbeea4ba06"),
 )
+_HANDLERS = "models.deepseek_common.attention_backend_handler"
+_SHARED = "ForCausalLM.set_embed_and_head"
+CPU = (  # where a server has no GPU
+    Hook("scheduler", f"{_HANDLERS}:AttentionBackendRegistry.get_handler", "b2cf2a026397b847", cpu.handler),
+    Hook("scheduler", "layers.rotary_embedding.factory:get_rope_cpu", "e4dff05bd224a89b", cpu.rotary),
+    Hook("scheduler", f"models.deepseek_v2:DeepseekV2{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
+    Hook("scheduler", f"models.glm4_moe:Glm4Moe{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
+)
 report: dict[str, str] = {}  # of this process: role -> "ok", or what is wrong
 
 
@@ -123,7 +132,8 @@ def load() -> None:
         role = "scheduler"
     else:
         return
-    hooks = [hook for hook in (HOOKS + ADAPTIVE if width.ASKED in os.environ else HOOKS) if hook.role == role]
+    hooks = HOOKS + (ADAPTIVE if width.ASKED in os.environ else ()) + (CPU if _ON_CPU in os.environ else ())
+    hooks = [hook for hook in hooks if hook.role == role]
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]
     report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else "ok"
     for hook in hooks:

@@ -79,6 +79,17 @@ def test_queries_attend_to_their_request_up_to_themselves(attention, before, new
     assert found is given[1]
 
 
+def test_latent_vectors_are_keys_and_their_first_numbers_are_values(attention):
+    """One head of keys for all; a value buffer is a view of the keys' (SGLang's MLA cache)."""
+    query, _, keys, _, *rest = a_batch([5, 0, 7], [4, 3, 1], groups=1)
+    given = query, torch.zeros_like(query[..., :6]), keys, keys[..., :6], *rest
+    found = attention.extended(
+        never, SimpleNamespace(), *given, torch.tensor([5, 0, 7]), torch.tensor([4, 3, 1]),
+        scaling=SCALE, causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(found, textbook(*given, [4, 3, 1]))
+
+
 @pytest.mark.parametrize("before", [[5, 9, 7], [1, 60, 2]])
 def test_decoding_rows_attend_to_their_whole_context(attention, before):
     given = a_batch(before, [1] * 3)

@@ -111,10 +111,9 @@ def test_a_chosen_port_is_none_that_an_outgoing_connection_may_get(first, monkey
     assert first == "1024\t65535\n" or all(20000 <= port < 32768 for port in ports)
 
 
-def supported(path, on_gpu=False, draft="", **spec):
-    check_supported(
-        RolloutConfig(sglang=SglangConfig(draft_path=str(draft))), SpecConfig(**spec), path, on_gpu
-    )
+def supported(path, on_gpu=False, draft="", plugin=True, **spec):
+    sglang = SglangConfig(draft_path=str(draft), plugin=plugin)
+    check_supported(RolloutConfig(sglang=sglang), SpecConfig(**spec), path, on_gpu)
 
 
 def test_modes_sglang_does_not_have_are_refused(tmp_path):
@@ -150,14 +149,19 @@ def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_a_draft_that_waits_for_cuda_is_refused_on_a_cpu_and_shared_experts_are_not_fused(tmp_path, family):
+def test_a_draft_that_waits_for_cuda_needs_the_plugin_on_a_cpu_and_shared_experts_are_not_fused(
+    tmp_path, family
+):
     model = write_random_checkpoint(tmp_path / "model", family)
-    with pytest.raises(
-        ValueError, match=rf"draft of a '{family}' starts on a GPU only. Use rollout=embedded"
-    ):
-        supported(model)
-    supported(model, on_gpu=True)
-    supported(model, mode="none")
+    with pytest.raises(ValueError, match=rf"'{family}'.* on a CPU with rlpipe's plugin alone. Set rollout"):
+        supported(model, plugin=False)
+    supported(model)
+    supported(model, plugin=False, on_gpu=True)
+    if family == "glm4_moe":
+        supported(model, plugin=False, mode="none")
+    else:
+        with pytest.raises(ValueError, match="whose latent attention"):
+            supported(model, plugin=False, mode="none")
     words = command(RolloutConfig(), SpecConfig(), model, port=1, on_gpu=True, version=0)
     assert "--disable-shared-experts-fusion" in words
 
