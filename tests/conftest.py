@@ -14,6 +14,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def no_run_lives_on():
+    """A test that fails with a run alive must not take a core from the next one."""
+    from tests.helpers.cli import end_started
+
+    yield
+    end_started()
+
+
 @pytest.fixture
 def no_leftovers():
     """A test that fails with a trainer open must not fail the next one."""

@@ -26,6 +26,7 @@ SMALL = [
     "val.instances=4",
     "val.every=2",
 ]
+STARTED: list[str] = []  # marks of the runs that the current test started
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -60,6 +61,7 @@ def start(
     Returns the process, the leader of a session of its own, and its mark (see `marked_processes`).
     """
     marker = uuid.uuid4().hex
+    STARTED.append(marker)
     process = subprocess.Popen(
         command(*overrides, "run.dir=out"),
         cwd=cwd,
@@ -78,6 +80,17 @@ def start(
             raise AssertionError(f"{lines} lines of metrics were not there: {process.communicate()[0]}")
         time.sleep(0.1)
     return process, marker
+
+
+def end_started() -> None:
+    """Kill what lives of the runs that a test started: one that failed must not take a core from the next."""
+    while STARTED:
+        marker = STARTED.pop()
+        while left := marked_processes(marker):  # until nothing starts another
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
 
 
 def undeclared(directory: Path) -> list[str]:
