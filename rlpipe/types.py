@@ -84,6 +84,7 @@ class SamplingParams:
     top_logprobs: number of most likely target tokens to return per position (0: none).
     record_drafts: return every drafted token with its target and draft probability.
     routes: return the experts that read each token, see `GenerateResult`.
+    routes_from: the first token whose experts are wanted; the caller has those of the tokens before it.
     """
 
     temperature: float = 1.0
@@ -93,6 +94,7 @@ class SamplingParams:
     top_logprobs: int = 0
     record_drafts: bool = False
     routes: bool = False
+    routes_from: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,18 +149,35 @@ def unrecorded(routes: np.ndarray) -> int:
     return np.iinfo(routes.dtype).max
 
 
-def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+def recorded(routes: np.ndarray | None) -> int:
+    """How many tokens have a record before the first without one."""
+    import numpy as np
+
+    if routes is None:
+        return 0
+    without = np.flatnonzero(routes[:, 0, 0] == unrecorded(routes))
+    return int(without[0]) if len(without) else len(routes)
+
+
+def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: int = 0) -> np.ndarray | None:
     """Routes of a longer text, but for what was recorded of its beginning when that was sampled.
 
-    A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`.
+    A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`;
+    later: of the tokens from `start` on. Raises ValueError where `start` leaves tokens without a record.
     """
     import numpy as np
 
-    if earlier is None or later is None or len(later) < len(earlier):
+    known = recorded(earlier)
+    if later is not None and start > known:
+        raise ValueError(
+            f"routes from token {start} on do not join those of the first {known}: ask the engine for "
+            f"routes_from={known}."
+        )
+    if earlier is None or later is None or start + len(later) < len(earlier):
         return later if earlier is None else earlier
-    known = np.flatnonzero(earlier[:, 0, 0] != unrecorded(earlier))
-    routes = later.copy()
-    routes[known] = earlier[known]
+    routes = np.concatenate((earlier[:start], later))
+    kept = np.flatnonzero(earlier[:, 0, 0] != unrecorded(earlier))
+    routes[kept] = earlier[kept]
     return routes
 
 
@@ -170,9 +189,9 @@ class GenerateResult:
     entropies: of the same target distribution, nats.
     versions: policy version that sampled each token.
     top_logprobs: per position [(token_id, logprob), ...] when asked for. drafts: when asked for.
-    routes: when asked for, [prompt and output tokens, layers with experts, experts per token] of
-        `routes_type`: the experts that read a token in the pass that made the token after it, `unrecorded`
-        where there is none, as for the last token. None from a model without experts.
+    routes: when asked for, [prompt and output tokens from `routes_from` on, layers with experts, experts per
+        token] of `routes_type`: the experts that read a token in the pass that made the token after it,
+        `unrecorded` where there is none, as for the last token. None from a model without experts.
     """
 
     request_id: str
@@ -185,6 +204,7 @@ class GenerateResult:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     drafts: list[DraftStep] | None = None
     routes: np.ndarray | None = field(default=None, compare=False)
+    routes_from: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -272,7 +292,7 @@ class Trajectory:
         self.rollout_logprobs += result.logprobs
         self.entropies += result.entropies
         self.versions += result.versions
-        self.routes = merged_routes(self.routes, result.routes)
+        self.routes = merged_routes(self.routes, result.routes, result.routes_from)
         self.spec.add(result.spec)
         self.num_turns += 1
 

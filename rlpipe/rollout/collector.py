@@ -31,7 +31,7 @@ from rlpipe.envs.contract import messages_of, step_of
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
-from rlpipe.rollout.turn import joined, stream_seed
+from rlpipe.rollout.turn import joined, next_route, stream_seed
 from rlpipe.types import (
     FinishReason,
     GenerateRequest,
@@ -303,16 +303,15 @@ class Collector:
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
         """One whole turn; what an abort interrupts is continued, with a seed of its own for each part."""
-        prompt = attempt.trajectory.token_ids
-        budget = min(self._rollout.max_new_tokens, self._rollout.max_context - len(prompt))
+        length = len(attempt.trajectory.token_ids)
+        budget = min(self._rollout.max_new_tokens, self._rollout.max_context - length)
         whole: GenerateResult | None = None
         fruitless = 0
         started = time.monotonic()
         while whole is None or whole.finish_reason is FinishReason.ABORT:
             if self._closing:
                 raise _Unplayable(*_CLOSED)
-            done = [] if whole is None else whole.output_ids
-            part = await self._request(attempt, turn, prompt + done, budget - len(done))
+            part = await self._request(attempt, turn, whole, budget)
             fruitless = 0 if part.output_ids else fruitless + 1
             if fruitless == _FRUITLESS_ABORTS:
                 raise InfrastructureError(f"the engine aborted a turn {fruitless} times without a token")
@@ -322,19 +321,25 @@ class Collector:
         attempt.gen_seconds += time.monotonic() - started
         return whole
 
-    async def _request(self, attempt: _Attempt, turn: int, prompt: list[int], budget: int) -> GenerateResult:
+    async def _request(
+        self, attempt: _Attempt, turn: int, whole: GenerateResult | None, budget: int
+    ) -> GenerateResult:
+        """What is left of a turn. whole: what there is of it."""
+        done = [] if whole is None else whole.output_ids
+        prompt = attempt.trajectory.token_ids + done
         start = len(prompt)
         request = GenerateRequest(
             request_id=f"{attempt.session_id}/{turn}/{start}",
-            prompt_ids=list(prompt),
+            prompt_ids=prompt,
             sampling=SamplingParams(
                 temperature=attempt.temperature,
-                max_new_tokens=budget,
+                max_new_tokens=budget - len(done),
                 stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
                 seed=stream_seed(attempt.seed, turn, start),
                 top_logprobs=attempt.top_logprobs,
                 record_drafts=attempt.record,
                 routes=attempt.routes,
+                routes_from=next_route(attempt.trajectory.routes, whole),
             ),
             session_id=attempt.session_id,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rlpipe.types import (
     FinishReason,
@@ -11,8 +12,12 @@ from rlpipe.types import (
     GenerateResult,
     SpecCounts,
     merged_routes,
+    recorded,
     shifted,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def stream_seed(*parts: object) -> int:
@@ -40,9 +45,15 @@ def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
     )
 
 
+def next_route(before: np.ndarray | None, turn: GenerateResult | None = None) -> int:
+    """The first token without a record: of routes before a turn, and of what there is of the turn."""
+    return max(recorded(before), turn.routes_from + recorded(turn.routes) if turn else 0)
+
+
 def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     """Two parts of one turn as one."""
     spec, top, drafts = SpecCounts(), second.top_logprobs, second.drafts
+    routes_from = second.routes_from if first.routes is None else first.routes_from
     for part in (first, second):
         spec.add(part.spec)
     return replace(
@@ -55,5 +66,6 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         spec=spec,
         top_logprobs=None if top is None else (first.top_logprobs or []) + top,
         drafts=None if drafts is None else (first.drafts or []) + shifted(drafts, len(first.output_ids)),
-        routes=merged_routes(first.routes, second.routes),
+        routes=merged_routes(first.routes, second.routes, second.routes_from - routes_from),
+        routes_from=routes_from,
     )

@@ -293,17 +293,18 @@ class Scheduler:
             spec=SpecCounts() if row is None else self._spec(row),
             top_logprobs=job.top if request.sampling.top_logprobs else None,
             drafts=job.drafts if request.sampling.record_drafts else None,
-            routes=self._routes(row) if request.sampling.routes else None,
+            routes=self._routes(row, request.sampling.routes_from) if request.sampling.routes else None,
+            routes_from=request.sampling.routes_from,
         )
         if row is not None:
             table.release(row)
         job.finish(result)
 
-    def _routes(self, row: int | None) -> np.ndarray | None:
-        """The experts of the request in a row; its last token has been read by none."""
+    def _routes(self, row: int | None, start: int) -> np.ndarray | None:
+        """The experts of the request in a row from a token on; its last token has been read by none."""
         if row is None or self._table.routes is None:
             return None
-        routes = self._table.routes[row, : int(self._table.total[row])].numpy().copy()
+        routes = self._table.routes[row, start : int(self._table.total[row])].numpy().copy()
         routes[-1] = unrecorded(routes)
         return routes
 

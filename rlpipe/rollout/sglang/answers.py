@@ -21,6 +21,7 @@ from itertools import islice
 from math import isnan
 from typing import Any
 
+from rlpipe.rollout.turn import next_route
 from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts
 from rlpipe.weights.protocols import ServerError
 
@@ -49,7 +50,7 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     if sampling.routes:
-        body["return_routed_experts"] = True
+        body |= {"return_routed_experts": True, "routed_experts_start_len": sampling.routes_from}
     return body
 
 
@@ -204,5 +205,6 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
         request.sampling,
         max_new_tokens=request.sampling.max_new_tokens - len(done.output_ids),
         seed=request.sampling.seed + len(done.output_ids),
+        routes_from=max(request.sampling.routes_from, next_route(None, done)),
     )
     return replace(request, prompt_ids=request.prompt_ids + done.output_ids, sampling=sampling)

@@ -91,7 +91,7 @@ class Batches:
         turns, self._waiting = self._waiting, []
         kinds: dict[tuple[Any, ...], list[_Turn]] = {}
         for turn in turns:
-            shared = ("priority", "top_logprobs_num", "return_routed_experts")
+            shared = ("priority", "top_logprobs_num", "return_routed_experts", "routed_experts_start_len")
             kinds.setdefault(tuple(map(turn.body.get, shared)), []).append(turn)
         for some in kinds.values():
             self._start(self._play(some))

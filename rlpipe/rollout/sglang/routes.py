@@ -2,7 +2,8 @@
 
 SGLang records them by slot of its cache (`--enable-return-routed-experts`), so a token that a request found
 cached has those of the pass that wrote its keys, and a rejected draft's are overwritten with its keys. They
-come as int32 of all layers, for all tokens but the last, in base64: at 48 layers and 8 experts 2 KB a token.
+come as int32 of all layers, for the tokens asked for but the last, in base64: at 48 layers and 8 experts 2 KB
+a token. A turn asks for those of the tokens that are new since the turn before.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def check_routes(rollout: RolloutConfig, spec: SpecConfig, on_gpu: bool) -> None
 
 
 def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.ndarray | None:
-    """Routes of an answer's prompt and output, `tokens` in all; None where the server sent none.
+    """Routes of the last `tokens` of an answer's prompt and output; None where the server sent none.
 
     Raises ServerError for what is not of this model.
     """

@@ -94,7 +94,8 @@ class Turns:
                     if not answer["meta_info"].get("finish_reason"):
                         yield part if whole is None else joined(whole, part)
             if self._arch is not None and rest.sampling.routes:
-                tokens = len(rest.prompt_ids) + len(part.output_ids)
+                part.routes_from = rest.sampling.routes_from
+                tokens = len(rest.prompt_ids) + len(part.output_ids) - part.routes_from
                 part.routes = read_routes(self._arch, answer["meta_info"], tokens)
             self._count(part, len(rest.prompt_ids) - int(answer["meta_info"].get("cached_tokens") or 0))
             whole = part if whole is None else joined(whole, part)

@@ -5,6 +5,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from rlpipe.config.env import EnvConfig
@@ -81,7 +82,16 @@ class ScriptedEngine:
             finish_reason=finish,
             spec=SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1),
             top_logprobs=[[(i, -0.5), (7, -2.0)] for i in rest] if request.sampling.top_logprobs else None,
+            routes=self.routes(request.prompt_ids + rest, request.sampling),
+            routes_from=request.sampling.routes_from,
         )
+
+    @staticmethod
+    def routes(ids, sampling):
+        """Each token is read by the expert of its place."""
+        if not sampling.routes:
+            return None
+        return np.array([*range(sampling.routes_from, len(ids) - 1), 255], np.uint8).reshape(-1, 1, 1)
 
     def abort(self, request_ids=None):
         self.aborts += 1
@@ -192,6 +202,19 @@ def test_candidates_come_with_every_sampled_token_across_turns_and_aborts(abort_
         [(token, -0.5), (7, -2.0)] if sampled else []
         for token, sampled in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
     ]
+
+
+@pytest.mark.parametrize("abort_after", [None, 3])
+def test_each_request_asks_for_the_experts_of_the_tokens_without_a_record(abort_after):
+    engine = ScriptedEngine(["abcdefgh", "submit"], abort_after)
+    [trajectory] = collect(engine, EchoSuite(), replay_routes=True).trajectories
+    assert len(engine.requests) == (6 if abort_after else 2)
+    length = 0
+    for request in engine.requests:
+        assert request.sampling.routes_from == max(length - 1, 0)
+        length = len(request.prompt_ids) + (abort_after or len("abcdefgh") + 1)
+    expected = [*range(len(trajectory.token_ids) - 1), 255]
+    assert trajectory.routes.ravel().tolist() == expected
 
 
 def test_an_evaluation_asks_for_no_candidates():
