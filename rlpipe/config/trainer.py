@@ -156,12 +156,6 @@ def check_parallel(
     }
     linear = ("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size")
     sizes |= {name: int(hf_config[name]) for name in linear if hf_config.get(name)}
-    if config.cp > 1 and hf_config.get("linear_num_key_heads"):
-        raise ValueError(
-            f"trainer.cp={config.cp} with a model of type {hf_config['model_type']!r}: the state of a gated "
-            "delta net goes through all tokens in order, which context parallel ranks share. Set "
-            "trainer.cp=1 and raise trainer.tp, or set trainer.recompute=full, to fit long contexts."
-        )
     if hf_config.get("first_k_dense_replace"):
         sizes["intermediate_size"] = int(hf_config["intermediate_size"])
     if latent := int(hf_config.get("kv_lora_rank") or 0):
@@ -179,16 +173,12 @@ def check_parallel(
                 f"trainer.tp={config.tp} does not divide the model's {name}={size}. "
                 f"Set trainer.tp to one of {fitting} and raise trainer.dp instead."
             )
-    if (config.pp > 1 or config.sp) and hf_config.get("linear_num_key_heads"):
+    if (delta := int(hf_config.get("linear_num_key_heads") or 0)) and delta % (config.tp * config.cp):
+        fitting = [n for n in range(1, config.cp) if delta % (config.tp * n) == 0]
         raise ValueError(
-            f"trainer.pp={config.pp} trainer.sp={config.sp} with a model of type "
-            f"{hf_config['model_type']!r}: neither was tried with "
-            "gated delta nets. Set trainer.pp=1 and trainer.sp=false."
-        )
-    if config.sp and hf_config.get("kv_lora_rank"):
-        raise ValueError(
-            "trainer.sp=true shares tokens that latent attention (kv_lora_rank) reads whole: set "
-            "trainer.sp=false and use trainer.cp."
+            f"trainer.cp={config.cp} with trainer.tp={config.tp}: their ranks share the heads of a gated "
+            f"delta net, and {config.tp * config.cp} does not divide linear_num_key_heads={delta}. "
+            f"Set trainer.cp to one of {fitting} and raise trainer.dp instead."
         )
     if config.pp > 1 and config.pp > (layers := int(hf_config["num_hidden_layers"])):
         raise ValueError(

@@ -73,6 +73,7 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
             or arch.kv_heads % tp
             or arch.inner % tp
             or experts % ep
+            or (arch.delta and arch.delta.key_heads % (tp * cp))
             or pp > arch.layers
         )
     ]

@@ -2,20 +2,27 @@
 
 A flat micro-batch (`rlpipe.batch`) of N tokens is cut into 2 R equal chunks for R ranks; rank r has the r-th
 from the front and the r-th from the back, so that all have about the same number of earlier tokens to attend
-to. A chunk that begins inside a branch begins a branch that follows it. Attention alone needs other ranks:
-it gathers their keys and values, and its gradient sums what all of them have for each key.
+to. A chunk that begins inside a branch begins a branch that follows it. Two parts of a model need other
+ranks. Attention gathers their keys and values, and its gradient sums what all of them have for each key. A
+delta net, which goes over all tokens in order, does so for a share of its heads (`ContextSuccession`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+)
 
 from rlpipe.batch import Branch, MicroBatch, Path, first_tokens
+from rlpipe.trainer.delta_net import Succession
 from rlpipe.trainer.experts import Replay
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
@@ -46,8 +53,9 @@ class ContextLayout(BranchLayout):
         cut = cut_branches(branches, size)
         starts = np.cumsum([0, *(branch.length for branch in cut)])[:-1]
         self.mine = np.flatnonzero(np.isin(starts // size, self.places // size)).tolist()
-        self._group = group
+        self._group, self._whole = group, branches
         self._order = torch.from_numpy(np.argsort(everywhere)).to(device)
+        self._ranks = torch.from_numpy(everywhere).to(device)
         self._count = count
         self.tokens = np.pad(micro.tokens, (0, padding))[self.places]
         positions = np.concatenate([micro.positions, np.arange(padding)])
@@ -55,6 +63,11 @@ class ContextLayout(BranchLayout):
             routes = replay.padded(padding).routes
             replay = Replay(routes[torch.from_numpy(self.places).to(device)], replay.unrecorded)
         super().__init__(cut, torch.from_numpy(positions[self.places]).to(device), replay=replay)
+
+    @cached_property
+    def succession(self) -> Succession:
+        """Which tokens of the whole micro-batch follow which."""
+        return ContextSuccession(self._whole, self._group, self._order, self._ranks)
 
     def attend(
         self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -71,6 +84,33 @@ class ContextLayout(BranchLayout):
     def _of_all(self, mine: torch.Tensor) -> torch.Tensor:
         """[n, ...] of each rank -> [R n, ...] in order of the micro-batch."""
         return gather_from_sequence_parallel_region(mine, group=self._group).index_select(0, self._order)
+
+
+class ContextSuccession(Succession):
+    """Succession of a micro-batch's tokens, of which ranks exchange their parts for shares of the heads.
+
+    order: where each token is among those of all ranks, one rank after the other. ranks: the inverse.
+    """
+
+    def __init__(
+        self, branches: Sequence[Branch], group: dist.ProcessGroup, order: torch.Tensor, ranks: torch.Tensor
+    ) -> None:
+        super().__init__(branches, order.device)
+        self._group, self._order, self._ranks = group, order, ranks
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, heads, d] of this rank's tokens -> [N, heads / R, d] of all."""
+        everywhere = all_to_all_sp2hp(x.flatten(1), self._group)
+        return everywhere.index_select(0, self._order).unflatten(1, (-1, x.shape[2]))
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, heads / R, d] of all tokens -> [n, heads, d] of this rank's."""
+        mine = all_to_all_hp2sp(x.flatten(1).index_select(0, self._ranks), self._group)
+        return mine.unflatten(1, (-1, x.shape[2]))
+
+    def share(self, weight: torch.Tensor) -> torch.Tensor:
+        """One of R equal parts of the rows, of which gradients are summed over the ranks."""
+        return weight.chunk(self._group.size())[self._group.rank()]
 
 
 def cut_branches(branches: Sequence[Branch], size: int) -> list[Branch]:

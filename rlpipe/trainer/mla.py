@@ -17,7 +17,9 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
+    all_to_all_hp2sp,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
@@ -106,14 +108,19 @@ class LatentSelfAttention(MLASelfAttention):
         key, value = keys_values.unflatten(-1, (heads, -1)).split([latent.plain, latent.value], -1)
         query, turned = query.unflatten(-1, (heads, -1)).split([latent.plain, latent.rotary], -1)
         # each rank's heads have a part of its gradient
-        shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)[..., None, :]
+        sequence = self.config.sequence_parallel
+        spread = gather_from_sequence_parallel_region if sequence else copy_to_tensor_model_parallel_region
+        shared = spread(shared, group=self.tp_group)[..., None, :]
         turned, shared = (self._rotated(x, rotary_pos_emb) for x in (turned, shared))
         key = torch.cat([key, shared.expand(-1, -1, heads, -1)], -1)
         return torch.cat([query, turned], -1), key, value
 
     def _whole(self, linear: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-        """All outputs of a layer that ranks share by rows."""
-        return gather_from_tensor_model_parallel_region(linear(hidden_states)[0], group=self.tp_group)
+        """All outputs of a layer that ranks share by rows, for those tokens that this rank has."""
+        mine = linear(hidden_states)[0]
+        if self.config.sequence_parallel:
+            return all_to_all_hp2sp(mine, self.tp_group).unflatten(0, (-1, mine.shape[1]))
+        return gather_from_tensor_model_parallel_region(mine, group=self.tp_group)
 
     def _rotated(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
         """x [S, B, heads, rotary] turned; of interleaved pairs first all first numbers, then all second."""

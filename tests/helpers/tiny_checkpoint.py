@@ -66,6 +66,7 @@ def write_random_checkpoint(
     query_rank: int | None = 20,
     groups: int = 2,
     interleaved: bool = True,
+    key_heads: int = 2,
     seed: int = 0,
 ) -> Path:
     """Write config.json and model.safetensors into `path` (made if missing) and return it.
@@ -75,7 +76,7 @@ def write_random_checkpoint(
     normed: whether the weights of a token's experts (2 of 8, of the qwen3_moe family) sum to 1;
     expert_intermediate: channels of one. qk_norm: of the glm4_moe family, whose first layer is dense, as that
     of deepseek_v3 is; of this, query_rank: `q_lora_rank`, groups of experts, of which a token reads one,
-    interleaved: whether neighbours are rotated together.
+    interleaved: whether neighbours are rotated together. key_heads: of delta nets, with two value heads each.
     bos is 0 and eos is 1. There is no tokenizer.
     """
     path = Path(path)
@@ -104,7 +105,8 @@ def write_random_checkpoint(
     }
     if family.startswith(("qwen3_next", "qwen3_5")):
         sizes = {"scale": scale, "head_scale": head_scale or scale, "mtp_layers": mtp_layers, "seed": seed}
-        write_random_hybrid(path, config, dtype=dtype, expert_intermediate=expert_intermediate, **sizes)
+        sizes |= {"expert_intermediate": expert_intermediate, "key_heads": key_heads}
+        write_random_hybrid(path, config, dtype=dtype, **sizes)
         return path
     if family == "mistral":
         config["sliding_window"] = None

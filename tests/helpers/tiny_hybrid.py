@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 
 EXPERTS = 8
 DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
@@ -32,13 +30,16 @@ def write_random_hybrid(
     head_scale: float,
     mtp_layers: int,
     expert_intermediate: int,
+    key_heads: int,
     seed: int,
 ) -> None:
     """Write config.json and model.safetensors; config: what all families have."""
     family = config["model_type"]
     mixed = family in ("qwen3_next", "qwen3_5_moe")
     nested = family in ("qwen3_5", "qwen3_5_moe")
+    value_heads = 2 * key_heads
     text = config | DELTA | {"partial_rotary_factor": 0.5, "full_attention_interval": 2}
+    text |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
     text["rope_parameters"] = config["rope_parameters"] | {"partial_rotary_factor": 0.5}
     if mixed:
         text |= {"num_experts": EXPERTS, "num_experts_per_tok": 2}
@@ -92,7 +93,7 @@ def write_random_hybrid(
             vector(f"{prefix}{name}.weight", head_dim)
 
     def delta_net(prefix: str) -> None:
-        key_heads, value_heads, key_dim, value_dim, kernel = DELTA.values()
+        key_dim, value_dim, kernel = DELTA.values()
         keys, values = key_heads * key_dim, value_heads * value_dim
         apart = {"qkv": 2 * keys + values, "z": values, "b": value_heads, "a": value_heads}
         fused = {"qkvz": 2 * keys + 2 * values, "ba": 2 * value_heads}

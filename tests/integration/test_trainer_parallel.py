@@ -37,14 +37,16 @@ QUARTERS = {  # of four ranks
     "pp x cp": replace(ALONE, pp=2, cp=2),
     "pp x ep": replace(ALONE, pp=2, dp=2, ep=2),
     "cp x dp": replace(ALONE, cp=2, dp=2),
+    "cp x sp": replace(ALONE, cp=2, tp=2, sp=True),
 }
+QUARTERED = {"glm4_moe": [name for name in QUARTERS if name != "cp x sp"], "qwen3_next": ["cp x sp"]}
 EXPERTS = {  # ranks share the experts of a mixture, too
     "ep": replace(ALONE, dp=2, ep=2),
     "ep_sharded": replace(ALONE, dp=2, ep=2, distributed_optimizer=True),
     "ep_of_cp": replace(ALONE, cp=2, ep=2),
 }
+HYBRID_SIZES = ("tp", "cp", "pp")  # heads, tokens and layers of delta nets on two ranks
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
-HYBRIDS = ("qwen3_next",)  # whose tokens context parallel ranks cannot share
 ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
@@ -56,31 +58,24 @@ DRAFTS = {
     "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
 }
 
-# refused by the settings
-REFUSED = {
-    *(("ppow", split) for split in ("cp", "pp", "sp")),
-    *((model, "sp") for model in ("latent", "deepseek_v3")),
-    *((model, split) for model in ("gated", *HYBRIDS) for split in ("cp", "ep_of_cp", "pp", "sp")),
-}
+REFUSED = {("ppow", split) for split in ("cp", "pp", "sp")}  # by the settings
 TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) not in REFUSED]
 TIED = "mimo tied"  # a head that is the embedding, which the MTP layer reads, too
 DERIVED = [
     (model, split)
-    for model in ("mimo", TIED, "qwen3", *(model for model in MIXTURES if model not in HYBRIDS))
+    for model in ("mimo", TIED, "qwen3", *MIXTURES)
     for split in ("tp", "cp", "pp", "sp", *(["ep"] if model in MIXTURES else []))
-    if (model, split) not in REFUSED
 ]
 
 
 def splits_of(model):
     """Sizes that a model is trained with."""
-    every = SPLITS | (EXPERTS if model in MIXTURES else {})
-    return {name: split for name, split in every.items() if (model, name) not in REFUSED}
+    return SPLITS | (EXPERTS if model in MIXTURES else {})
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Six families trained alone and split, and runs continued on other sizes; a launch per world size."""
+    """Seven families trained alone and split, and runs continued on other sizes; a launch per world size."""
     folder = tmp_path_factory.mktemp("models")
     # 61 tokens: tensor parallelism has to pad the vocabulary
     models = {  # mimo's last pipeline stage has one of its three layers
@@ -119,7 +114,9 @@ def outcomes(tmp_path_factory):
     split["experts then ep"] = run("qwen3_moe", EXPERTS["ep"], groups[2:], load=folder / "saved experts")
     alone["hybrid first"] = run("qwen3_next", ALONE, groups[:2], save=folder / "saved hybrid")
     alone["hybrid then"] = run("qwen3_next", ALONE, groups[2:], load=folder / "saved hybrid")
-    split["hybrid then tp"] = run("qwen3_next", SPLITS["tp"], groups[2:], load=folder / "saved hybrid")
+    for name in HYBRID_SIZES:
+        work = run("qwen3_next", SPLITS[name], groups[2:], load=folder / "saved hybrid")
+        split[f"hybrid then {name}"] = work
     split |= {f"draft/{kind}/{name}": draft(kind, SPLITS[name]) for kind, name in TAUGHT}
     for name, saved in (
         ("pp", "saved"),
@@ -135,28 +132,30 @@ def outcomes(tmp_path_factory):
         split[f"pp then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / "saved pp")
 
     def derive(model, config):
-        mtp = MtpConfig() if model.startswith("qwen3") else ONLINE
+        mtp = MtpConfig() if model in ("qwen3", "qwen3_moe") else ONLINE
         return replace(run(model, config, groups[:1]), mtp=mtp)
 
     whole = {model: derive(model, ALONE) for model, _ in DERIVED}
     cut = {f"{model}/{name}": derive(model, (SPLITS | EXPERTS)[name]) for model, name in DERIVED}
-    told = run_ranks(gradients_and_training, 1, folder, whole, alone, timeout=900)[0]
+    told = gradients_and_training(0, 1, folder, whole, alone)
     ranks = run_ranks(gradients_and_training, 2, folder, cut, split, timeout=900)
     return told | ranks[0], ranks
 
 
 @pytest.fixture(scope="module")
 def quarters(tmp_path_factory):
-    """A mixture with a draft trained alone and by four ranks."""
+    """Mixtures with a draft trained alone and by four ranks."""
     folder = tmp_path_factory.mktemp("quarters")
-    path = write_random_checkpoint(folder / "glm4_moe", "glm4_moe", vocab=61)
+    paths = {
+        model: write_random_checkpoint(folder / model, model, vocab=61, key_heads=4) for model in QUARTERED
+    }
     groups = [make_groups(seed, vocab=61, common=7 * (seed > 0)) for seed in range(2)]
 
-    def run(config):
-        return Run(path=path, config=config, algo=ALGO, groups=groups, mtp=ONLINE)
+    def run(model, config):
+        return Run(path=paths[model], config=config, algo=ALGO, groups=groups, mtp=ONLINE)
 
-    alone = train(0, 1, folder, {"alone": run(ALONE)})
-    split = {name: run(config) for name, config in QUARTERS.items()}
+    alone = train(0, 1, folder, {f"{model}/alone": run(model, ALONE) for model in paths})
+    split = {f"{model}/{name}": run(model, QUARTERS[name]) for model in paths for name in QUARTERED[model]}
     return alone | run_ranks(train, 4, folder, split, timeout=900)[0]
 
 
@@ -188,9 +187,9 @@ def test_gradients_in_float64_are_those_of_one_process(outcomes, model, split):
         np.testing.assert_allclose(other[name], gradient, rtol=0, atol=1e-8 * max(size, 1), err_msg=name)
 
 
-@pytest.mark.parametrize("split", QUARTERS)
-def test_four_ranks_that_share_a_mixture_in_two_ways_train_as_one_process(quarters, split):
-    alone, other = quarters["alone"], quarters[split]
+@pytest.mark.parametrize(("model", "split"), [(m, name) for m in QUARTERED for name in QUARTERED[m]])
+def test_four_ranks_that_share_a_mixture_in_two_ways_train_as_one_process(quarters, model, split):
+    alone, other = quarters[f"{model}/alone"], quarters[f"{model}/{split}"]
     assert_same_steps(alone, other)
     for mine, theirs in zip(alone["metrics"], other["metrics"], strict=True):
         assert theirs["mtp/grad_norm"] == pytest.approx(mine["mtp/grad_norm"], rel=1e-5)
@@ -210,9 +209,10 @@ def test_a_checkpoint_of_one_process_is_continued_on_other_parallel_sizes(outcom
     assert_same_steps(told["then"], told[f"then {split}"])
 
 
-def test_delta_nets_of_one_process_are_continued_by_ranks_that_share_their_heads(outcomes):
+@pytest.mark.parametrize("split", HYBRID_SIZES)
+def test_delta_nets_of_one_process_are_continued_on_other_parallel_sizes(outcomes, split):
     told, _ = outcomes
-    assert_same_steps(told["hybrid then"], told["hybrid then tp"])
+    assert_same_steps(told["hybrid then"], told[f"hybrid then {split}"])
 
 
 def test_experts_of_one_process_are_continued_by_ranks_that_share_them(outcomes):

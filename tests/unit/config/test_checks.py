@@ -71,7 +71,8 @@ def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(t
         check(config)
     config.mtp = MtpConfig()
     for trainer, words in (
-        (TrainerConfig(cp=2), r"trainer.cp=2 .*delta net.* Set trainer.cp=1"),
+        (TrainerConfig(cp=4), r"trainer.cp=4 .*linear_num_key_heads=2. Set trainer.cp to one of \[1, 2\]"),
+        (TrainerConfig(tp=2, cp=2), r"delta net, and 4 does not .* Set trainer.cp to one of \[1\]"),
         (TrainerConfig(tp=4), r"trainer.tp=4 does not divide .* Set trainer.tp to one of \[1, 2\]"),
         (TrainerConfig(lora=LoraConfig(rank=4, targets="attention")), r"have no adapters. Set .*rank=0"),
     ):
