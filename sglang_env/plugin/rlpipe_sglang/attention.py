@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 KEYS = 1 << 16  # of one call with more than one request, at most: they are copied
+FEW = 16  # queries of a request in a verify step, at most
 _PLAN = "rlpipe_plan"
 
 
@@ -76,66 +77,89 @@ def _attend(
     backend, query, output, keys, values, slots, requests, before, new, *, scaling=None, **_
 ) -> torch.Tensor:
     """Calls of a pass are found for its first layer; the rest are arguments of `extended`."""
+    shared = query.shape[1] // keys.shape[1]  # heads of queries to one of keys
+    asked, layer = (before, new, shared, query.dtype), keys.data_ptr()
+    latent = layer == values.data_ptr()  # the first numbers of a key are the value
     plan = backend.__dict__.get(_PLAN)
     # a layer that comes again begins another pass, in which a request's slots may be others
-    if plan is None or keys.data_ptr() in plan.layers or plan.asked != (before, new):
-        plan = backend.__dict__[_PLAN] = Plan((before, new), set(), together(slots, requests, before, new))
-    plan.layers.add(keys.data_ptr())
-    shared = query.shape[1] // keys.shape[1]  # heads of queries to one of keys
-    for rows, places, seen, real in plan.calls:
-        (size, count), heads = rows.shape, keys.shape[1]
-        asked = query[rows].view(size, count, heads, shared, -1).permute(0, 2, 3, 1, 4)
-        known = _rows(keys, places).to(query.dtype).transpose(1, 2)
-        # with latent attention the first numbers of a key are the value
-        latent = values.data_ptr() == keys.data_ptr()
-        held = known[..., : values.shape[-1]] if latent else _rows(values, places).to(known).transpose(1, 2)
+    if plan is None or layer in plan.layers or plan.asked != asked:
+        plan = backend.__dict__[_PLAN] = Plan(asked, set(), together(slots, requests, *asked))
+    plan.layers.add(layer)
+    _, heads, width = query.shape
+    for size, count, fold, places, hidden, rows, real in plan.calls:
+        chosen = query if rows is None else query[rows]
+        chosen = chosen.view(size, count, heads // fold, fold, width).transpose(1, 2)
+        known = _rows(keys, places, size, query.dtype)
         found = scaled_dot_product_attention(
-            asked.reshape(size, heads, shared * count, -1),
+            chosen.reshape(size, heads // fold, count * fold, width),
             known,
-            held,
-            attn_mask=seen.repeat(1, 1, shared, 1),
+            known[..., : values.shape[-1]] if latent else _rows(values, places, size, query.dtype),
+            attn_mask=hidden,
             scale=scaling,
+            enable_gqa=fold < shared,
         )
-        found = found.view(size, heads, shared, count, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        if real is None:
-            output[rows] = found
+        found = found.view(size, heads // fold, count, fold, -1).transpose(1, 2)
+        if rows is None:
+            output.view(found.shape).copy_(found)
+        elif real is None:
+            output[rows] = found.flatten(2, 3)
         else:
-            output[rows[real]] = found[real]
+            output[rows[real]] = found.flatten(2, 3)[real]
     return output
 
 
-def _rows(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[requests, keys, heads, size]; whole rows are copied, ten times as fast as `cache[places]`."""
-    copied = cache.reshape(len(cache), -1).index_select(0, places.reshape(-1))
-    return copied.view(*places.shape, *cache.shape[1:])
+def _rows(cache: torch.Tensor, places: torch.Tensor, requests: int, dtype: torch.dtype) -> torch.Tensor:
+    """[requests, heads, keys, size]; whole rows are copied, ten times as fast as `cache[places]`."""
+    copied = cache.flatten(1).index_select(0, places)
+    if copied.dtype != dtype:
+        copied = copied.to(dtype)
+    return copied.view(requests, -1, *cache.shape[1:]).transpose(1, 2)
 
 
 class Call(NamedTuple):
     """R requests attended to together, of at most n queries and L keys each.
 
-    rows [R, n]: of the queries in the pass. places [R, L]: slots of the keys. seen [R, 1, n, L]: which a
-    query sees. real [R, n]: queries that are no padding; None where all are.
+    size: R. count: n. fold: heads that share a head of keys and are queries of one head here; 1 in long
+    prefills, whose mask would grow with it. places [R * L]: slots of the keys. hidden [R, 1, n * fold, L]:
+    -inf at keys behind a query, else 0; None where each query sees all. rows [R, n]: of the queries in the
+    pass; None where they are all of it, in order. real [R, n]: queries that are no padding; None where all
+    are.
     """
 
-    rows: torch.Tensor
+    size: int
+    count: int
+    fold: int
     places: torch.Tensor
-    seen: torch.Tensor
-    real: torch.Tensor | None
+    hidden: torch.Tensor | None
+    rows: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
 
 @dataclass
 class Plan:
-    """Calls of one pass, for which lengths, and the layers that used them."""
+    """Calls of one pass, for which lengths, heads and type, and the layers that used them."""
 
-    asked: tuple[list[int], list[int]]
+    asked: tuple[list[int], list[int], int, torch.dtype]
     layers: set[int]
     calls: list[Call]
 
 
 def together(
-    slots: torch.Tensor, requests: torch.Tensor, before: Sequence[int], new: Sequence[int]
+    slots: torch.Tensor,
+    requests: torch.Tensor,
+    before: Sequence[int],
+    new: Sequence[int],
+    shared: int,
+    dtype: torch.dtype,
 ) -> list[Call]:
-    """Requests whose queries and contexts are as many, up to a factor of two, in one call."""
+    """One call where that at most doubles the keys, else one for each kind of request.
+
+    Requests of a kind have as many queries and keys, up to a factor of two.
+    """
+    lengths = [old + more for old, more in zip(before, new, strict=True)]
+    padded = len(lengths) * max(lengths, default=0)
+    if 0 < min(new, default=0) == max(new) and (len(new) == 1 or padded <= min(KEYS, 2 * sum(lengths))):
+        return [_call(slots, requests, before, new, shared, dtype)]
     groups: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     start = 0
     for number, (old, more) in enumerate(zip(before, new, strict=True)):
@@ -147,19 +171,42 @@ def together(
     for (_, bits), members in groups.items():
         width = max(1, KEYS >> bits)
         for first in range(0, len(members), width):
-            calls.append(_call(slots, requests, members[first : first + width]))
+            chosen, starts, *sizes = zip(*members[first : first + width], strict=True)
+            calls.append(_call(slots, requests[list(chosen)], *sizes, shared, dtype, starts))
     return calls
 
 
-def _call(slots: torch.Tensor, requests: torch.Tensor, members: Sequence[tuple[int, int, int, int]]) -> Call:
-    """members: place among the requests, first query, cached keys and queries of each."""
-    number, start, old, more = (torch.tensor(row, device=slots.device) for row in zip(*members, strict=True))
-    step = torch.arange(int(more.max()), device=slots.device)
-    at = torch.arange(int((old + more).max()), device=slots.device)
-    real = step < more[:, None]
-    rows = start[:, None] + torch.where(real, step, 0)
-    # behind a context stand other requests' slots
-    places = slots[requests[number].long()[:, None], torch.minimum(at, (old + more)[:, None] - 1)]
-    inside = at < (old + more)[:, None]
-    seen = (at <= (old[:, None] + step)[..., None]) & inside[:, None]
-    return Call(rows, places, seen[:, None], None if real.all() else real)
+def _call(
+    slots: torch.Tensor,
+    requests: torch.Tensor,
+    before: Sequence[int],
+    new: Sequence[int],
+    shared: int,
+    dtype: torch.dtype,
+    starts: Sequence[int] | None = None,
+) -> Call:
+    """starts: place of each request's first query in the pass; None where they are the whole pass."""
+    size, count, device = len(before), max(new), slots.device
+    length = max(map(sum, zip(before, new, strict=True)))
+    fold = shared if count <= FEW else 1
+    old, at = torch.tensor(before, device=device).view(-1, 1), torch.arange(length, device=device)
+    step = at[:count]
+    rows = real = None
+    if starts is not None:
+        more = torch.tensor(new, device=device).view(-1, 1)
+        real = step < more
+        rows = torch.tensor(starts, device=device).view(-1, 1) + torch.where(real, step, 0)
+        last, real = old + more - 1, None if min(new) == count else real
+    else:
+        last = old + (count - 1)
+    if size == 1:
+        places = slots[requests, :length]
+    else:  # behind a context stand other requests' slots
+        places = slots[requests.long().view(-1, 1), torch.minimum(at, last)]
+    places = places.reshape(-1)
+    if count == 1 and min(before) == max(before):
+        return Call(size, count, fold, places, None, rows, real)
+    sees = old + step if real is None else torch.minimum(old + step, last)
+    hidden = torch.zeros(size, count, fold, length, dtype=dtype, device=device)
+    hidden.masked_fill_(at > sees.view(size, count, 1, 1), float("-inf"))
+    return Call(size, count, fold, places, hidden.view(size, 1, count * fold, length), rows, real)

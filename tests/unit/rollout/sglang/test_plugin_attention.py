@@ -66,6 +66,8 @@ def never(*_, **__):
         ([2, 40, 0], [4, 4, 4]),  # contexts too unlike to be padded
         ([6], [2]),
         ([4, 0, 11], [1, 5, 2]),
+        ([20, 18], [40, 40]),  # too many queries for heads that share keys to be taken together
+        ([3, 0, 1], [40, 21, 1]),
         ([4, 0, 11, 5, 0, 30, 3], [1, 5, 2, 1, 6, 3, 33]),  # turns that join
     ],
 )
@@ -90,7 +92,7 @@ def test_latent_vectors_are_keys_and_their_first_numbers_are_values(attention):
     torch.testing.assert_close(found, textbook(*given, [4, 3, 1]))
 
 
-@pytest.mark.parametrize("before", [[5, 9, 7], [1, 60, 2]])
+@pytest.mark.parametrize("before", [[5, 9, 7], [1, 60, 2], [4, 4, 4], [6]])
 def test_decoding_rows_attend_to_their_whole_context(attention, before):
     given = a_batch(before, [1] * 3)
     found = attention.decoded(
