@@ -41,9 +41,9 @@ PROMPT, QUEUED = 16, 4
 ARMS = {"plugin": True, "stock": False}
 PARTS = {  # of a scheduler's stack, the first that has one of these counts; last what is in no part
     "attention": ("_run_sdpa_forward", "rlpipe_sglang/attention"),
+    "verification": ("rlpipe_sglang/verify", "eagle_sample"),
     "drafts": ("rlpipe_sglang/drafts", "sample_draft_proposal", "fast_sample", "renorm_draft_probs"),
     "log-probabilities and entropies": ("rlpipe_sglang/measure", "compute_spec_logprobs"),
-    "verification": ("rlpipe_sglang/verify", "eagle_sample"),
     "rest of the passes": ("ModelRunner.forward",),
     "rest": ("event_loop",),
 }

@@ -1,7 +1,7 @@
 """What rlpipe changes inside an SGLang server, on a CPU and on a GPU.
 
     plugin.py   the entry point that SGLang calls in every process: the table of hooks, and the report
-    drafts.py   in a scheduler: drafts by Gumbel-max, whose scaled logits are kept
+    drafts.py   in a scheduler: drafts from logits, which are kept as their law
     verify.py   in a scheduler: rejection sampling from logits
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
     width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts

@@ -1,7 +1,8 @@
-"""Drafts drawn by Gumbel-max from logits, and what is kept of their law for verification.
+"""Drafts drawn from logits, and what is kept of their law for verification.
 
     z = logits / T          float32 [B, V]: kept in place of SGLang's probabilities; q = softmax(z)
-    X = argmax_v (z_v - ln E_v),  E_v ~ Exp(1) independent, so that X ~ q
+    X = argmax_v (z_v - ln E_v),  E_v ~ Exp(1) independent, so that X ~ q       by kernels (Gumbel-max)
+    X = min {v: Q(v) > u Q(V)},  Q the running sum of q, u uniform              in torch, cheaper there
 
 The temperature is applied here and never again. SGLang's `draft_probs` holds z wherever a draft was drawn,
 after a prefill (`renorm_draft_probs`, then `fast_sample`) and a draft step (`sample_draft_proposal`), so that
@@ -44,6 +45,17 @@ def by_kernel(name: str, reference: Callable, device: torch.device, *given: Any)
     return reference(*given)
 
 
+def first_beyond(running: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[B, 1] int64: the token at which `running` [B, V] float64 exceeds u times its last, u [B, 1] in [0, 1).
+
+    Tokens that add nothing are never taken.
+    """
+    # a row that is no number exceeds nothing
+    return torch.searchsorted(running, running[:, -1:] * uniforms, right=True).clamp_(
+        max=running.shape[1] - 1
+    )
+
+
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor | None, top_ks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,8 +64,8 @@ def draw(
     A greedy request (top_k 1) is given the argmax; its target has one token then, see SGLang's docstring.
     """
     z = logits if temperatures is None else scaled(logits, temperatures)
-    races = torch.empty_like(z).exponential_().clamp_min_(torch.finfo(z.dtype).tiny)
-    drafts = (z - races.log_()).argmax(-1, keepdim=True)
+    running = z.softmax(-1).cumsum(-1, dtype=torch.float64)
+    drafts = first_beyond(running, torch.rand(len(z), 1, dtype=torch.float64, device=z.device))
     if top_ks is not None:
         drafts = torch.where((top_ks <= 1).view(-1, 1), z.argmax(-1, keepdim=True), drafts)
     return z, drafts

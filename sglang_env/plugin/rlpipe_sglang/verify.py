@@ -71,10 +71,9 @@ def verify(
         partial = ((accepted < depths) & (rest.sum(-1) > 0)).unsqueeze(-1)
         weights = torch.where(partial, rest, whole)
     running = weights.cumsum(-1, dtype=torch.float64)
-    beyond = (running > uniforms.unsqueeze(-1) * running[:, -1:]) & (weights > 0)
-    last = beyond.int().argmax(-1)
+    last = drawing.first_beyond(running, uniforms.unsqueeze(-1))
 
-    tokens = torch.cat([drafts, last.unsqueeze(-1)], 1).scatter(1, accepted.unsqueeze(-1), last.unsqueeze(-1))
+    tokens = torch.cat([drafts, last], 1).scatter_(1, accepted.unsqueeze(-1), last)
     logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     entropies = entropy(log_p.view(-1, vocab)).view(batch, -1)
     return Verdict(accepted, tokens, p, q, logprobs, entropies)
