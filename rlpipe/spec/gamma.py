@@ -42,16 +42,20 @@ class FixedGamma:
 
 
 class AdaptiveGamma:
-    """The gamma of highest predicted throughput.
+    """The gamma of highest predicted throughput, from costs, which stay, and acceptance, which does not.
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
     are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
-    in use sets the pace, and its neighbours, tried in turn for two steps at a time, are judged by it. The
-    first trials of each follow one another quickly, later ones come every `explore_every` steps.
-    Acceptance by depth is a decayed ratio of sums, started at `prior`. A change must promise `margin` more
-    throughput. When the deepest draft was not made for `probe_every` steps, some steps make it, so that
-    speculation can come back after an update made it worth its cost. Probes that do not bring it back
-    come ever more rarely: in each the draft reads what it missed.
+    in use sets the pace, and its neighbours, tried in turn for two steps at a time, are judged by it.
+
+    Acceptance by depth is a decayed ratio of sums, drawn to that of the depth before, the first to `prior`:
+    a depth that is not drafted is believed to be as good as the last one that is. Where the latest rows
+    contradict it, other prompts or other weights have come, and all that is older is forgotten.
+
+    Trials are paid for: each step saves `BUDGET` of its time, and a trial comes when that covers what it is
+    expected to lose. Where it lost more, as a draft does that must first read what it has missed, the next
+    one waits for that as well. The first trials of each neighbour come without waiting. A change must
+    promise `margin` more throughput.
 
     >>> costs = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
     >>> policy = AdaptiveGamma(costs)
@@ -59,36 +63,33 @@ class AdaptiveGamma:
     (2, 0)
     """
 
-    MEMORY = 256  # verified rows after which a count has decayed to 1/e: prompts change within a batch's run
+    MEMORY, RECENT = 256, 8  # rows that reached a depth after which its counts, and its latest, are 1/e
+    SURPRISE = 3.0  # nats: how much more likely latest rows are at their own acceptance than at the believed
+    FIRST, DRAWN = 16.0, 2.0  # rows that `prior` counts for at the first depth, and each depth for the next
     PACE, LESSON = 0.1, 0.1  # weight of one step in the pace, least weight in what another gamma costs
     MEASURED = 1  # so many lessons the cost measured at the start counts for: the first ones weigh more
-    EARLY, SOON = 4, 8  # so many trials of a neighbour come so many steps after the one before
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
-    PROBE, RARER = 8, 8  # steps of a probe; its interval doubles up to so many times the first
-    STALE = 0.75  # what is left of the counts of acceptance when a probe begins
+    BUDGET, MOST = 0.005, 16  # of the time, for trials; steps whose time is the most that is saved
+    EARLY, SOON = 2, 8  # so many trials of a neighbour are free; least steps from one trial to the next
 
     def __init__(
-        self,
-        seconds: Mapping[tuple[int, int], float],
-        *,
-        prior: float = 0.75,
-        margin: float = 0.02,
-        probe_every: int = 512,
-        explore_every: int = 128,
+        self, seconds: Mapping[tuple[int, int], float], *, prior: float = 0.75, margin: float = 0.02
     ) -> None:
         self._batches = sorted({batch for batch, _ in seconds})
         self._max = max(gamma for _, gamma in seconds)
         self._seconds = dict(seconds)
         self._expected: dict[int, list[float]] = {}  # seconds by gamma, of the batches asked for
-        self._margin, self._probe_every, self._explore_every = margin, probe_every, explore_every
-        self._drafted = [16.0] * self._max
-        self._accepted = [16.0 * prior] * self._max
-        self._steps, self._deepest = 0, 0  # steps so far, and at the last that drafted to the full depth
-        self._probe_after, self._probing = probe_every, 0  # steps without drafts; steps of a probe to go
+        self._prior, self._margin = prior, margin
+        self._counts = [[0.0, 0.0] for _ in range(self._max)]  # by depth: rows that reached it, and kept it
+        self._latest = [[0.0, 0.0] for _ in range(self._max)]
+        if self._counts:
+            self._counts[0] = [self.FIRST, self.FIRST * prior]
         self._last: dict[int, int] = {}  # choice by batch bucket
         self._pace: dict[int, float] = {}  # log of measured over expected seconds, by batch bucket
-        self._next_trial = min(explore_every, self.SOON * self.EARLY)
-        self._trial: tuple[int, int] | None = None  # (bucket, gamma) whose trial has a step to go
+        self._saved = 0.0  # seconds for trials
+        self._since = 0  # steps since the last trial began
+        self._trial = 0, 0  # (bucket, gamma) of the last one
+        self._left = 0  # steps it has to go
         self._trials: Counter[tuple[int, int]] = Counter()  # begun, by (bucket, gamma)
         self._lessons: Counter[tuple[int, int]] = Counter()  # learnt, by (bucket, gamma)
         self._upwards = False  # the side of the last one
@@ -97,7 +98,11 @@ class AdaptiveGamma:
     @property
     def alphas(self) -> list[float]:
         """Acceptance at depth k given that depth k - 1 was accepted, k = 1..max."""
-        return [a / d for a, d in zip(self._accepted, self._drafted, strict=True)]
+        rates, rate = [], self._prior
+        for reached, kept in self._counts:
+            rate = (kept + self.DRAWN * rate) / (reached + self.DRAWN)
+            rates.append(rate)
+        return rates
 
     def seconds(self, batch: int, gamma: int) -> float:
         """Measured or interpolated duration of a step; beyond the largest batch, in proportion."""
@@ -109,41 +114,46 @@ class AdaptiveGamma:
 
     def choose(self, batch: int) -> int:
         """Choose gamma by the rule of the class; arguments of `GammaPolicy.choose`."""
-        self._steps += 1
-        if self._probing or self._steps - self._deepest > self._probe_after:
-            return self._probe()
-        bucket = batch.bit_length()
-        if (neighbour := self._explore(bucket)) is not None:
-            return neighbour
-        speeds = self._speeds(batch)
+        bucket, speeds = batch.bit_length(), self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
         if speeds[best] < (1 + self._margin) * speeds[last]:
             best = last
         self._last[bucket] = best
-        if best == self._max:
-            self._probe_after = self._probe_every
-        return best
+        self._since += 1
+        cost = self._costs(batch)[best]
+        self._saved = min(self._saved + self.BUDGET * cost, self.MOST * cost)
+        if self._left and self._trial[0] == bucket:
+            self._left -= 1
+            return self._trial[1]
+        return self._explore(batch, best, speeds)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step; arguments of `GammaPolicy.observe`."""
-        decay = max(0.0, 1 - next(iter(drafted), 0) / self.MEMORY)  # for rare depths too
+        believed, surprised = self.alphas, False
         for depth, (reached, kept) in enumerate(zip(drafted, accepted, strict=True)):
-            self._drafted[depth] = self._drafted[depth] * decay + reached
-            self._accepted[depth] = self._accepted[depth] * decay + kept
-        if len(drafted) == self._max:
-            self._deepest = self._steps
+            if not reached:
+                break
+            self._counts[depth] = _decayed(self._counts[depth], reached, kept, self.MEMORY)
+            self._latest[depth] = rows, good = _decayed(self._latest[depth], reached, kept, self.RECENT)
+            evidence = min(rows, self.RECENT) * _divergence(good / rows, believed[depth])
+            surprised = surprised or evidence > self.SURPRISE
+        if surprised:
+            self._latest[len(drafted) :] = [[0.0, 0.0] for _ in self._latest[len(drafted) :]]
+            self._counts = [list(counts) for counts in self._latest]
 
     def timed(self, batch: int, gamma: int, seconds: float) -> None:
         """What a step took in which nobody joined.
 
-        The first step of a gamma is left out: it also pays for the change.
+        The first step of a gamma teaches nothing of its cost: it also pays for the change.
         """
         bucket = batch.bit_length()
         before, self._before = self._before, (bucket, gamma)
-        if before != (bucket, gamma):
-            return
         known = self._pace.get(bucket)
+        if before != (bucket, gamma):
+            if known is not None and gamma != self._last.get(bucket):
+                self._saved -= max(0.0, seconds / exp(known) - self._costs(batch)[gamma])
+            return
         ratio = min(log(seconds / self._costs(batch)[gamma]), (known or 0.0) + log(self.OUTLIER))
         if gamma == self._last.get(bucket):
             self._pace[bucket] = ratio if known is None else known + self.PACE * (ratio - known)
@@ -166,30 +176,22 @@ class AdaptiveGamma:
         speeds = self._speeds(batch)
         return speeds[gamma] / speeds[0]
 
-    def _probe(self) -> int:
-        """Draft as deep as possible for some steps: is it still not worth it?"""
-        if not self._probing:
-            self._probing = self.PROBE
-            self._probe_after = min(2 * self._probe_after, self.RARER * self._probe_every)
-            self._drafted = [self.STALE * count for count in self._drafted]
-            self._accepted = [self.STALE * count for count in self._accepted]
-        self._probing -= 1
-        return self._max
-
-    def _explore(self, bucket: int) -> int | None:
-        """A neighbour of the gamma in use, above and below in turn, for two steps; None while none is due."""
-        begun, self._trial = self._trial, None
-        if begun and begun[0] == bucket:
-            return begun[1]
-        if self._steps < self._next_trial or not self._last.get(bucket):  # from 0, the probe does it
-            return None
-        used = self._last[bucket]
-        self._upwards = not self._upwards and used < self._max
-        self._trial = trial = bucket, used + (1 if self._upwards else -1)
+    def _explore(self, batch: int, used: int, speeds: Sequence[float]) -> int:
+        """A neighbour of the gamma in use, above and below in turn, whose trial begins; else that gamma."""
+        upwards = used < self._max and not (self._upwards and used)
+        gamma = min(used + 1, self._max) if upwards else max(used - 1, 0)
+        steps = max(2, self.RECENT // batch) if upwards else 2  # what was drafted is known of the one below
+        lost = steps * self._costs(batch)[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
+        trial = batch.bit_length(), gamma
         early = self._trials[trial] < self.EARLY
-        self._next_trial = self._steps + (self.SOON if early else self._explore_every)
+        if gamma == used or self._since < self.SOON or (lost > self._saved and not early):
+            self._left = 0
+            return used
+        if not early:
+            self._saved -= lost
+        self._upwards, self._trial, self._left, self._since = upwards, trial, steps - 1, 0
         self._trials[trial] += 1
-        return trial[1]
+        return gamma
 
     def _speeds(self, batch: int) -> list[float]:
         """Predicted tokens per second of one row, by gamma."""
@@ -214,3 +216,16 @@ class AdaptiveGamma:
         if above is None:
             return below, below, None
         return below, above, (batch - below) / (above - below) if above > below else 0.0
+
+
+def _decayed(counts: Sequence[float], reached: int, kept: int, memory: int) -> list[float]:
+    """Counts of a depth after a step: older rows weigh less, or nothing behind a step that fills it."""
+    left = max(0.0, 1 - reached / memory)
+    return [counts[0] * left + reached, counts[1] * left + kept]
+
+
+def _divergence(seen: float, believed: float) -> float:
+    """KL divergence in nats of one coin from another, which is never quite sure."""
+    believed = min(max(believed, 1e-9), 1 - 1e-9)
+    pairs = (seen, believed), (1 - seen, 1 - believed)
+    return sum(share * log(share / expected) for share, expected in pairs if share > 0)

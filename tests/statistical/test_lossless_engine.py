@@ -198,7 +198,7 @@ def test_a_gamma_chosen_from_batch_and_acceptance_keeps_the_law(case):
     """Drafts are dear in large batches and cheap in small ones, so all gammas are chosen."""
     price = {1: 0.1, 48: 0.2, 120: 0.8, 192: 2.0}
     costs = {(batch, gamma): 1 + each * gamma for batch, each in price.items() for gamma in range(GAMMA + 1)}
-    assert _score(case, "rejection", policy=AdaptiveGamma(costs, probe_every=16)) < LIMIT
+    assert _score(case, "rejection", policy=AdaptiveGamma(costs)) < LIMIT
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_each_width_is_measured_first_and_then_the_batch_decides(width):
     assert {load.step(1) for _ in range(13)} == {0, 1, 2, 3}
     assert {load.step(64) for _ in range(12)} == {0, 1, 2, 3}
     assert [load.step(1) for _ in range(5)] == [DEEPEST] * 5
-    assert [load.step(64) for _ in range(5)] == [0] * 5
+    assert [load.step(64) for _ in range(60)].count(0) >= 54  # but for trials
 
 
 def test_drafts_that_are_never_kept_are_given_up(width):
@@ -74,6 +74,7 @@ def test_a_choice_knows_only_steps_that_are_over(width):
     begun = [load.policy.get_steps_for_batch(2) for load in (one, other)]
     following = [load.policy.get_steps_for_batch(2) for load in (one, other)]  # overlapping: none is told yet
     assert begun[0] == begun[1] and following[0] == following[1]
+    one.now, other.now = one.now + 1, other.now + 1
     one.policy.on_verify_complete([0, 0], 2)
     other.policy.on_verify_complete([begun[1]] * 2, 2)
     assert one.policy.finished == other.policy.finished == begun[0]
