@@ -69,7 +69,7 @@ class AdaptiveGamma:
     PACE, LESSON = 0.1, 0.1  # weight of one step in the pace, least weight in what another gamma costs
     MEASURED = 1  # so many lessons the cost measured at the start counts for: the first ones weigh more
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
-    BUDGET, MOST = 0.005, 16  # of the time, for trials; steps whose time is the most that is saved
+    BUDGET, MOST = 0.005, 16  # of the time, for trials; steps whose time is the most that is saved, or owed
     EARLY, SOON = 2, 8  # so many trials of a neighbour are free; least steps from one trial to the next
 
     def __init__(
@@ -122,7 +122,7 @@ class AdaptiveGamma:
         self._last[bucket] = best
         self._since += 1
         cost = self._costs(batch)[best]
-        self._saved = min(self._saved + self.BUDGET * cost, self.MOST * cost)
+        self._saved = min(max(self._saved, -self.MOST * cost) + self.BUDGET * cost, self.MOST * cost)
         if self._left and self._trial[0] == bucket:
             self._left -= 1
             return self._trial[1]

@@ -139,6 +139,17 @@ def test_a_draft_that_must_read_what_it_missed_is_tried_more_rarely():
     assert gaps[-1] >= gaps[-2] >= gaps[-3]  # a read of this length was not paid for yet
 
 
+def test_a_pause_within_a_trial_does_not_end_all_trials():
+    """A server that took new weights meanwhile: hours must not be saved up for it."""
+    policy = AdaptiveGamma(GIVEN_UP, prior=0.1)
+    _draft(policy, 2000, 0.0, batch=8)
+    while not policy.choose(8):
+        policy.timed(8, 0, 1.0)
+    policy.timed(8, 1, 3600.0)
+    choices = _draft(policy, round(1.2 * AdaptiveGamma.MOST / AdaptiveGamma.BUDGET), 0.0, batch=8)
+    assert choices[:2] == [1, 0] and 1 in choices[2:]
+
+
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_draft_that_became_good_is_used_after_few_trials(batch):
     """Long acceptance of nothing does not outweigh the rows of a trial; depth 2 is believed to follow."""
