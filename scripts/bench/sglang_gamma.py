@@ -4,14 +4,17 @@ One CPU server, rejection: gamma 0 to 3 and adaptive (0 to 3) take turns on it, 
 compared; `forced_gamma.py` tells the server whose turn it is. A recorded load with long tails: held-out SWE
 prompts, which the draft was trained for, and reasoning tasks, which it was not; lengths are drawn once
 (log-normal, seeded, part of the result) and exact, so every arm makes the same tokens. At most `batch`
-requests run at once, --queued times as many are asked for, and the last ones run ever more alone. Adaptive
-runs --learning times before each cell is measured. Goals: at least .95 of the best fixed gamma in each cell
-(median over repeats of the ratio within a repeat), and above each one over the whole load.
+requests run at once, --queued times as many are asked for, and the last ones run ever more alone. Cells of
+the two kinds of prompts follow one another; adaptive runs --learning times at each before it is measured,
+and at the largest batch before all, so that no batch size is new. A fixed gamma that was slower than FAR of
+the best in its first run of a cell is not run there again; the others repeat until a cell has taken
+--seconds. Goals: at least .95 of the best fixed gamma in each cell (median over repeats of the ratio within
+a repeat, with its interval), and above each one over the whole load.
 
 With the shipped model a step costs the same whatever it drafts, and the deepest drafts always pay. --grow
 sizes gives it the costs of a larger one (scripts/grow_checkpoint): what it says and accepts stays.
 
-    python scripts/bench/sglang_gamma.py --json OUT [--grow] [--repeats 8] [--batches 1 2 4 ...]
+    python scripts/bench/sglang_gamma.py --json OUT [--grow] [--seconds 30] [--batches 1 2 4 ...]
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+from adaptive_gamma import median_interval  # noqa: E402
 from drafters import reasoning  # noqa: E402
 from rollout_speed import paired_ratio, provenance, summary, swe_workloads, total  # noqa: E402
 
@@ -48,6 +52,7 @@ GAMMA, SPREAD, SHORTEST, LONGEST = 3, 1.0, 8, 256
 GROWN = "--hidden 256 --heads 4 --kv-heads 2 --head-dim 64 --intermediate 2048 --layers 8 --vocab 4000"
 ARMS = {f"gamma {width}": str(width) for width in range(GAMMA + 1)} | {"adaptive": "a"}
 DOMAINS = ["swe", "reasoning"]
+FAR = 0.85  # of the best fixed gamma's tokens per second
 Load = list[tuple[list[int], int]]  # prompt, tokens to make
 
 
@@ -117,25 +122,35 @@ def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
     counts = {arm: SpecCounts() for arm in ARMS}
     for _ in range(args.learning):
         bench.run("adaptive", load, batch)
-    names = list(ARMS)
-    for repeat in range(args.repeats):
+    names, running, began = list(ARMS), list(ARMS), time.perf_counter()
+    for repeat in count():
+        if repeat >= args.repeats and time.perf_counter() - began > args.seconds:
+            break
         for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            took, found = bench.run(arm, load, batch)
-            seconds[arm].append(took)
-            counts[arm].add(found)
+            if arm in running:
+                took, found = bench.run(arm, load, batch)
+                seconds[arm].append(took)
+                counts[arm].add(found)
+        if not repeat:
+            least = min(seconds[arm][0] for arm in names[:-1])
+            running = [arm for arm in names if arm == "adaptive" or seconds[arm][0] * FAR <= least]
     speeds = {arm: [tokens / took for took in mine] for arm, mine in seconds.items()}
     rows = {arm: summary(speeds[arm], counts[arm]) for arm in ARMS}
     for arm in ARMS:
         rows[arm] |= {
             "seconds": round(statistics.median(seconds[arm]), 3),
             "drafts_per_step": round(counts[arm].proposed / max(counts[arm].verify_steps, 1), 2),
+            "runs": len(seconds[arm]),
         }
-    best = max(names[:-1], key=lambda arm: statistics.median(speeds[arm]))
+    best = max(running[:-1], key=lambda arm: statistics.median(speeds[arm]))
     return {
         "lengths": [length for _, length in load],
         "arms": rows,
         "best": best,
         "adaptive / best": paired_ratio(speeds["adaptive"], speeds[best]),
+        "adaptive / best, 95% interval": median_interval(
+            [a / b for a, b in zip(speeds["adaptive"], speeds[best], strict=True)]
+        ),
     }
 
 
@@ -146,26 +161,32 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--learning", type=int, default=4, help="runs of adaptive before each cell")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=3, help="at least, of each cell")
+    parser.add_argument("--seconds", type=float, default=30, help="at least, of each cell")
+    parser.add_argument("--learning", type=int, default=1, help="runs of adaptive before each cell")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=DOMAINS)
     parser.add_argument("--model", type=Path, default=resolve("shipped:models/tiny"))
     parser.add_argument("--grow", nargs="?", const=GROWN, help=f"options of grow_checkpoint, or {GROWN}")
-    parser.add_argument("--median", type=int, default=40, help="of the lengths, in tokens")
-    parser.add_argument("--queued", type=int, default=3, help="requests, as a multiple of the batch")
+    parser.add_argument("--median", type=int, default=12, help="of the lengths, in tokens")
+    parser.add_argument("--queued", type=int, default=2, help="requests, as a multiple of the batch")
     args = parser.parse_args()
     before, results = os.getloadavg(), {}
     with tempfile.TemporaryDirectory() as folder:
         model = grown(args.model, args.grow, Path(folder) / "model") if args.grow else args.model
         bench = Bench(model, args.threads, Path(folder))
         try:
-            for (domain, batch), load in loads(args).items():
+            cells = loads(args)
+            largest = max(args.batches)
+            for _ in range(3):
+                bench.run("adaptive", cells[args.domains[0], largest], largest)
+            for (domain, batch), load in cells.items():
                 cell = results[f"{domain}, batch {batch}"] = measure(bench, load, batch, args)
                 speeds = {arm: row["tokens_per_s"] for arm, row in cell["arms"].items()}
                 width = cell["arms"]["adaptive"]["drafts_per_step"]
                 print(
-                    f"{domain}, batch {batch}: adaptive / {cell['best']} {cell['adaptive / best']}, "
+                    f"{domain}, batch {batch}: adaptive / {cell['best']} {cell['adaptive / best']} "
+                    f"{cell['adaptive / best, 95% interval']}, "
                     f"drafts a step {width}, tokens/s {speeds}",
                     flush=True,
                 )
