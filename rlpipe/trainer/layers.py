@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -167,6 +168,17 @@ class CausalAttention(MegatronModule):
         )
 
 
+class GatedAttention(SelfAttention):
+    """Megatron's attention with an output gate, which it compiles: seconds, and a C++ compiler, on a CPU."""
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate), both [S, B, width]."""
+        if x.is_cuda:
+            return super()._apply_output_gate(x, gate)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
+
+
 Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
 
 
@@ -205,6 +217,8 @@ def _layer(config: TransformerConfig, num_experts: int | None, te: bool) -> Modu
     layer = make(qk_layernorm=config.qk_layernorm, num_experts=num_experts)
     if isinstance(config, LatentConfig):
         layer = latent_layer(layer, RmsNorm, CausalAttention)
+    if config.attention_output_gate:
+        layer.submodules.self_attention.module = GatedAttention
     if num_experts:
         layer.submodules.mlp.module = MixtureOfExperts
         layer.submodules.mlp.submodules.router = Router

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.trainer.fused import RmsNorm
 from rlpipe.trainer.model import PolicyModel
+from tests.helpers.float64 import in_float64
 from tests.helpers.trainers import Run, make_trainer, meet, train
 
 IDS = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -26,15 +26,6 @@ def fill(model: PolicyModel, seed: int = 0) -> None:
                 rows = len(parameter) * (group.size() if cut else 1)
                 full = 0.3 * torch.randn(rows, parameter.shape[1], generator=generator)
                 parameter.copy_(full.chunk(group.size())[group.rank()] if cut else full)
-
-
-def in_float64(model: PolicyModel) -> PolicyModel:
-    """The model in float64, its norms too: they compute in float32 whatever comes."""
-    model.double()
-    for module in model.modules():
-        if isinstance(module, RmsNorm):
-            module.forward = super(RmsNorm, module).forward
-    return model
 
 
 def pushed(model: PolicyModel) -> torch.Tensor:

@@ -10,9 +10,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from rlpipe.batch import MicroBatch
-from rlpipe.trainer.experts import Router
 from rlpipe.trainer.passes import Predictions, schedule
-from tests.helpers.adapters import in_float64
+from tests.helpers.float64 import in_float64
 from tests.helpers.trainers import Run, make_batch, make_trainer, meet, train
 
 
@@ -45,22 +44,8 @@ def gradients_and_training(
     return named | train(rank, world_size, folder, runs)
 
 
-def _score_in_float64(router: Router) -> None:
-    """Megatron's scores of experts are float32 whatever comes; which are chosen stays as it is."""
-
-    def routing(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        _, chosen = Router.routing(router, logits, **options)
-        return router._weights(logits.flatten(0, -2), chosen), chosen
-
-    router.gating = lambda x: torch.nn.functional.linear(x, router.weight)
-    router.routing = routing
-
-
 def _gradients(trainer: Any, run: Run) -> dict[str, np.ndarray] | None:
     model = in_float64(trainer.model)
-    for module in model.modules():
-        if isinstance(module, Router):
-            _score_in_float64(module)
     model.config.pipeline_dtype = torch.float64
     model.stage_shapes = None  # they were of float32
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)

@@ -21,10 +21,10 @@ from tests.helpers.adapters import (
     differentiate_and_train,
     fill,
     gradient,
-    in_float64,
     pushed,
 )
 from tests.helpers.cli import ROOT, SMALL, run
+from tests.helpers.float64 import in_float64
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import Run, make_batch, make_trainer

@@ -17,6 +17,7 @@ from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
 from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_weights
 from rlpipe.trainer.passes import Passes
+from tests.helpers.float64 import rotated_in_float64, transformers_in_float64
 from tests.helpers.tiny_checkpoint import DEEPSEEK_YARN, SCALED, write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer
 from tests.helpers.trajectories import make_groups
@@ -114,6 +115,16 @@ def test_logits_equal_transformers(checkpoint, trainer_of):
         found = trainer.model.logits(ids)
     assert (found - expected).abs().max() < 1e-4
     assert expected.std() > 0.1  # the comparison is not of zeros
+
+
+def test_logits_in_float64_equal_those_of_transformers_code_in_float64(checkpoint, trainer_of, monkeypatch):
+    model = rotated_in_float64(trainer_of(checkpoint).model, checkpoint)
+    ids = torch.randint(0, 64, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model.logits(ids)
+        expected = transformers_in_float64(checkpoint, monkeypatch)(ids).logits
+    assert found.dtype is expected.dtype is torch.float64
+    assert (found - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("common", [0, 9], ids=["own prompts", "shared prompts"])
