@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.pipeline.ledger import Ledger
 from tests.helpers.cli import marked_processes, run, start
-from tests.helpers.disturbed_runs import LONG, check_the_end, events
+from tests.helpers.disturbed_runs import LONG, STEPS, check_the_end, events
 
 pytestmark = pytest.mark.chaos
 
@@ -89,6 +89,6 @@ def test_sandboxes_and_then_the_driver_are_killed_and_the_next_run_continues(tmp
     assert again.returncode == 0, again.stdout + again.stderr
     ledger = Ledger(tmp_path / "out" / "ledger.sqlite")
     assert ledger.violations(ended=True) == []
-    assert sum(ledger.counts().values()) == 24
+    assert sum(ledger.counts().values()) == 2 * STEPS
     ledger.close()
     assert killed, "no sandbox was ever seen"
