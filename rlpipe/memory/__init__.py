@@ -25,6 +25,7 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -66,6 +67,7 @@ class Memory:
         return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB ({shown})"
 
 
+@cache
 def parameters(arch: Architecture, tp: int = 1, ep: int = 1, layers: range | None = None) -> tuple[int, int]:
     """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import EngineKind
-from rlpipe.config.run import ClusterMode, Config
+from rlpipe.config.run import ClusterMode, Config, Half
 from rlpipe.config.trainer import Precision, Recompute
 from rlpipe.memory import GIB, RESERVED, conversation_bytes, estimate, gpu_bytes, host_bytes
 from rlpipe.models import read_architecture
@@ -46,14 +46,14 @@ def excess(config: Config, card: int, host: int) -> str:
 
 def remedy(config: Config, card: int, host: int) -> str:
     """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
-    for changes in _changes(config):
+    for changes in _changes(config, card, host):
         if not excess(_changed(config, changes), card, host):
             return " ".join(f"{name}={value}" for name, value in changes.items())
     return ""
 
 
-def _changes(config: Config) -> Iterator[dict[str, Any]]:
-    """Settings that take less memory, those that cost least first."""
+def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory, those that cost least first; none where no engine fits by itself."""
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
     arch = read_architecture(read_config(resolve(config.model.path)))
     grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
@@ -85,6 +85,9 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
             servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
+    if config.run.half.rolls:
+        engine = _changed(config, {"run.half": Half.ROLLOUT})
+        servers = [server for server in servers if not excess(_changed(engine, server), card, host)]
     cheap = [
         {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
     ]
@@ -112,16 +115,18 @@ def _value(config: Config, name: str) -> Any:
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """The configuration with some settings replaced, by their dotted names."""
+    """The configuration with some settings replaced, by their dotted names; those of a part at once."""
+    parts: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         part = getattr(config, first)
         if rest:
-            value = _changed(part, {rest: value})
-        elif isinstance(part, Precision | Recompute):
-            value = type(part)(value)
-        config = replace(config, **{first: value})
-    return config
+            parts.setdefault(first, {})[rest] = value
+        else:
+            found[first] = type(part)(value) if isinstance(part, Precision | Recompute) else value
+    found |= {name: _changed(getattr(config, name), inner) for name, inner in parts.items()}
+    return replace(config, **found)
 
 
 def check_memory(config: Config) -> None:

@@ -16,6 +16,7 @@ from rlpipe.memory import (
     engine_memory,
     estimate,
     parameters,
+    refusal,
     trainer_memory,
 )
 from rlpipe.memory.refusal import excess, remedy
@@ -165,6 +166,22 @@ def test_layers_with_delta_nets_and_with_attention_are_counted_each():
 def test_a_mixture_that_does_not_fit_is_told_to_share_its_experts(models):
     config = preset(models, "30B-A3B", "one_node", "trainer.dp=8", "trainer.tp=1")
     assert "trainer.ep=" in remedy(config, CARD, 0)
+
+
+def test_settings_that_depend_on_one_another_are_changed_together(models):
+    """Of four data parallel ranks that share the experts, no two could go on doing so."""
+    given = ("trainer.dp=4", "trainer.tp=1", "trainer.ep=4")
+    config = preset(models, "30B-A3B", "one_node", *given)
+    assert excess(config, CARD, 0)
+    words = remedy(config, CARD, 0).split()
+    assert words and not excess(preset(models, "30B-A3B", "one_node", *given, *words), CARD, 0)
+
+
+def test_a_model_that_no_server_holds_is_not_searched_for_trainers(models, monkeypatch):
+    asked = []
+    monkeypatch.setattr(refusal, "estimate", lambda *given: asked.append(given) or estimate(*given))
+    config = preset(models, "32B", "many_nodes", "rollout.sglang.memory_fraction=0.01")
+    assert not remedy(config, CARD, 0) and 0 < len(asked) < 10
 
 
 def _size(shape):
