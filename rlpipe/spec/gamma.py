@@ -114,7 +114,7 @@ class AdaptiveGamma:
 
     def choose(self, batch: int) -> int:
         """Choose gamma by the rule of the class; arguments of `GammaPolicy.choose`."""
-        bucket, speeds = batch.bit_length(), self._speeds(batch)
+        bucket, speeds = _bucket(batch), self._speeds(batch)
         best = speeds.index(max(speeds))
         last = self._last.get(bucket, best)
         if speeds[best] < (1 + self._margin) * speeds[last]:
@@ -147,7 +147,7 @@ class AdaptiveGamma:
 
         The first step of a gamma teaches nothing of its cost: it also pays for the change.
         """
-        bucket = batch.bit_length()
+        bucket = _bucket(batch)
         before, self._before = self._before, (bucket, gamma)
         known = self._pace.get(bucket)
         if before != (bucket, gamma):
@@ -182,7 +182,7 @@ class AdaptiveGamma:
         gamma = min(used + 1, self._max) if upwards else max(used - 1, 0)
         steps = max(2, self.RECENT // batch) if upwards else 2  # what was drafted is known of the one below
         lost = steps * self._costs(batch)[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
-        trial = batch.bit_length(), gamma
+        trial = _bucket(batch), gamma
         early = self._trials[trial] < self.EARLY
         if gamma == used or self._since < self.SOON or (lost > self._saved and not early):
             self._left = 0
@@ -216,6 +216,11 @@ class AdaptiveGamma:
         if above is None:
             return below, below, None
         return below, above, (batch - below) / (above - below) if above > below else 0.0
+
+
+def _bucket(batch: int) -> int:
+    """Batches of 1, 2, 3 to 4, 5 to 8, ... rows; a full one, of a power of two, stays when a row ends."""
+    return (batch - 1).bit_length()
 
 
 def _decayed(counts: Sequence[float], reached: int, kept: int, memory: int) -> list[float]:

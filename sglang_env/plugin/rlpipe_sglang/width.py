@@ -2,7 +2,8 @@
 
 SGLang asks before each decode step and tells what was kept when the step is over, so a choice knows earlier
 tokens alone. What a step of each width costs is measured on the load itself: the first steps at a batch
-size go through all widths in turn. gamma.py is read from rlpipe, at the path in RLPIPE_GAMMA.
+size go through all widths, there and back, so that requests that end meanwhile favour none. gamma.py is read
+from rlpipe, at the path in RLPIPE_GAMMA.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 
 ASKED = "RLPIPE_GAMMA"  # the environment variable; without it nothing here is hooked
-STEPS = 3  # of each width when a batch size is met first; the first one also pays for the change
 
 
 class Widths:
@@ -30,7 +30,8 @@ class Widths:
         self._policy: Any = None  # made when a batch size is measured
         self._graphs: list[int] | None = None
         self._running: deque[tuple[int, int]] = deque()  # (batch, width) of steps that are not over
-        self._measured: dict[int, list[list[float]]] = {}  # seconds of steps by width, by batch bucket
+        self._order = self.candidate_steps + self.candidate_steps[::-1]  # in which widths are measured
+        self._measured: dict[int, list[tuple[int, float]]] = {}  # (batch, seconds) in that order, by bucket
         self._known: set[int] = set()  # buckets with costs
         self._last: float | None = None  # when the step before was over; None behind a prefill
 
@@ -44,22 +45,21 @@ class Widths:
 
     def get_steps_for_batch(self, batch: int) -> int:
         """Drafts of the step that begins now."""
-        bucket = batch.bit_length()
+        bucket = (batch - 1).bit_length()
         if bucket in self._known:
             width = self._policy.choose(batch)
         else:
-            rows = self._measured.setdefault(bucket, [[] for _ in self.candidate_steps])
-            width = next((width for width, row in enumerate(rows) if len(row) < STEPS), len(rows) - 1)
+            width = self._order[len(self._measured.setdefault(bucket, []))]
         self._running.append((batch, width))
         return width
 
     def on_verify_complete(self, kept: Sequence[int], _: int) -> None:
         """A step is over; kept: accepted drafts of its rows."""
-        batch, self.finished = self._running.popleft()
+        width, (batch, self.finished) = self.finished, self._running.popleft()
         now, before = self._clock(), self._last
         self._last = now
         if before is not None:
-            self._took(batch, self.finished, now - before)
+            self._took(batch, self.finished, now - before, changed=width != self.finished)
         if self._policy is not None:
             at_least = [sum(k >= depth for k in kept) for depth in range(self.finished + 1)]
             self._policy.observe(at_least[:-1], at_least[1:])
@@ -68,20 +68,28 @@ class Widths:
         """A prefill came between two steps: the time between them is not that of a step."""
         self._last = None
 
-    def _took(self, batch: int, width: int, seconds: float) -> None:
-        bucket = batch.bit_length()
+    def _took(self, batch: int, width: int, seconds: float, changed: bool) -> None:
+        bucket = (batch - 1).bit_length()
         if bucket in self._known:
             self._policy.timed(batch, width, seconds)
             return
-        rows = self._measured[bucket]
-        rows[width].append(seconds)
-        if all(len(row) >= STEPS for row in rows):
-            costs = {(batch, width): min(row[1:]) for width, row in enumerate(rows)}
-            if self._policy is None:
-                self._policy = self._gamma(costs)
-            else:
-                self._policy.measured(costs)
-            self._known.add(bucket)
+        steps = self._measured[bucket]
+        if changed or width != self._order[len(steps)]:  # the first step also pays for the change
+            return
+        steps.append((batch, seconds))
+        if len(steps) < len(self._order):
+            return
+        middle = round(sum(batch for batch, _ in steps) / len(steps))
+        there_and_back = zip(steps, reversed(steps), strict=True)
+        costs = {
+            (middle, width): (one * other) ** 0.5
+            for width, ((_, one), (_, other)) in zip(self.candidate_steps, there_and_back, strict=False)
+        }
+        if self._policy is None:
+            self._policy = self._gamma(costs)
+        else:
+            self._policy.measured(costs)
+        self._known.add(bucket)
 
 
 policy: Widths | None = None  # of this scheduler

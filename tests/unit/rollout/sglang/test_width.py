@@ -45,10 +45,31 @@ class Load:
 
 def test_each_width_is_measured_first_and_then_the_batch_decides(width):
     load = Load(width, {1: 0.01, 64: 5.0})
-    assert {load.step(1) for _ in range(13)} == {0, 1, 2, 3}
-    assert {load.step(64) for _ in range(12)} == {0, 1, 2, 3}
+    assert {load.step(1) for _ in range(15)} == {0, 1, 2, 3}
+    assert {load.step(64) for _ in range(15)} == {0, 1, 2, 3}
     assert [load.step(1) for _ in range(5)] == [DEEPEST] * 5
     assert [load.step(64) for _ in range(60)].count(0) >= 54  # but for trials
+
+
+def test_requests_that_end_while_widths_are_measured_favour_none(width):
+    """A step of a row takes 1 + 0.2 a draft; measured one after another, the last width looked cheap."""
+    load = Load(width, {})
+    for batch in range(64, 49, -1):
+        chosen = load.policy.get_steps_for_batch(batch)
+        load.now += batch * (1 + 0.2 * chosen)
+        load.policy.on_verify_complete([chosen] * batch, batch)
+    policy = load.policy._policy
+    costs = [policy.seconds(57, w) / policy.seconds(57, 0) for w in range(DEEPEST + 1)]
+    assert costs == pytest.approx([1.0, 1.2, 1.4, 1.6], rel=0.01)
+
+
+def test_a_full_batch_keeps_its_costs_when_a_row_ends(width):
+    load = Load(width, {64: 0.01, 63: 0.01})
+    for step in range(15):
+        load.step(64 - step % 2)
+    assert load.policy._known == {6}
+    load.step(63)
+    assert load.policy._known == {6} and len(load.policy._measured) == 1
 
 
 def test_drafts_that_are_never_kept_are_given_up(width):
@@ -108,7 +129,7 @@ def test_the_benchmark_forces_a_width_and_teaches_nothing_by_it(width, monkeypat
     monkeypatch.setenv("RLPIPE_BENCH_ORDER", str(order))
     load = Load(width, {1: 0.01})
     load.policy._gamma = runpy.run_path(str(ROOT / "scripts" / "bench" / "forced_gamma.py"))["AdaptiveGamma"]
-    for _ in range(13):
+    for _ in range(15):
         load.step(1)
     assert load.step(1) == DEEPEST
     alphas = load.policy._policy.alphas
