@@ -120,7 +120,7 @@ def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
         "full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)
     ]
     unknown = sorted({*kinds} - {"full_attention", "linear_attention"})
-    drafts = int(config.get("num_nextn_predict_layers") or 0)
+    drafts, gate = int(config.get("num_nextn_predict_layers") or 0), config.get("output_gate_type")
     refused = {
         f"linear_num_value_heads={value_heads} with linear_num_key_heads={key_heads}": value_heads
         % key_heads,
@@ -128,6 +128,7 @@ def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
         f"layer_types={unknown}": unknown,
         "attention_bias=true": config.get("attention_bias"),
         "attn_output_gate=false": not config.get("attn_output_gate", True),
+        f"output_gate_type={gate!r}": gate not in (None, "silu", "swish"),
         f"{drafts} MTP layers": drafts > 1,
         "mtp_use_dedicated_embeddings=true": config.get("mtp_use_dedicated_embeddings"),
     }

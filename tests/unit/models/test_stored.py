@@ -54,6 +54,7 @@ def test_the_files_say_whether_there_is_an_mtp_layer(tmp_path, family):
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"attn_output_gate": False}, "attn_output_gate=false"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"num_nextn_predict_layers": 2}, "2 MTP layers"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
