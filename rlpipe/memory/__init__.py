@@ -64,7 +64,7 @@ class Memory:
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > GIB // 20)
-        return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB ({shown})"
+        return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB" + (f" ({shown})" if shown else "")
 
 
 @cache

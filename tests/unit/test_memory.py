@@ -12,6 +12,7 @@ from rlpipe.config.run import Config
 from rlpipe.config.trainer import check_parallel
 from rlpipe.memory import (
     GIB,
+    Memory,
     conversation_bytes,
     engine_memory,
     estimate,
@@ -182,6 +183,10 @@ def test_a_model_that_no_server_holds_is_not_searched_for_trainers(models, monke
     monkeypatch.setattr(refusal, "estimate", lambda *given: asked.append(given) or estimate(*given))
     config = preset(models, "32B", "many_nodes", "rollout.sglang.memory_fraction=0.01")
     assert not remedy(config, CARD, 0) and 0 < len(asked) < 10
+
+
+def test_a_process_whose_parts_are_all_small_is_shown_without_them():
+    assert str(Memory(process="trainer rank", parts={"weights": 1})) == "1 x trainer rank: 0.0 GiB"
 
 
 def _size(shape):
