@@ -213,21 +213,25 @@ def steps_of_a_rank(rank, world_size, folder, paths, trainers):
     where, told = {"rank": rank, "world_size": world_size}, []
     for trainer, batches in trainers:
         if world_size > 1:
-            where["master"] = meet(rank, world_size, folder / f"address_{trainer.tp}_{trainer.dp}")
+            where["master"] = meet(
+                rank, world_size, folder / f"address_{trainer.tp}_{trainer.dp}_{trainer.pp}"
+            )
         pair = make_pair(paths, trainer=trainer, **where)
         told.append([figures(pair.train_step(batch)) for batch in batches])
         pair.close()
     return told
 
 
-def test_two_ranks_take_the_steps_of_one_whether_they_cut_the_models_or_the_batch(paths, models, tmp_path):
+def test_two_ranks_take_the_steps_of_one_whatever_they_share(paths, models, tmp_path):
     groups, alone = [rollouts(models[1], seed) for seed in range(2)], TrainerConfig(lr=1e-2)
 
     def work(trainer):
         return trainer, [make_batch(g, OBRS, trainer.dp) for g in groups]
 
+    deeper = write_random_checkpoint(tmp_path / "actor", "qwen2", vocab=VOCAB, seed=1)  # a layer each stage
+    paths = paths[0], deeper
     [mine] = steps_of_a_rank(0, 1, tmp_path, paths, [work(alone)])
-    sizes = [work(replace(alone, tp=2)), work(replace(alone, dp=2))]
+    sizes = [work(replace(alone, **{axis: 2})) for axis in ("tp", "dp", "pp")]
     for others in run_ranks(steps_of_a_rank, 2, tmp_path, paths, sizes):
         for other in others:
             for one, two in zip(mine, other, strict=True):

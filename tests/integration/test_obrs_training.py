@@ -157,18 +157,16 @@ def test_sharing_prefixes_changes_neither_the_judgement_nor_the_step(path, model
     assert 0.3 < told["rollout_corr/obrs_acceptance"] < 0.95
 
 
-def test_a_vocabulary_cut_over_two_ranks_gives_the_same_steps(path, model, tmp_path):
+def test_a_vocabulary_or_layers_cut_over_two_ranks_give_the_same_steps(path, model, tmp_path):
     alone = TrainerConfig(lr=1e-2)
     work = [rollouts(model, seed=seed, common=7) for seed in range(2)]
-    runs = {
-        name: {"run": Run(path=path, config=config, algo=OBRS, groups=work)}
-        for name, config in (("alone", alone), ("tp", replace(alone, tp=2)))
-    }
-    mine = train(0, 1, tmp_path, runs["alone"])["run"]["metrics"]
-    ranks = run_ranks(train, 2, tmp_path, runs["tp"])
-    for other in ranks:
-        for one, two in zip(mine, other["run"]["metrics"], strict=True):
-            assert two == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in one.items()}
+    sizes = {"alone": alone, "tp": replace(alone, tp=2), "pp": replace(alone, pp=2)}
+    runs = {name: Run(path=path, config=config, algo=OBRS, groups=work) for name, config in sizes.items()}
+    mine = train(0, 1, tmp_path, {"alone": runs.pop("alone")})["alone"]["metrics"]
+    for rank in run_ranks(train, 2, tmp_path, runs):
+        for other in rank.values():
+            for one, two in zip(mine, other["metrics"], strict=True):
+                assert two == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in one.items()}
     assert mine[0]["rollout_corr/obrs_kl_before"] > 0.1
 
 

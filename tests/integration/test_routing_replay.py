@@ -256,18 +256,19 @@ SPLITS = {
     "tp": replace(STEP, tp=2),
     "ep": replace(STEP, dp=2, ep=2),
     "cp": replace(STEP, cp=2),
+    "pp": replace(STEP, pp=2),
     "ep_of_cp": replace(STEP, cp=2, ep=2),
 }
 
 
 def test_ranks_replay_what_one_process_does(glm, tmp_path):
-    """With tensor, expert and context parallelism, prefixes shared."""
+    """With tensor, expert, context and pipeline parallelism, prefixes shared."""
     groups = [recorded(make_groups(seed, common=7 * seed)) for seed in range(2)]
     runs = {
         name: Run(path=glm, config=config, algo=AlgoConfig(kl_coef=0.1), groups=groups)
         for name, config in {"alone": STEP, **SPLITS}.items()
     }
-    (alone,) = run_ranks(train, 1, tmp_path, {"alone": runs.pop("alone")})
+    alone = train(0, 1, tmp_path, {"alone": runs.pop("alone")})
     ranks = run_ranks(train, 2, tmp_path, runs)
     for name in runs:
         for expected, found in zip(alone["alone"]["metrics"], ranks[0][name]["metrics"], strict=True):

@@ -10,7 +10,7 @@ import pytest
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
-from rlpipe.config.trainer import TrainerConfig
+from rlpipe.config.trainer import Recompute, TrainerConfig
 from tests.helpers.gradients import gradients_and_training
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
@@ -29,6 +29,11 @@ SPLITS = {
     "cp": replace(ALONE, cp=2),
     "pp": replace(ALONE, pp=2),
     "sp": replace(ALONE, tp=2, sp=True),
+}
+RECOMPUTED = {  # the backward pass runs parts of the forward one again, collectives too
+    "pp, all again": replace(ALONE, pp=2, recompute=Recompute.FULL),
+    "pp, MLPs again": replace(ALONE, pp=2, recompute=Recompute.SELECTIVE),
+    "cp, all again": replace(ALONE, cp=2, recompute=Recompute.FULL),
 }
 QUARTERS = {  # of four ranks
     "pp x sp": replace(ALONE, pp=2, tp=2, sp=True),
@@ -60,6 +65,7 @@ DRAFTS = {
 
 REFUSED = {("ppow", split) for split in ("cp", "pp", "sp")}  # by the settings
 TAUGHT = [(k, s) for k in DRAFTS for s in SPLITS if (k, s) not in REFUSED]
+TAUGHT += [(k, s) for k in ("experts", "gated") for s in RECOMPUTED]
 TIED = "mimo tied"  # a head that is the embedding, which the MTP layer reads, too
 DERIVED = [
     (model, split)
@@ -117,7 +123,7 @@ def outcomes(tmp_path_factory):
     for name in HYBRID_SIZES:
         work = run("qwen3_next", SPLITS[name], groups[2:], load=folder / "saved hybrid")
         split[f"hybrid then {name}"] = work
-    split |= {f"draft/{kind}/{name}": draft(kind, SPLITS[name]) for kind, name in TAUGHT}
+    split |= {f"draft/{kind}/{name}": draft(kind, (SPLITS | RECOMPUTED)[name]) for kind, name in TAUGHT}
     for name, saved in (
         ("pp", "saved"),
         ("tp", "saved"),
