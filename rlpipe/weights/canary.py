@@ -30,6 +30,7 @@ from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
 EXPERTS = ".experts."  # in the names of their weights on a server
+SHARED = ".shared_experts."  # and of those that read every token, as wide as so many experts
 UNSENT = "visual."  # of a server: its vision tower stays as it was loaded
 
 
@@ -127,8 +128,9 @@ def server_parts(
             raise ValueError(f"{served} is made of {names}, and {missing} are not sent: send them together.")
         types = [torch.float32 if name.endswith(kept) else dtype for name in names]
         sent = [weights[name].to(kind) for name, kind in zip(names, types, strict=True)]
-        if shard.channels and EXPERTS in served:
-            sent = [_widened(tensor, part.layout, shard.channels) for tensor in sent]
+        if shard.channels and (EXPERTS in served or SHARED in served):
+            count = 1 if EXPERTS in served else int(hf_config.get("n_shared_experts") or 1)
+            sent = [_widened(tensor, part.layout, count * shard.channels) for tensor in sent]
         found[served] = shard.pieces(sent, part)
     if unknown:
         raise ValueError(

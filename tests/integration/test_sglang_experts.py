@@ -19,8 +19,11 @@ SERVED = {  # tensors of target and draft
 
 
 def test_experts_that_a_server_pads_are_understood_and_kept_up_to_date(tmp_path):
-    """SGLang makes 12 channels 32 on a CPU; rlpipe learns it from the server and expects the zeros, too."""
-    path = write_random_checkpoint(tmp_path / "model", "qwen3_moe", expert_intermediate=12)
+    """SGLang makes 12 channels 32 on a CPU; rlpipe learns it from the server and expects the zeros, too.
+
+    Those of the expert that reads every token as well.
+    """
+    path = write_random_checkpoint(tmp_path / "model", "glm4_moe", expert_intermediate=12)
     weights = read_weights(path)
     new = perturbed(weights, 0.02)
     with running_server(path, tmp_path / "logs", "none") as engine:
