@@ -189,6 +189,8 @@ def _call(
     size, count, device = len(before), max(new), slots.device
     length = max(map(sum, zip(before, new, strict=True)))
     fold = shared if count <= FEW else 1
+    if size == count == 1 and starts is None:
+        return Call(1, 1, fold, slots[requests, :length].flatten(), None)
     old, at = torch.tensor(before, device=device).view(-1, 1), torch.arange(length, device=device)
     step = at[:count]
     rows = real = None
