@@ -58,15 +58,15 @@ def verify(
     rows = torch.arange(batch, device=drafts.device)
     log_p = (target / temperatures.unsqueeze(-1)).log_softmax(-1)
     log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # as SGLang's
-    chosen, normalizer = drafts.unsqueeze(-1), draft.logsumexp(-1)
+    chosen, log_q = drafts.unsqueeze(-1), draft.log_softmax(-1)
     p = log_p[:, :depths].gather(-1, chosen).squeeze(-1).exp()
-    q = (draft.gather(-1, chosen).squeeze(-1) - normalizer).exp()
+    q = log_q.gather(-1, chosen).squeeze(-1).exp()
     accepted = (coins * q < p).cumprod(1, dtype=torch.int64).sum(1)
 
     whole = weights = log_p[rows, accepted].exp()
     if depths:
         at = accepted.clamp(max=depths - 1)
-        rest = (whole - (draft[rows, at] - normalizer[rows, at, None]).exp()).clamp_(min=0)
+        rest = (whole - log_q[rows, at].exp()).clamp_(min=0)
         # rounding can leave no mass where exact arithmetic never comes: the target is the nearest law
         partial = ((accepted < depths) & (rest.sum(-1) > 0)).unsqueeze(-1)
         weights = torch.where(partial, rest, whole)

@@ -103,12 +103,12 @@ CALLERS = {
 SOURCE = {
     "accepts_by_p_alone": ("coins * q < p", "coins < p"),
     "accepts_after_a_rejection": ("< p).cumprod(1, dtype=torch.int64)", "< p).long()"),
-    "residual_of_the_first_row": ("draft[rows, at] -", "draft[rows, 0] -"),
-    "residual_of_another_request": ("(draft[rows, at] -", "(draft[rows.flip(0), at] -"),
-    "normalizer_of_another_row": ("normalizer[rows, at, None]", "normalizer[rows, 0, None] + 0.1"),
+    "residual_of_the_first_row": ("log_q[rows, at]", "log_q[rows, 0]"),
+    "residual_of_another_request": ("log_q[rows, at]", "log_q[rows.flip(0), at]"),
+    "normalizer_of_another_row": ("draft.log_softmax(-1)", "draft - draft[:, :1].logsumexp(-1, True) - 0.1"),
     "no_residual": ("torch.where(partial, rest, whole)", "whole"),
     "bonus_from_the_residual": ("(accepted < depths) & ", ""),
-    "q_not_normalized": (".squeeze(-1) - normalizer).exp()", ".squeeze(-1)).exp()"),
+    "q_not_normalized": ("draft.log_softmax(-1)", "draft"),
 }
 
 
