@@ -114,3 +114,31 @@ def drawn(
         return original(probs.softmax(-1), *count, sampling_seed=sampling_seed, **more)
     drafts = by_kernel("draw", draw, probs.device, probs, None, probs.rlpipe_scaled)[1]
     return torch.ones_like(drafts, dtype=torch.float32), drafts
+
+
+def extended(original: Callable, worker: Any, batch: Any, result: Any, **plan: Any) -> None:
+    """AROUND `_draft_extend_for_decode`: without a graph, the head reads each request's last token alone.
+
+    SGLang's graphs do so; its eager pass has logits of all positions, of which it takes one a request.
+    """
+    graph, kept = worker.cuda_graph_runner_for_draft_extend, result.accept_lens
+    if not (graph or kept.is_cuda or worker.seed_dsa_topk_from_draft_extend or batch.forward_mode.is_idle()):
+        tokens = result.next_token_ids.long()
+        tokens.rlpipe_last = kept.long() - 1  # place of each request's last token, for `selected`
+        rows = torch.arange(len(kept), device=kept.device)
+        result.prepared_draft_extend_inputs = kept - 1, rows, tokens
+    original(worker, batch, result, **plan)
+
+
+def selected(
+    forward: Any, extend: Any, _: Any, tokens: torch.Tensor, width: int, *__: Any, **___: Any
+) -> None:
+    """AFTER `prepare_for_draft_extend`, of `width` tokens a request: where logits and states are wanted."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    last = getattr(tokens, "rlpipe_last", None)
+    if last is None:
+        return
+    extend.select_index = torch.arange(0, len(last) * width, width, device=last.device) + last
+    if forward.capture_hidden_mode == CaptureHiddenMode.FULL:
+        forward.capture_hidden_mode = CaptureHiddenMode.LAST

@@ -65,6 +65,7 @@ _SAMPLED, _WRITTEN = "OutputLogprobProcessor.compute_logprobs", "LogprobResult.w
 _NATIVE = "layers.attention.torch_native_backend:TorchNativeAttnBackend"
 _CHECKER = "utils.weight_checker:WeightChecker"
 _SPEC, _DRAFT = "speculative.spec_utils", "speculative.eagle_worker_v2:EagleDraftWorker"
+_COMMON = "speculative.eagle_worker_common"
 _HOST = "mem_cache.pool_host.common"
 HOOKS = (
     Hook("scheduler", f"{_SPEC}:sample_draft_proposal", "2ddefb2cc9a94828", drafts.proposed),
@@ -73,7 +74,8 @@ HOOKS = (
     Hook("scheduler", "speculative.eagle_utils:eagle_sample", "b497c62acadc5e71", verify.sampled),
     Hook("scheduler", f"{_DRAFT}.draft_forward", "e1dc83274e26941e"),
     Hook("scheduler", f"{_DRAFT}._draft_extend_for_prefill", "3189eb126ef534d3"),
-    Hook("scheduler", f"{_DRAFT}._draft_extend_for_decode", "43fac9eb9ad0ac5e"),
+    Hook("scheduler", f"{_DRAFT}._draft_extend_for_decode", "43fac9eb9ad0ac5e", drafts.extended),
+    Hook("scheduler", f"{_COMMON}:prepare_for_draft_extend", "10d99587687d599e", drafts.selected, "after"),
     Hook("scheduler", f"{_LOGPROBS}:compute_spec_logprobs", "342e0ba0fc45731d", measure.verified),
     Hook("scheduler", f"{_LOGPROBS}:{_SAMPLED}", "4ec49f40acc4858b", measure.sampled, "after"),
     Hook("scheduler", f"{_LOGPROBS}:{_WRITTEN}", "285dcca6c4bc612c", measure.written, "after"),

@@ -34,9 +34,11 @@ def plugin(monkeypatch):
     spec = SimpleNamespace(**SPEC)
     group = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
     apart = SimpleNamespace(disaggregation_mode="null")
-    for name in ("", ".srt", ".srt.layers", ".srt.utils", ".srt.sampling"):
+    for name in ("", ".srt", ".srt.layers", ".srt.utils", ".srt.sampling", ".srt.model_executor"):
         module(name)
     module(".srt.sampling.sampling_params", TOP_K_ALL=ALL)
+    modes = SimpleNamespace(FULL="full", LAST="last")
+    module(".srt.model_executor.forward_batch_info", CaptureHiddenMode=modes)
     module(".srt.speculative", spec_utils=SimpleNamespace(SIMULATE_ACC_LEN=-1))
     contexts = {"get_spec": lambda: spec, "get_parallel": lambda: group, "get_disagg": lambda: apart}
     module(".srt.runtime_context", **contexts)
@@ -232,6 +234,35 @@ def test_two_drafts_of_one_row_are_independent(plugin):
         return ((counts - expected) ** 2 / expected).sum().item()
 
     assert score(first, second) < 115.7 < score(first, first)
+
+
+@pytest.mark.parametrize("graph", [None, "graph"])
+def test_without_a_graph_the_head_reads_each_requests_last_token_alone(plugin, graph):
+    drafts, states, taken = plugin("drafts"), torch.arange(12), []
+    idle = SimpleNamespace(is_idle=lambda: False)
+    worker = SimpleNamespace(cuda_graph_runner_for_draft_extend=graph, seed_dsa_topk_from_draft_extend=False)
+    result = SimpleNamespace(
+        accept_lens=torch.tensor([1, 4, 2], dtype=torch.int32),
+        next_token_ids=torch.zeros(12, dtype=torch.int32),
+        prepared_draft_extend_inputs=None,
+    )
+
+    def theirs(*given, kv_loc_plan):
+        assert given == (worker, SimpleNamespace(forward_mode=idle), result) and kv_loc_plan == "plan"
+        kept, rows, tokens = result.prepared_draft_extend_inputs or (
+            result.accept_lens - 1, torch.tensor([0, 7, 9]), result.next_token_ids.long(),
+        )  # fmt: skip
+        forward = SimpleNamespace(capture_hidden_mode="full")
+        extend = SimpleNamespace(select_index=None, num_correct_drafts=kept)
+        drafts.selected(forward, extend, given[1], tokens, 4, "runner", graph, kv_loc_plan=kv_loc_plan)
+        assert (extend.select_index is None, forward.capture_hidden_mode) == (
+            (True, "full") if graph else (False, "last")
+        )
+        read = states if extend.select_index is None else states[extend.select_index]
+        taken.extend([len(read), read[rows].tolist(), kept.tolist()])
+
+    drafts.extended(theirs, worker, SimpleNamespace(forward_mode=idle), result, kv_loc_plan="plan")
+    assert taken == [12 if graph else 3, [0, 7, 9], [0, 3, 1]]
 
 
 def test_a_draft_law_that_is_no_number_leaves_the_target_alone(plugin):
