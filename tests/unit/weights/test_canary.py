@@ -143,6 +143,17 @@ def test_experts_are_expected_with_the_channels_to_which_a_server_pads_them(tmp_
         assert not gate_up[:, :, own:].any() and not down[..., own:].any()
 
 
+def test_a_shared_expert_is_expected_as_wide_as_the_experts_that_it_stands_for(tmp_path):
+    path = write_random_checkpoint(tmp_path / "experts", "glm4_moe", expert_intermediate=12)
+    weights, name = read_weights(path), "model.layers.1.mlp.shared_experts."
+    config = read_config(path) | {"n_shared_experts": 2}
+    parts = server_parts(weights, torch.float32, Shard(kv_heads=2, channels=64), config, drafter=None)
+    (down,), gate_up = parts[f"{name}down_proj.weight"], parts[f"{name}gate_up_proj.weight"]
+    assert torch.equal(down[:, :12], weights[f"{name}down_proj.weight"])
+    assert down.shape == (32, 128) and not down[:, 12:].any()
+    assert [len(part) for part in gate_up] == [128, 128]
+
+
 # What SGLang's parameters are called: written out, since the tables of `rlpipe/models` are what is tested.
 LAYER = {
     "input_layernorm.weight",
