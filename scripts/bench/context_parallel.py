@@ -5,7 +5,9 @@ process with one thread. Measured is the most that a rank had resident during it
 what it had before it: weights, gradients and optimizer, which every rank has whole. Seconds are of that step
 on CPUs that the ranks share: they show no speed-up where ranks outnumber cores.
 
-    python scripts/bench/context_parallel.py --json OUT [--tokens 32768] [--ranks 1 2 4]
+    python scripts/bench/context_parallel.py --json OUT [--tokens 32768] [--ranks 1 2 4] [--delta]
+
+With --delta three of the four layers are gated delta nets, whose ranks exchange tokens for heads.
 """
 
 from __future__ import annotations
@@ -45,6 +47,18 @@ MODEL = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 131072,
+}
+
+DELTA = MODEL | {
+    "model_type": "qwen3_5_text",
+    "intermediate_size": 512,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 
 
@@ -106,6 +120,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--delta", action="store_true", help="three of four layers are gated delta nets")
     parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -113,10 +128,10 @@ def main() -> int:
         print(json.dumps(step(given.folder, *given.rank, given.tokens)))
         return 0
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    arms = []
+    arms, model = [], DELTA if given.delta else MODEL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / "model", MODEL)
+        write_model(folder / "model", model)
         for ranks in given.ranks:
             common = [sys.executable, __file__, "--folder", name, "--tokens", str(given.tokens), "--rank"]
             started = [
@@ -133,7 +148,7 @@ def main() -> int:
             print(json.dumps(arms[-1]), flush=True)
     if given.json:
         versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-        told = {"model": MODEL, "tokens": given.tokens, **versions, "arms": arms}
+        told = {"model": model, "tokens": given.tokens, **versions, "arms": arms}
         given.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
