@@ -46,7 +46,7 @@ class AdaptiveGamma:
 
     seconds: measured duration of a step by (batch, gamma), for gamma 0..max and some batch sizes; others
     are interpolated. What steps take in use corrects them: only how gammas compare matters, so the gamma
-    in use sets the pace, and its neighbours, tried in turn for two steps at a time, are judged by it.
+    in use sets the pace, and others, mostly its neighbours, are tried for two steps and judged by it.
 
     Acceptance by depth is a decayed ratio of sums, drawn to that of the depth before, the first to `prior`:
     a depth that is not drafted is believed to be as good as the last one that is. Where the latest rows
@@ -71,6 +71,7 @@ class AdaptiveGamma:
     OUTLIER = 1.5  # a step that took longer than this times what was expected counts as that
     BUDGET, MOST = 0.005, 16  # of the time, for trials; steps whose time is the most that is saved, or owed
     EARLY, SOON = 2, 8  # so many trials of a neighbour are free; least steps from one trial to the next
+    FAR = 4  # every so many trials one is of any gamma: two wrong costs must not hide a third
 
     def __init__(
         self, seconds: Mapping[tuple[int, int], float], *, prior: float = 0.75, margin: float = 0.02
@@ -177,19 +178,25 @@ class AdaptiveGamma:
         return speeds[gamma] / speeds[0]
 
     def _explore(self, batch: int, used: int, speeds: Sequence[float]) -> int:
-        """A neighbour of the gamma in use, above and below in turn, whose trial begins; else that gamma."""
+        """A gamma whose trial begins, mostly a neighbour, above and below in turn; else the one in use."""
         upwards = used < self._max and not (self._upwards and used)
-        gamma = min(used + 1, self._max) if upwards else max(used - 1, 0)
-        steps = max(2, self.RECENT // batch) if upwards else 2  # what was drafted is known of the one below
-        lost = steps * self._costs(batch)[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
-        trial = _bucket(batch), gamma
-        early = self._trials[trial] < self.EARLY
-        if gamma == used or self._since < self.SOON or (lost > self._saved and not early):
+        near = min(used + 1, self._max) if upwards else max(used - 1, 0)
+        turn, place = divmod(self._trials.total(), self.FAR)
+        far = turn % (self._max + 1) if place == self.FAR - 1 else used
+        gamma = near if far == used else far
+        steps = (
+            max(2, self.RECENT // batch) if gamma == used + 1 else 2
+        )  # acceptance of less deep ones is known
+        costs, trial = self._costs(batch), (_bucket(batch), gamma)
+        lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
+        lost = min(lost, self.MOST * costs[used])
+        free = gamma == near and self._trials[trial] < self.EARLY
+        if gamma == used or self._since < self.SOON or (lost > self._saved and not free):
             self._left = 0
             return used
-        if not early:
+        if not free:
             self._saved -= lost
-        self._upwards, self._trial, self._left, self._since = upwards, trial, steps - 1, 0
+        self._upwards, self._trial, self._left, self._since = gamma > used, trial, steps - 1, 0
         self._trials[trial] += 1
         return gamma
 
