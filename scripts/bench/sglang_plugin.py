@@ -42,7 +42,7 @@ ARMS = {"plugin": True, "stock": False}
 PARTS = {  # of a scheduler's stack, the first that has one of these counts; last what is in no part
     "attention": ("_run_sdpa_forward", "rlpipe_sglang/attention"),
     "verification": ("rlpipe_sglang/verify", "eagle_sample"),
-    "drafts": ("rlpipe_sglang/drafts", "sample_draft_proposal", "fast_sample", "renorm_draft_probs"),
+    "drafts": ("proposed (", "drawn (", "sample_draft_proposal", "fast_sample", "renorm_draft_probs"),
     "log-probabilities and entropies": ("rlpipe_sglang/measure", "compute_spec_logprobs"),
     "rest of the passes": ("ModelRunner.forward",),
     "rest": ("event_loop",),
