@@ -4,9 +4,10 @@
 
 Two servers of the same settings, one of them without the plugin, are asked for the same requests in turns, in
 an order that changes with each repeat. Four batches are queued, of which one runs; counted are the tokens of
-those that end while the batch is full, which leaves the first and the last batch out. CPU: seconds per 1,000
-tokens of the server's processes, over the whole wave; with --py-spy PROGRAM (pip install py-spy, anywhere)
-also those of the scheduler by part, from samples of it.
+those that end while the batch is full, which leaves the first and the last batch out. Prompts are 16 tokens
+of their own behind --context tokens that all share, as siblings do. CPU: seconds per 1,000 tokens of the
+server's processes, over the whole wave; with --py-spy PROGRAM (pip install py-spy, anywhere) also those of
+the scheduler by part, from samples of it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
         spy.wait()
 
 
-async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> float:
+async def wave(engine: SglangEngine, batch: int, context: int, tokens: int, name: str) -> float:
     """Tokens per second of the middle of one wave."""
     rng = np.random.default_rng(0)
     ends: list[tuple[float, int]] = []
@@ -101,7 +102,8 @@ async def wave(engine: SglangEngine, batch: int, tokens: int, name: str) -> floa
         ends.append((time.perf_counter(), len(result.output_ids)))
 
     prompts = rng.integers(3, 64, (QUEUED * batch, PROMPT)).tolist()
-    await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    shared = rng.integers(3, 64, context).tolist()
+    await asyncio.gather(*(one(i, shared + prompt) for i, prompt in enumerate(prompts)))
     middle = ends[batch - 1 : len(ends) - batch + 1]
     return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
 
@@ -117,13 +119,13 @@ def servers(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Sglan
                 device=given.device,
                 dtype=given.dtype or ("bfloat16" if given.device == "cuda" else "float32"),
                 max_running=max(given.batches),
-                max_context=PROMPT + given.tokens,
+                max_context=given.context + PROMPT + given.tokens,
                 ignore_eos=True,
             )
             config.sglang.plugin = plugin
             spec = SpecConfig(mode="rejection", gamma=given.gamma)
             engines[arm] = SglangEngine(config, spec, given.model, log_dir=folder)
-            asyncio.run(wave(engines[arm], max(given.batches), 8, "warm"))
+            asyncio.run(wave(engines[arm], max(given.batches), given.context, 8, "warm"))
         yield engines
     finally:
         for engine in engines.values():
@@ -142,7 +144,8 @@ def measured(
             before, file = spent(engines[arm]), folder / f"{batch}.{arm}.{repeat}"
             with sampling(engines[arm], given.py_spy, file):
                 name = f"{batch}.{repeat}"
-                speeds[arm].append(asyncio.run(wave(engines[arm], batch, given.tokens, name)))
+                played = wave(engines[arm], batch, given.context, given.tokens, name)
+                speeds[arm].append(asyncio.run(played))
             used[arm] += spent(engines[arm]) - before
             if given.py_spy:
                 parts[arm] += sampled_parts(file)
@@ -168,12 +171,16 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--context", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--py-spy", default="", help="the program, for CPU by part")
     parser.add_argument("--dtype", help="bfloat16 on a GPU, float32 elsewhere, unless given")
     given = parser.parse_args()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+    settings = {
+        name: str(value).removeprefix(f"{ROOT}/") if isinstance(value, Path) else value
+        for name, value in vars(given).items()
+    }
     result = {"commit": commit(), "settings": settings, "batches": {}}
     with tempfile.TemporaryDirectory() as name, servers(given, Path(name)) as engines:
         for batch in given.batches:
