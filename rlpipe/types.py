@@ -175,10 +175,7 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: i
         )
     if earlier is None or later is None or start + len(later) < len(earlier):
         return later if earlier is None else earlier
-    routes = np.concatenate((earlier[:start], later))
-    kept = np.flatnonzero(earlier[:, 0, 0] != unrecorded(earlier))
-    routes[kept] = earlier[kept]
-    return routes
+    return np.concatenate((earlier[:known], later[known - start :]))
 
 
 @dataclass(slots=True, kw_only=True)
