@@ -184,9 +184,8 @@ class AdaptiveGamma:
         turn, place = divmod(self._trials.total(), self.FAR)
         far = turn % (self._max + 1) if place == self.FAR - 1 else used
         gamma = near if far == used else far
-        steps = (
-            max(2, self.RECENT // batch) if gamma == used + 1 else 2
-        )  # acceptance of less deep ones is known
+        # acceptance of less deep ones is known
+        steps = max(2, self.RECENT // batch) if gamma == used + 1 else 2
         costs, trial = self._costs(batch), (_bucket(batch), gamma)
         lost = steps * costs[gamma] * max(0.0, 1 - speeds[gamma] / speeds[used])
         lost = min(lost, self.MOST * costs[used])

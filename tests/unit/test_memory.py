@@ -170,7 +170,7 @@ def test_a_mixture_that_does_not_fit_is_told_to_share_its_experts(models):
 
 
 def test_settings_that_depend_on_one_another_are_changed_together(models):
-    """Of four data parallel ranks that share the experts, no two could go on doing so."""
+    """No two of four data parallel ranks that share the experts could go on doing so."""
     given = ("trainer.dp=4", "trainer.tp=1", "trainer.ep=4")
     config = preset(models, "30B-A3B", "one_node", *given)
     assert excess(config, CARD, 0)

@@ -93,7 +93,7 @@ def seconds_by_cell(width, policy, seed):
 
 @pytest.fixture
 def ratios(width):
-    """Of a policy: how fast second runs are against the best fixed width, by cell, and the whole load."""
+    """How fast a policy's second runs are against the best fixed width, by cell, and the whole load."""
 
     def played(policy):
         return sum(seconds_by_cell(width, policy, seed) for seed in range(6))
