@@ -20,7 +20,6 @@ from ray.exceptions import RayActorError
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.workers import Workers, close, first_line
-from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import open_address
@@ -140,8 +139,7 @@ async def recording(
     """A function that plays a prompt's group on the least loaded of `rollout.workers` engines."""
     rollout = config.rollout
     config = replace(config, metrics=replace(config.metrics, rollouts_per_step=0))  # nobody reads the drafts
-    tp = rollout.sglang.tp if rollout.engine is EngineKind.SGLANG else 1
-    worker = ray.remote(num_cpus=1, num_gpus=_gpus() * tp, max_concurrency=1000)(RolloutWorker)
+    worker = ray.remote(num_cpus=1, num_gpus=_gpus() * rollout.cards, max_concurrency=1000)(RolloutWorker)
     workers = Workers(config.cluster, lambda n: worker.remote(config, n), on_event, rollout.workers)
     try:
         yield partial(workers.on_some, "collect")

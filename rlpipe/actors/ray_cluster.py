@@ -28,7 +28,6 @@ from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.actors.workers import Workers, answer_of, close, first_line
 from rlpipe.cluster import TrainerLost
-from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.types import Group, Prompt, Trajectory
@@ -48,6 +47,17 @@ def hosts_and_gpus() -> tuple[int, bool]:
     return sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
 
 
+def check_places(config: Config, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse servers that no node has the GPUs for. nodes: as `ray.nodes()` says. Raises ValueError."""
+    most = int(max((node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]), default=0))
+    if config.run.half.rolls and 0 < most < config.rollout.cards:
+        raise ValueError(
+            f"rollout.sglang.tp={config.rollout.cards}: a server lies on one node, and the largest of the "
+            f"Ray cluster has {most} GPUs. Set rollout.sglang.tp={most} or less; a model that does not fit "
+            "into those needs nodes with larger cards."
+        )
+
+
 class RayCluster:
     """Started by `launch`, after `ray.init`. on_event: told of every fault (kind, fields)."""
 
@@ -55,12 +65,12 @@ class RayCluster:
         self._config = config
         self._on_event = on_event
         half = config.run.half
+        check_places(config, ray.nodes())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
         self._pairs = None
         if config.cluster.share_gpus:
             self._pairs, gpus = _pairs(config.rollout.workers), 0.5
-        own = config.rollout.sglang.tp if config.rollout.engine is EngineKind.SGLANG else 1
-        self._options = {"num_cpus": 1, "num_gpus": gpus * own, "max_concurrency": 1000}
+        self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
         self._workers = Workers(
             config.cluster, self._spawn_rollout, on_event, config.rollout.workers * half.rolls
         )

@@ -97,6 +97,11 @@ class RolloutConfig:
                 "wrong. Leave top_p=1 and top_k=0, and lower rollout.temperature for sharper samples."
             )
 
+    @property
+    def cards(self) -> int:
+        """GPUs of one engine, where it has any."""
+        return self.sglang.tp if self.engine is EngineKind.SGLANG else 1
+
 
 def check_embedded(path: str, hf_config: Mapping[str, Any]) -> None:
     """Refuse a model that the embedded engine cannot decode. Raises ValueError with what serves it instead.

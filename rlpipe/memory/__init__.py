@@ -257,7 +257,7 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
     weights = sum(parameters(arch if config.spec.needs_mtp else replace(arch, mtp_layers=0), tp)) * size
     kv = conversation_bytes(arch, config, tp) * rollout.max_running
     if card:
-        kv = int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights
+        kv = max(0, int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights)
     tokens = max(rollout.prefill_tokens, rollout.max_running)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp

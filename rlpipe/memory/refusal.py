@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from rlpipe.config.checks import check_adapters
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Half
@@ -17,6 +18,10 @@ from rlpipe.config.trainer import Precision, Recompute
 from rlpipe.memory import GIB, RESERVED, conversation_bytes, estimate, gpu_bytes, host_bytes
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
+
+_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a card, as nvidia-smi counts
+_NODE = 8  # cards
+_RANK = 16  # of adapters
 
 
 def excess(config: Config, card: int, host: int) -> str:
@@ -56,7 +61,9 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
     """Settings that take less memory, those that cost least first; none where no engine fits by itself."""
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
     arch = read_architecture(read_config(resolve(config.model.path)))
-    grown = (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8)
+    grown = (
+        (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8, 16)
+    )
     experts = arch.experts.count if arch.experts else 1
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
     shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
@@ -136,6 +143,69 @@ def check_memory(config: Config) -> None:
     if not (wrong := excess(config, card, host)):
         return
     shown = "; ".join(str(memory) for memory in estimate(config, card))
-    change = remedy(config, card, host)
-    advice = f"Set {change}" if change else "Take a smaller model or more GPUs (cluster=one_node, many_nodes)"
-    raise ValueError(f"the run would take {wrong} ({shown}). {advice}.")
+    raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, card, host)}")
+
+
+def advice(config: Config, card: int, host: int) -> str:
+    """Settings that fit, as a sentence; where none do, what else fits by the same sums."""
+    if change := remedy(config, card, host):
+        return f"Set {change}."
+    several = _cards_of_a_server(config, card)
+    apart = f"One server needs {several} such cards, and it lies on one node, of {_NODE}. " if several else ""
+    ways = [*_ways(config, card, host), "a smaller model"]
+    return f"No layout fits. {apart}Take {', or '.join(ways)}."
+
+
+def _ways(config: Config, card: int, host: int) -> Iterator[str]:
+    """What beside another layout makes a run fit, with its settings; each is tried."""
+
+    def settings(changes: dict[str, Any], size: int) -> str:
+        """All settings that change; empty where none makes it fit."""
+        changed = _changed(config, changes)
+        more = remedy(changed, size, host) if excess(changed, size, host) else " "
+        shown = (f"{name}={str(value).lower()}" for name, value in changes.items())
+        return more and " ".join([*shown, more]).strip()
+
+    apart: dict[str, Any] = {}
+    if card and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
+        apart = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
+        apart |= {"rollout.sglang.memory_fraction": 0}
+        apart = {name: value for name, value in apart.items() if value != _value(config, name)}
+        if found := settings(apart, card):
+            yield f"a GPU for each trainer rank and each server ({found})"
+    sizes = {name: size for name, size in _LARGER.items() if 0 < card < size * GIB}
+    larger = (
+        (name, settings({"cluster.gpu_gb": size, **changes}, size * GIB))
+        for name, size in sizes.items()
+        for changes in ([{}, apart] if apart else [{}])
+    )
+    if fitting := next(((name, found) for name, found in larger if found), None):
+        yield f"{fitting[0]}s ({fitting[1]})"
+    if _may_adapt(config) and (found := settings({"trainer.lora.rank": _RANK}, card)):
+        yield f"adapters in place of all weights ({found})"
+    if host and not card:
+        needed = sum(memory.total * memory.count for memory in estimate(config))
+        yield f"a machine with {needed / GIB:.0f} GiB"
+
+
+def _may_adapt(config: Config) -> bool:
+    """Whether the run trains all weights and could train adapters."""
+    if config.trainer.lora.active or not config.run.half.trains:
+        return False
+    try:
+        adapted = _changed(config, {"trainer.lora.rank": _RANK})
+        check_adapters(adapted, read_config(resolve(config.model.path)))
+    except ValueError:
+        return False
+    return True
+
+
+def _cards_of_a_server(config: Config, card: int) -> int:
+    """Cards of this size that one server needs, where they are more than a node has; else 0."""
+    if not (card and config.run.half.rolls and config.rollout.engine is EngineKind.SGLANG):
+        return 0
+    engine = _changed(config, {"run.half": Half.ROLLOUT, "cluster.share_gpus": False})
+    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n >= config.rollout.sglang.tp]
+    fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), card, 0))
+    needed = next(fits, 0)
+    return needed if needed > _NODE else 0

@@ -1,6 +1,7 @@
 """The memory estimate: near what was measured, refused with what would fit, and shown as it is."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from rlpipe.actors.ray_cluster import check_places
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import check_parallel
 from rlpipe.memory import (
@@ -20,7 +22,7 @@ from rlpipe.memory import (
     refusal,
     trainer_memory,
 )
-from rlpipe.memory.refusal import excess, remedy
+from rlpipe.memory.refusal import advice, check_memory, excess, remedy
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.run import run_composed
@@ -185,6 +187,54 @@ def test_a_model_that_no_server_holds_is_not_searched_for_trainers(models, monke
     assert not remedy(config, CARD, 0) and 0 < len(asked) < 10
 
 
+@pytest.mark.parametrize(
+    ("size", "cluster", "settings", "named"),
+    [
+        ("7.8B", "one_gpu", (), ["a GPU for each", "H200s", "adapters"]),  # the cards, their number, or less
+        ("32B", "one_gpu", ("spec.mode=none",), ["H200s"]),
+        ("32B", "one_gpu", ("spec.mode=none", "cluster.gpu_gb=140"), ["a GPU for each", "B200s"]),
+        ("30B-A3B", "one_gpu", ("spec.mode=none", "trainer.lora.targets=attention"), ["a GPU for each"]),
+    ],
+)
+def test_where_no_layout_fits_only_what_does_fit_is_named(models, size, cluster, settings, named):
+    config = preset(models, size, cluster, *settings)
+    card = int(config.cluster.gpu_gb * GIB)
+    said = advice(config, card, 0)
+    assert said.startswith("No layout fits. ") and said.endswith("a smaller model.")
+    assert all(way in said for way in named), said
+    ways = re.findall(r"\(([^()]+)\)", said)
+    assert len(ways) >= len(named)
+    for way in ways:
+        changed = preset(models, size, cluster, *settings, *way.split())
+        assert not excess(changed, int(changed.cluster.gpu_gb * GIB), 0), way
+        check_parallel(changed.trainer, read_config(models / size))
+
+
+def test_what_does_not_help_is_not_named(models):
+    said = advice(preset(models, "32B", "one_gpu", "spec.mode=none"), CARD, 0)
+    assert "adapters" not in said and "B200" not in said  # frozen weights alone fill the card; H200s suffice
+    on_host = advice(preset(models, "32B", "ray", "spec.mode=none", "rollout.device=cpu"), 0, 64 * GIB)
+    assert "GiB, or a smaller model" in on_host and "H200" not in on_host
+
+
+def test_a_server_that_no_node_holds_is_refused_with_how_many_cards_it_needs(tmp_path):
+    config = deepseek(tmp_path, "many_nodes", "rollout.sglang.tp=8", "trainer.tp=8", "trainer.dp=8")
+    with pytest.raises(ValueError, match=r"weights 158\.9") as refusal:
+        check_memory(config)
+    assert "One server needs 32 such cards, and it lies on one node, of 8." in str(refusal.value)
+    assert "Take B300s (cluster.gpu_gb=268" in str(refusal.value)
+
+
+def test_a_server_is_not_spread_over_the_nodes_of_a_ray_cluster(models):
+    nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}] * 4
+    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), nodes)
+    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), [])  # without GPUs, on CPUs
+    with pytest.raises(
+        ValueError, match=r"rollout\.sglang\.tp=16: .* has 8 GPUs\. Set rollout\.sglang\.tp=8"
+    ):
+        check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=16"), nodes)
+
+
 def test_a_process_whose_parts_are_all_small_is_shown_without_them():
     assert str(Memory(process="trainer rank", parts={"weights": 1})) == "1 x trainer rank: 0.0 GiB"
 
@@ -260,13 +310,20 @@ def row(models, size, cluster) -> str:
     return f"| {size} | `{cluster}` | {figures} | {verdict} |"
 
 
-def test_a_conversation_with_latent_attention_keeps_one_vector_a_token(tmp_path):
-    """DeepSeek-V3's: 576 numbers of a layer, where keys and values of all heads are 128 * (192 + 128)."""
+def deepseek(folder, *settings) -> Config:
+    """DeepSeek-V3, of which a server on eight cards has 158.9 GiB of weights on each."""
     sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    sizes |= {"qk_nope_head_dim": 128, "q_lora_rank": 1536, "n_routed_experts": 256}
+    sizes |= {"qk_nope_head_dim": 128, "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1}
     sizes |= {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "num_nextn_predict_layers": 1}
     given = dict(zip(FIELDS, (7168, 18432, 61, 128, 128, 129280, False), strict=True)) | sizes
-    (tmp_path / "config.json").write_text(json.dumps(given))
-    config = preset(tmp_path, "", "many_nodes", "rollout.max_context=32768")
-    kept = conversation_bytes(read_architecture(given), config, tp=8)
+    given |= {"first_k_dense_replace": 3, "max_position_embeddings": 163840}
+    (folder / "config.json").write_text(json.dumps(given))
+    return preset(folder, "", *settings)
+
+
+def test_a_conversation_with_latent_attention_keeps_one_vector_a_token(tmp_path):
+    """DeepSeek-V3's: 576 numbers of a layer, where keys and values of all heads are 128 * (192 + 128)."""
+    config = deepseek(tmp_path, "many_nodes", "rollout.max_context=32768")
+    arch = read_architecture(read_config(tmp_path))
+    kept = conversation_bytes(arch, config, tp=8)
     assert kept / (62 * 576 * 2) == pytest.approx(32768, rel=1e-3)
