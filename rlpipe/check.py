@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import sys
 
-from rlpipe.config.env import EnvName
-from rlpipe.config.run import Config, Task
+from rlpipe.config.run import Config
+from rlpipe.envs.base import Suite
 from rlpipe.run import compose
 
 EPISODES = 8  # of every split
 
 
 def check_all(config: Config, resolved: str) -> int:
-    """Play the rehearsal of a configuration whose settings and surroundings are already checked."""
-    from rlpipe.actors.engines import check_engine
-    from rlpipe.launch import check_instances, suites_of
+    """What a task needs and its run directory, where settings and surroundings are already checked."""
+    from rlpipe.launch import check_run_directory, check_task
 
-    if config.run.half.rolls:
-        check_engine(config)
-    for suite in suites_of(config):
-        if config.task is Task.RL:
-            check_instances(config.val, suite)
-        if config.env.name is not EnvName.USER:
-            continue
-        from rlpipe.envs.rehearsal import rehearse
-
-        steps = rehearse(suite, config.env.suite, episodes=EPISODES)
-        print(f"env.suite={config.env.suite}: {steps} steps with random answers, every value as it must be")
+    check_task(config, lambda suite: _rehearse(suite, config.env.suite))
+    check_run_directory(config, resolved)
     print(f"rlpipe: nothing wrong found. `rlpipe run +recipe={config.recipe} ...` starts it.")
     return 0
+
+
+def _rehearse(suite: Suite, name: str) -> None:
+    from rlpipe.envs.rehearsal import rehearse
+
+    steps = rehearse(suite, name, episodes=EPISODES)
+    print(f"env.suite={name}: {steps} steps with random answers, every value as it must be")
 
 
 def main() -> int:

@@ -283,19 +283,24 @@ def check_shipped() -> Iterator[Finding]:
 
 
 def check_run(settings: list[str]) -> Iterator[Finding]:
-    """The memory that a run with these settings takes, by process."""
+    """The memory that a run with these settings takes, by process, and what its launch here would say."""
+    from rlpipe.config.checks import check
+    from rlpipe.launch import check_run_directory, check_task
     from rlpipe.memory import estimate, gpu_bytes
-    from rlpipe.memory.refusal import check_memory
-    from rlpipe.run import config_of
+    from rlpipe.run import check_before, config_of
 
-    config = config_of(settings)
-    for memory in estimate(config, gpu_bytes(config)):
-        yield Finding(level=Level.INFO, name="memory", found=str(memory))
     try:
-        check_memory(config)
+        config, resolved = config_of(settings)
+        check(config)
+        for memory in estimate(config, gpu_bytes(config)):
+            yield Finding(level=Level.INFO, name="memory", found=str(memory))
+        check_before(config)
+        check_task(config)
+        check_run_directory(config, resolved)
     except ValueError as error:
-        what, _, remedy = str(error).rpartition("). ")
-        yield Finding(level=Level.MISSING, name="memory", found=what.partition(" (")[0], remedy=remedy)
+        yield Finding(level=Level.MISSING, name="launch", found=f"refused here: {error}")
+    else:
+        yield Finding(level=Level.OK, name="launch", found="nothing wrong found")
 
 
 CHECKS = (
@@ -330,7 +335,8 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))  # this rlpipe, when another is installed
     findings = [finding for check in CHECKS for finding in check()]
     if options.settings:
-        findings += check_run(options.settings)
+        with redirect_stdout(sys.stderr):  # the user's own code may print
+            findings += check_run(options.settings)
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +33,7 @@ from rlpipe.pipeline.checkpoints import CheckpointStore
 from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from rlpipe.pipeline.ledger import Ledger
 from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.run_directory import CONFIG, LOCK, held, keep_settings, settings_changed
+from rlpipe.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
@@ -77,7 +76,7 @@ def launch(config: Config, resolved: str) -> int:
 
 
 def _launch(config: Config, resolved: str, run_dir: Path) -> int:
-    checkpoints = CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
+    checkpoints = _checkpoints(config, run_dir)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
     changed = settings_changed(run_dir, resolved, done, config.run.resume)
@@ -177,16 +176,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
             signal.signal(name, handler)
 
 
-def suites_of(config: Config) -> list[Suite]:
-    """The suites that a run plays, each with what it needs there. Raises ValueError."""
-    names = [config.env.name] if config.task is Task.RL else config.adapt.environments(config.env)
-    environments = [replace(config.env, name=name) for name in names]
-    for environment in environments:
-        check_environment(environment)
-    return [make_suite(environment, seed=config.run.seed) for environment in environments]
-
-
-def check_instances(val: ValConfig, suite: Suite) -> None:
+def _check_instances(val: ValConfig, suite: Suite) -> None:
     """Refuse to validate on more instances than there are, unless by default. Raises ValueError."""
     sizes = {split: len(suite.instance_ids(split)) for split in suite.splits()}
     if val.every and val.instances > max(ValConfig().instances, *sizes.values()):
@@ -197,6 +187,52 @@ def check_instances(val: ValConfig, suite: Suite) -> None:
         )
 
 
+def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = None) -> list[Suite]:
+    """What a run needs of engines, environments and dumps; returns the suites that it plays.
+
+    rehearsal: plays a suite of the user's (None: one short episode of each split, as at a launch). Writes
+    nothing. Raises ValueError with what, the value and the remedy.
+    """
+    config = of_half(config)
+    if config.task is Task.MTP_ADAPT:
+        from rlpipe.adapt.run import check_adaptation
+
+        played, _ = check_adaptation(config)
+        if rehearsal is not None and EnvName.USER in played:
+            rehearsal(played[EnvName.USER])
+        return list(played.values())
+    directory = resolve(config.run.dump) if config.run.dump else None
+    if not config.run.half.rolls:
+        Dump.open(directory, config)
+        return []
+    check_engine(config)
+    check_environment(config.env)
+    suite = make_suite(config.env, seed=config.run.seed)
+    if config.env.name is EnvName.USER and rehearsal is not None:
+        rehearsal(suite)
+    elif config.env.name is EnvName.USER:
+        rehearse(suite, config.env.suite, episodes=1, turns=2, budget_s=_REHEARSAL_S)
+    _check_instances(config.val, suite)
+    if directory is not None:
+        Dump.check_new(directory, config)
+    return [suite]
+
+
+def check_run_directory(config: Config, resolved: str) -> None:
+    """That no process works in the run directory, and that it holds no other experiment. Writes nothing.
+
+    resolved: the configuration as YAML. Raises ValueError.
+    """
+    run_dir = resolve(config.run.dir)
+    check_free(run_dir)
+    steps = _checkpoints(config, run_dir).steps()
+    settings_changed(run_dir, resolved, steps[-1] if steps else None, config.run.resume)
+
+
+def _checkpoints(config: Config, run_dir: Path) -> CheckpointStore:
+    return CheckpointStore(run_dir / "checkpoints", config.run.keep_last, config.run.keep_best)
+
+
 class ReinforcementLearning:
     """The task `rl`, or one half of it: a cluster and its controller. done: step of the newest checkpoint."""
 
@@ -204,12 +240,9 @@ class ReinforcementLearning:
         self._config, self._run_dir = of_half(config), run_dir
         config, half = self._config, config.run.half
         self._held_out: dict[str, list[str]] = {}
+        suites = check_task(config)
         if half.rolls:
-            check_engine(config)
-            (suite,) = suites_of(config)
-            if config.env.name is EnvName.USER:
-                rehearse(suite, config.env.suite, episodes=1, turns=2, budget_s=_REHEARSAL_S)
-            check_instances(config.val, suite)
+            (suite,) = suites
             if half.trains:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}

@@ -241,7 +241,7 @@ def check_machine(config: Config) -> None:
     ray = config.cluster.mode is ClusterMode.RAY and config.task is Task.RL
     if ray and config.cluster.address:
         check_address(config.cluster.address)
-    elif config.rollout.device.startswith("cuda"):
+    elif config.rollout.device.startswith("cuda") or (ray and config.cluster.share_gpus):
         _check_gpus(config, ray)
 
 
@@ -251,8 +251,9 @@ def _check_gpus(config: Config, ray: bool) -> None:
     device, count = config.rollout.device, torch.cuda.device_count()
     if not count:
         why = "this torch is a build for CPUs" if torch.version.cuda is None else "torch finds no GPU here"
+        asked = f"rollout.device={device}" if device.startswith("cuda") else "cluster.share_gpus=true"
         raise ValueError(
-            f"rollout.device={device}, and {why} (`rlpipe doctor` says more): set rollout.device=cpu, or "
+            f"{asked}, and {why} (`rlpipe doctor` says more): set rollout.device=cpu, or "
             "cluster=ray or inline, which run without a GPU."
         )
     index = int(device.partition(":")[2] or 0)
@@ -260,13 +261,14 @@ def _check_gpus(config: Config, ray: bool) -> None:
         raise ValueError(
             f"rollout.device={device}, and there are {count} GPUs: set cuda:0 to cuda:{count - 1}."
         )
-    rollout, half = config.rollout, config.run.half
-    tp = rollout.sglang.tp if rollout.engine is EngineKind.SGLANG else 1
-    needed = rollout.workers * tp * half.rolls + config.trainer.world_size * half.trains
-    if ray and not config.cluster.share_gpus and needed > count:
+    rollout, half, shared = config.rollout, config.run.half, config.cluster.share_gpus
+    served, ranks = rollout.workers * rollout.cards * half.rolls, config.trainer.world_size * half.trains
+    needed = max(served, ranks) if shared else served + ranks
+    if ray and needed > count:
+        remedy = "lower them" if shared else "lower them, or use cluster=one_gpu"
         raise ValueError(
-            f"rollout.workers={rollout.workers} and trainer.tp * cp * dp = {config.trainer.world_size} need "
-            f"{needed} GPUs, and this machine has {count}: lower them, or use cluster=one_gpu."
+            f"rollout.workers={rollout.workers} of {rollout.cards} GPUs each and trainer.tp * cp * pp * dp = "
+            f"{config.trainer.world_size} need {needed} GPUs, and this machine has {count}: {remedy}."
         )
 
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from rlpipe.command_line import explaining, refused
+from rlpipe.command_line import check_arguments, explained, explaining, refused
 from rlpipe.config.checks import check
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
@@ -42,10 +44,33 @@ def usage() -> str:
     )
 
 
-def config_of(overrides: Sequence[str]) -> Config:
-    """The settings of a command line, composed and typed but not checked."""
-    with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
-        return OmegaConf.to_object(hydra.compose(config_name="config", overrides=list(overrides)))
+def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
+    """The settings of a command line, composed and typed but not checked, and their YAML.
+
+    Raises ValueError with what, the value and the remedy where they cannot be composed.
+    """
+    try:
+        check_arguments(overrides)
+        with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+            composition = hydra.compose(config_name="config", overrides=list(overrides))
+        return OmegaConf.to_object(composition), OmegaConf.to_yaml(composition, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(explained(error, overrides)) from error
+
+
+def check_before(config: Config) -> None:
+    """All that a launch looks at before its task does: settings, sizes, memory, files, machine, own code.
+
+    Raises ValueError with what, the value and the remedy.
+    """
+    check(config)
+    from rlpipe.actors.ray_session import set_ray_environment
+    from rlpipe.preflight import check_sizes, check_surroundings
+
+    check_sizes(config)
+    check_memory(config)
+    set_ray_environment(config)  # before code of the user's, or verl, imports Ray
+    check_surroundings(config)
 
 
 Work = Callable[[Config, str], int]  # what to do with a checked configuration and its YAML
@@ -61,14 +86,7 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
         if composition is None:
             composition = OmegaConf.merge(Config, OmegaConf.create(resolved))
         config = OmegaConf.to_object(composition)
-        check(config)
-        from rlpipe.actors.ray_session import set_ray_environment
-        from rlpipe.preflight import check_sizes, check_surroundings
-
-        check_sizes(config)
-        check_memory(config)
-        set_ray_environment(config)  # before code of the user's, or verl, imports Ray
-        check_surroundings(config)
+        check_before(config)
         if work is None:
             from rlpipe.launch import launch as work
         return work(config, resolved)

@@ -12,9 +12,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -48,14 +48,24 @@ def held(run_dir: Path) -> Iterator[None]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(_holder(run_dir)) from None
+        _take(lock, run_dir)
         lock.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, lock)
         lock.flush()
         yield
+
+
+def check_free(run_dir: Path) -> None:
+    """Refuse a run directory in which a process works. Raises ValueError with who it is; writes nothing."""
+    with suppress(FileNotFoundError), (run_dir / LOCK).open() as lock:
+        _take(lock, run_dir)
+
+
+def _take(lock: IO[str], run_dir: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(_holder(run_dir)) from None
 
 
 def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Resume) -> dict[str, str]:

@@ -23,7 +23,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlpipe.actors.engines import check_engine
 from rlpipe.adapt.conversations import ConversationFormat, read_conversations
@@ -31,12 +31,14 @@ from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import own_rollouts
+from rlpipe.config.env import EnvName
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.envs import check_environment
+from rlpipe.envs.base import Suite
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 from rlpipe.pipeline.checkpoints import CheckpointStore
@@ -71,12 +73,11 @@ class Adaptation:
     _stop: bool = False
     _ray: RaySession | None = None
     _trainer: MegatronTrainer | DraftTrainer | TrainerRanks = field(init=False)
+    _suites: dict[EnvName, Suite] = field(init=False)
     _domains: list[Domain] = field(init=False)
 
     def __post_init__(self, done: int | None) -> None:
-        for name in self.config.adapt.environments(self.config.env):
-            check_environment(replace(self.config.env, name=name))
-        self._check_engines()
+        self._suites, self._domains = check_adaptation(self.config)
         forget_evaluations(self.run_dir, done)
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
@@ -91,9 +92,7 @@ class Adaptation:
         """Train until `run.steps` or a stop request, evaluate, leave a checkpoint; True when all is done."""
         config = self.config
         check_evaluations(config, self.run_dir)
-        suites = make_suites(config.adapt, config.env, config.run.seed)
-        self._domains = make_domains(config.adapt, config.env, suites)
-        trajectories = self._load(suites)
+        trajectories = self._load()
         if self._stop:
             return False
         self._trainer = _make_trainer(config, trajectories)
@@ -118,17 +117,7 @@ class Adaptation:
         if self._ray is not None:
             self._ray.stop(at_once)
 
-    def _check_engines(self) -> None:
-        """Refuse now what the engine of an evaluation could not do after the training. Raises ValueError."""
-        config, settings = self.config, self.config.adapt
-        modes = {
-            config.spec.mode,
-            *(() if settings.drafter.kind.draft else map(SpecMode, settings.eval_modes)),
-        }
-        for mode in sorted(modes):
-            check_engine(replace(config, spec=replace(config.spec, mode=mode)))
-
-    def _load(self, suites: dict[Any, Any]) -> list[Trajectory]:
+    def _load(self) -> list[Trajectory]:
         settings, config = self.config.adapt, self.config
         if settings.data:
             source = resolve(settings.data)
@@ -140,7 +129,9 @@ class Adaptation:
         else:
             file = resolve(settings.rollouts) if settings.rollouts else self.run_dir / "rollouts.jsonl"
             self.bus.event("phase", message=f"own rollouts on {settings.prompts} prompts ({file.name})")
-            found = own_rollouts(config, suites[config.env.name], file, lambda: self._stop, self.bus.event)
+            found = own_rollouts(
+                config, self._suites[config.env.name], file, lambda: self._stop, self.bus.event
+            )
         tokens, cut = sum(t.response_length for t in found), sum(t.truncated for t in found)
         self.bus.event("adapt_data", trajectories=len(found), sampled_tokens=tokens, truncated=cut)
         return found
@@ -258,6 +249,21 @@ def evaluations(run_dir: Path) -> Path:
 def evaluation_file(run_dir: Path, step: int) -> Path:
     """What was measured after a step; see `Evaluation`."""
     return evaluations(run_dir) / f"step_{step}.json"
+
+
+def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]]:
+    """Environments that are played and held-out sets, refused now if an evaluation would fail after training.
+
+    Writes nothing. Raises ValueError.
+    """
+    settings = config.adapt
+    for name in settings.environments(config.env):
+        check_environment(replace(config.env, name=name))
+    modes = {config.spec.mode, *(() if settings.drafter.kind.draft else map(SpecMode, settings.eval_modes))}
+    for mode in sorted(modes):
+        check_engine(replace(config, spec=replace(config.spec, mode=mode)))
+    suites = make_suites(settings, config.env, config.run.seed)
+    return suites, make_domains(settings, config.env, suites)
 
 
 def check_evaluations(config: Config, run_dir: Path) -> None:

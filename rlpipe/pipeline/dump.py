@@ -60,20 +60,29 @@ class Dump:
 
         Raises ValueError when the folder holds the dump of another run.
         """
-        own = _about(config)
+        own = cls.check_new(directory, config)
         dump = cls(directory, own)
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory / ABOUT, own)
+        dump.forget_after(step)
+        return dump
+
+    @staticmethod
+    def check_new(directory: Path, config: Config) -> dict[str, Any]:
+        """What identifies the dump that this run would write. Writes nothing.
+
+        Raises ValueError when the folder holds the dump of another run.
+        """
+        made_by = _about(config)
         if (directory / ABOUT).exists():
-            found = _read(directory)
-            differing = [key for key in own if key != "trainer" and found.get(key) != own[key]]
+            recorded = _read(directory)
+            differing = [key for key in made_by if key != "trainer" and recorded.get(key) != made_by[key]]
             if differing:
                 raise ValueError(
                     f"run.dump={str(directory)!r} holds the dump of another run (it differs in "
                     f"{', '.join(differing)}): name another folder, or remove that one."
                 )
-        directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / ABOUT, own)
-        dump.forget_after(step)
-        return dump
+        return made_by
 
     @classmethod
     def open(cls, directory: Path, config: Config) -> Dump:

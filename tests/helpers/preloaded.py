@@ -10,6 +10,7 @@ import torch  # noqa: F401
 
 import rlpipe.algo.user_correction
 import rlpipe.check
+import rlpipe.doctor
 import rlpipe.envs.swe.suite
 import rlpipe.launch
 import rlpipe.preflight

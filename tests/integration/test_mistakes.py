@@ -5,14 +5,17 @@ A process that has imported what a command would is forked for each mistake: the
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers.cli import environment
+from rlpipe.pipeline.checkpoints import _seal
+from tests.helpers.cli import ROOT, environment
 from tests.helpers.mistakes import ENVIRONMENT, mistakes
 from tests.helpers.processes import in_a_process
+from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.integration
 STARTED = 99
@@ -44,6 +47,10 @@ def _command(folder, given, module):
     rlpipe.launch.run_task = lambda *_: STARTED
     os.chdir(folder)
     sys.argv = ["rlpipe", *given]
+    if module == "rlpipe.doctor":  # all but what it says of the machine
+        findings = list(sys.modules[module].check_run(given))
+        sys.modules[module].show(findings)
+        return int(any(finding.level == "missing" for finding in findings))
     sys.path[:] = [path for path in sys.path if path]
     os.environ.pop("WANDB_API_KEY", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -97,3 +104,79 @@ def test_ray_is_told_to_ask_for_a_token_before_code_of_the_users_is_imported(tmp
     done = subprocess.run(given, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "told").read_text()) == "token"
+
+
+def another_run(folder):
+    """A run directory at step 1 with other settings, and a dump of another run."""
+    checkpoint = folder / "run" / "checkpoints" / "step_1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "hf").write_text("")
+    _seal(checkpoint, {"step": 1})
+    (folder / "run" / "config.yaml").write_text("trainer:\n  lr: 0.5\n")
+    (folder / "dump").mkdir()
+    (folder / "dump" / "dump.json").write_text('{"format": 1}')
+
+
+def gated_delta_nets(folder):
+    vocab = json.loads((ROOT / "models" / "tiny" / "config.json").read_text())["vocab_size"]
+    for family in ("qwen3_next", "qwen3_5"):
+        write_random_checkpoint(folder / family, family, vocab=vocab)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(ROOT / "models" / "tiny" / name, folder / family)
+        for template in (ROOT / "models" / "tiny").glob("*.jinja"):
+            shutil.copy(template, folder / family)
+
+
+SGLANG_HERE = f"rollout.sglang.python={sys.executable}"  # an interpreter without SGLang
+LAUNCHES = {  # settings -> whether a launch without a GPU goes on to start processes
+    "+recipe=swe_rl": True,
+    "+recipe=swe_rl cluster=inline trainer.lora.rank=8": True,
+    "+recipe=swe_rl run.dump=new run.half=rollout": True,
+    "+recipe=mtp_adapt": True,
+    "+recipe=mtp_adapt adapt.in_domain=[swe.nowhere]": False,
+    "+recipe=mtp_adapt adapt.out_of_domain=[nowhere.jsonl]": False,
+    "+recipe=mtp_adapt rollout=sglang": False,
+    "+recipe=swe_rl run.dir=run": False,
+    "+recipe=swe_rl run.dir=run run.resume=anyway": True,
+    "+recipe=swe_rl run.dump=dump": False,
+    "+recipe=swe_rl run.half=train run.dump=nowhere": False,
+    "+recipe=swe_rl val.instances=100000": False,
+    "+recipe=swe_rl cluster=one_node": False,
+    "+recipe=swe_rl cluster.share_gpus=true": False,
+    "+recipe=swe_rl rollout.max_running=1000000": False,
+    f"+recipe=swe_rl rollout=sglang {SGLANG_HERE}": False,
+    "+recipe=swe_rl model.path=qwen3_next mtp.train=off spec.mode=none": False,
+    "+recipe=swe_rl model.path=qwen3_5 rollout=sglang": False,
+    "+recipe=swe_rl spec.gama=3": False,
+}
+
+
+def agreement(folder, given):
+    """Exit status of a launch, which `check` and `doctor` must foretell in its words, leaving no file."""
+    before = files(folder)
+    foretold = {module: play(folder, given, module) for module in ("rlpipe.check", "rlpipe.doctor")}
+    assert files(folder) == before
+    status, said = play(folder, given)
+    refusal = said.strip().splitlines()[-1].removeprefix("rlpipe: ") if status != STARTED else ""
+    for module, (verdict, words) in foretold.items():
+        assert (verdict == 0) == (status == STARTED), f"{module}: {words}\nlaunch: {said}"
+        assert refusal in words, f"{module}: {words}\nlaunch: {said}"
+    return status
+
+
+@pytest.mark.parametrize(("settings", "starts"), LAUNCHES.items())
+def test_doctor_and_check_say_of_a_launch_what_the_launch_says(tmp_path, settings, starts):
+    if "model.path" in settings:
+        gated_delta_nets(tmp_path)
+    another_run(tmp_path)
+    assert agreement(tmp_path, settings.split()) == (STARTED if starts else 2)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [m for m in MISTAKES if not m.given[0].startswith("--")][::24],
+    ids=lambda mistake: mistake.name,
+)
+def test_doctor_and_check_refuse_mistakes_as_the_launch_does(tmp_path, mistake):
+    mistake.files(tmp_path)
+    assert agreement(tmp_path, mistake.given) == mistake.status
