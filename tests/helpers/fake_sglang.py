@@ -4,8 +4,9 @@
 
 It answers to the key in FILE alone, which it reads as SGLang does: put in front of the command line, all
 parsed by argparse. It decodes the token 7. FOLDER/broken makes it end at once; FOLDER/slow makes answers
-take long; FOLDER/trickle makes the tokens of a turn come one every fifth of a second; FOLDER/deadly makes it
-end when weights arrive; every weight update is a line in FOLDER/updates.
+take long; FOLDER/deaf makes it answer no question; FOLDER/trickle makes the tokens of a turn come one every
+fifth of a second; FOLDER/deadly makes it end when weights arrive; every weight update is a line in
+FOLDER/updates.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
     folder = Path()
 
     def do_GET(self) -> None:
+        while (self.folder / "deaf").exists():
+            time.sleep(0.02)
         if self._may():
             self._say({"ok": True})
 

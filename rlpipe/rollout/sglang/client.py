@@ -62,8 +62,8 @@ class SglangClient:
         """Send once. timeout: seconds, if not the client's. Raises ServerError, ServerUnreachable."""
         return await self._send("POST", path, body, timeout)
 
-    async def answers(self, path: str, timeout: float = _CONNECT_SECONDS) -> bool:
-        """Whether the server answers `path` with success within `timeout` seconds."""
+    async def answers(self, path: str, timeout: float | None = _CONNECT_SECONDS) -> bool:
+        """Whether the server answers `path` with success within `timeout` seconds, or ever for None."""
         if self._client.is_closed:
             return False
         try:

@@ -94,6 +94,7 @@ class Replica:
         self._well = 0.0  # when the server was last asked by `recover`, and answered
         self._strikes = 0  # faults since an update arrived without one
         self._loading = self._stopped = False
+        self._clocks: set[asyncio.Timeout] = set()  # of questions that the server has not answered
         self._recovering: set[asyncio.Task[bool]] = set()
         self._watching: asyncio.Task[None] | None = None
 
@@ -183,11 +184,11 @@ class Replica:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """While the server reads weights it may be silent for `update_timeout` instead."""
-        self._loading = True
+        self._set_loading(True)
         try:
             yield
         finally:
-            self._loading = False
+            self._set_loading(False)
 
     def arrived(self, goal: Goal) -> None:
         """The running server was brought to `goal` by an update."""
@@ -220,7 +221,7 @@ class Replica:
             if self.server.is_running():
                 if time.monotonic() - probed < self._config.sglang.health_interval:
                     continue
-                answered = await client.answers(PROBE, self._patience)
+                answered = await self._answers(client, self._patience)
                 probed, said = time.monotonic(), "it does not answer"
                 if answered:
                     continue
@@ -235,12 +236,34 @@ class Replica:
         sglang = self._config.sglang
         return sglang.update_timeout if self._loading else sglang.health_timeout
 
+    def _set_loading(self, loading: bool) -> None:
+        """Questions that are under way have the patience of what the server does from now on.
+
+        With that of their beginning, a server that hangs right behind an update would be waited for as one
+        that loads, and one that loads would be killed for a question that came just before.
+        """
+        self._loading = loading
+        for clock in self._clocks:
+            if not clock.expired():
+                clock.reschedule(asyncio.get_running_loop().time() + self._patience)
+
+    async def _answers(self, client: SglangClient, patience: float) -> bool:
+        """Whether the server answers within so many seconds, or within the new patience if that changes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience) as clock:
+                self._clocks.add(clock)
+                try:
+                    return await client.answers(PROBE, None)
+                finally:
+                    self._clocks.discard(clock)
+        return False
+
     async def _fault(self, patience: float) -> str | None:
         """The event's kind: what is wrong with the server; None when it answers."""
         deadline = time.monotonic() + _END_SECONDS
         while self.server.is_running():
             if time.monotonic() > deadline:
-                if await self.client.answers(PROBE, patience):
+                if await self._answers(self.client, patience):
                     return None
                 return "server_hung" if self.server.is_running() else "server_died"
             await asyncio.sleep(0.05)

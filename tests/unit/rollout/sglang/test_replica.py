@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def fake(tmp_path, monkeypatch):
     )
     running.folder, running.events, running.started, running.settings = tmp_path, events, started, config
     yield running
-    for name in ("slow", "broken"):
+    for name in ("slow", "broken", "deaf"):
         (tmp_path / name).unlink(missing_ok=True)
     running.close()
 
@@ -131,6 +132,72 @@ def test_an_update_its_server_dies_of_is_complete_when_the_next_serves(fake, wei
     fake.update_weights(weights, 6)
     assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [6, 6]
     assert not list(fake.folder.glob("sglang-weights-*"))
+
+
+@pytest.fixture
+def asked(fake, monkeypatch):
+    """Waits until a question is asked that the server does not answer."""
+    questions = []
+    answers = SglangClient.answers
+
+    async def noted(self, path, *timeout):
+        questions.append(path)
+        return await answers(self, path, *timeout)
+
+    monkeypatch.setattr(SglangClient, "answers", noted)
+
+    async def unanswered():
+        (fake.folder / "deaf").touch()
+        before = len(questions)
+        await asyncio.to_thread(until, lambda: len(questions) > before)
+
+    return unanswered
+
+
+def test_a_server_that_hangs_behind_an_update_is_found_after_its_health_timeout(
+    fake, weights, asked, monkeypatch
+):
+    """The question under way was asked while the server took weights, and might have lasted as long."""
+    fake.settings.sglang.update_timeout = 1e6
+
+    async def check(self, client, expecting, *, draft, again=None):
+        if len(fake.started) == 1:
+            await asked()
+            hang(fake)
+            (fake.folder / "deaf").unlink()
+        return CanaryReport()
+
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    updating = threading.Thread(target=fake.update_weights, args=(weights, 3), daemon=True)
+    server = fake.server
+    updating.start()
+    try:
+        until(lambda: "server_restarted" in kinds(fake))
+    finally:
+        if server.is_running():  # not found: it would hold up the end of the test
+            server.stop(0)
+    updating.join()
+    assert kinds(fake) == ["server_hung", "server_restarted"] and fake.stats().policy_version == 3
+
+
+def test_a_server_that_loads_is_not_lost_for_a_question_from_before(fake, weights, asked, monkeypatch):
+    fake.settings.sglang.health_timeout = 1.0
+    question = None
+
+    async def given():
+        nonlocal question
+        question = question or asyncio.ensure_future(asked())
+        await question
+        return weights
+
+    async def check(self, client, expecting, *, draft, again=None):
+        await asyncio.sleep(3.0)  # as long as large weights take
+        (fake.folder / "deaf").unlink()
+        return CanaryReport()
+
+    monkeypatch.setattr(sync.WeightSync, "check", check)
+    fake._call(fake._updates.bring(replica.Goal(weights=given, version=3)))
+    assert not fake.events and fake.stats().policy_version == 3
 
 
 def offered(fake, weights, version, members):
