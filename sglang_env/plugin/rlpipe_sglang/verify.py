@@ -25,6 +25,7 @@ from rlpipe_sglang import record
 from rlpipe_sglang.measure import entropy
 
 judged: Counter[str] = Counter()  # of this process
+TOGETHER = 2**19  # logits of the requests that torch judges at once, so that they stay in a processor's cache
 
 
 class Verdict(NamedTuple):
@@ -54,19 +55,35 @@ def verify(
     draft: z [B, n - 1, V]. target: logits [B, n, V], not scaled. temperatures: [B, 1]. coins: [B, n - 1],
     uniforms: [B], float64 in [0, 1), independent of each other and of the drafts.
     """
-    batch, depths, vocab = draft.shape
+    given = drafts, draft, target, temperatures, coins, uniforms
+    size = max(1, TOGETHER // target.shape[1:].numel())
+    if len(target) <= size:
+        return _verify(*given)
+    parts = zip(*(x.split(size) for x in given), strict=True)
+    return Verdict(*map(torch.cat, zip(*(_verify(*part) for part in parts), strict=True)))
+
+
+def _verify(
+    drafts: torch.Tensor,
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    temperatures: torch.Tensor,
+    coins: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> Verdict:
+    batch, depths, _ = draft.shape
     rows = torch.arange(batch, device=drafts.device)
     log_p = (target / temperatures.unsqueeze(-1)).log_softmax(-1)
     log_p.clamp_(min=torch.finfo(log_p.dtype).min)  # as SGLang's
-    chosen, log_q = drafts.unsqueeze(-1), draft.log_softmax(-1)
-    p = log_p[:, :depths].gather(-1, chosen).squeeze(-1).exp()
-    q = log_q.gather(-1, chosen).squeeze(-1).exp()
+    laws, proposals, chosen = log_p.softmax(-1), draft.softmax(-1), drafts.unsqueeze(-1)
+    p = laws[:, :depths].gather(-1, chosen).squeeze(-1)
+    q = proposals.gather(-1, chosen).squeeze(-1)
     accepted = (coins * q < p).cumprod(1, dtype=torch.int64).sum(1)
 
-    whole = weights = log_p[rows, accepted].exp()
+    whole = weights = laws[rows, accepted]
     if depths:
         at = accepted.clamp(max=depths - 1)
-        rest = (whole - log_q[rows, at].exp()).clamp_(min=0)
+        rest = (whole - proposals[rows, at]).clamp_(min=0)
         # rounding can leave no mass where exact arithmetic never comes: the target is the nearest law
         partial = ((accepted < depths) & (rest.sum(-1) > 0)).unsqueeze(-1)
         weights = torch.where(partial, rest, whole)
@@ -75,7 +92,7 @@ def verify(
 
     tokens = torch.cat([drafts, last], 1).scatter_(1, accepted.unsqueeze(-1), last)
     logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    entropies = entropy(log_p.view(-1, vocab)).view(batch, -1)
+    entropies = entropy(log_p, laws)
     return Verdict(accepted, tokens, p, q, logprobs, entropies)
 
 

@@ -105,12 +105,12 @@ CALLERS = {
 SOURCE = {
     "accepts_by_p_alone": ("coins * q < p", "coins < p"),
     "accepts_after_a_rejection": ("< p).cumprod(1, dtype=torch.int64)", "< p).long()"),
-    "residual_of_the_first_row": ("log_q[rows, at]", "log_q[rows, 0]"),
-    "residual_of_another_request": ("log_q[rows, at]", "log_q[rows.flip(0), at]"),
-    "normalizer_of_another_row": ("draft.log_softmax(-1)", "draft - draft[:, :1].logsumexp(-1, True) - 0.1"),
+    "residual_of_the_first_row": ("proposals[rows, at]", "proposals[rows, 0]"),
+    "residual_of_another_request": ("proposals[rows, at]", "proposals[rows.flip(0), at]"),
+    "q_normalized_over_depths": ("draft.softmax(-1)", "draft.softmax(1)"),
     "no_residual": ("torch.where(partial, rest, whole)", "whole"),
     "bonus_from_the_residual": ("(accepted < depths) & ", ""),
-    "q_not_normalized": ("draft.log_softmax(-1)", "draft"),
+    "q_not_normalized": ("draft.softmax(-1)", "draft.exp()"),
 }
 
 
@@ -197,6 +197,19 @@ def test_a_draft_is_drawn_from_exactly_the_numbers_that_are_kept(plugin):
     greedy = drafts.proposed(never, before, torch.ones(64, 1), sampling.top_ks)[2]
     prefilled = drafts.drawn(never, drafts.prefilled(never, before, sampling, True))[1]
     assert torch.equal(greedy[:, 0], before.argmax(-1)) and torch.equal(greedy, prefilled)
+
+
+def test_requests_judged_a_few_at_a_time_are_judged_alike(plugin, monkeypatch):
+    verify, generator = plugin("verify"), torch.Generator().manual_seed(0)
+    z, target = (torch.randn(7, n, 9, generator=generator) for n in (2, 3))
+    drafts = torch.randint(9, (7, 2), generator=generator)
+    coins = torch.rand(7, 2, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(7, generator=generator, dtype=torch.float64)
+    given = drafts, z, target, torch.linspace(0.5, 2, 7)[:, None], coins, uniforms
+    together = verify.verify(*given)
+    monkeypatch.setattr(verify, "TOGETHER", 60)  # two requests
+    for one, other in zip(verify.verify(*given), together, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_drafts_have_the_law_that_is_kept(plugin):
