@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlpipe.config.run import Config
+    from rlpipe.config.sglang import SglangConfig
     from rlpipe.config.spec import SpecConfig
     from rlpipe.models.base import Family, Part
 
@@ -57,7 +58,7 @@ class DrafterKind:
         for one that is trained inside the policy's trainer, or not at all.
     sglang: its `--speculative-algorithm`; "" where SGLang cannot draft so. served: what a server then holds.
     check_served: refuses settings with which it cannot draft, given the `config.json` of what is served.
-    check_sglang: refuses drafts that SGLang computes otherwise, given the target's.
+    check_sglang: refuses drafts that SGLang computes otherwise, given the target's and the server's settings.
     check_trained: refuses to train it in `mtp_adapt`, given the target's. check_cotrained: beside the policy.
     """
 
@@ -68,7 +69,7 @@ class DrafterKind:
     sglang: str = ""
     served: ServedDraft | None = None
     check_served: Callable[[Config, HfConfig], None] = _unchecked
-    check_sglang: Callable[[SpecConfig, HfConfig], None] = _unchecked
+    check_sglang: Callable[[SpecConfig, HfConfig, SglangConfig], None] = _unchecked
     check_trained: Callable[[Config, HfConfig], None] = _unchecked
     check_cotrained: Callable[[Config], None] = _unchecked
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rlpipe.config.drafters import DrafterKind, HfConfig, ServedDraft
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
 from rlpipe.config.paths import resolve
+from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.models import read_architecture
@@ -65,18 +66,19 @@ def _check_rotary(target: HfConfig) -> None:
         )
 
 
-def check_sglang(spec: SpecConfig, target: HfConfig) -> None:
+def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
     """Refuse a draft that SGLang 0.5.23 would not load, or would compute otherwise than it was trained.
 
     Raises ValueError with what, the value and the remedy.
     """
     shape = read_shape(resolve(spec.draft_path), target)
     named = f"spec.draft_path={spec.draft_path!r}"
-    if shape.reduced and spec.mode in (SpecMode.REJECTION, SpecMode.BLOCK):  # eagle_worker_v2.py:269
+    if shape.reduced and spec.mode in (SpecMode.REJECTION, SpecMode.BLOCK) and not sglang.plugin:
         raise ValueError(
-            f"spec.mode={spec.mode}: {named} knows {shape.draft_vocab} of {shape.vocab} tokens, and SGLang "
-            "samples drafts over the whole vocabulary only. Use spec.mode=target_only (or greedy), a draft "
-            "trained with eagle3.draft_vocab=0, or rollout=embedded."
+            f"spec.mode={spec.mode} and rollout.sglang.plugin=false: {named} knows {shape.draft_vocab} of "
+            f"{shape.vocab} tokens, and SGLang samples drafts over the whole vocabulary only. Set "
+            "rollout.sglang.plugin=true, or use spec.mode=target_only (or greedy), a draft trained with "
+            "eagle3.draft_vocab=0, or rollout=embedded."
         )
     depth, layers = int(target["num_hidden_layers"]), list(shape.layers)
     # A model gives the inputs of the layers after these, in their order, and a draft leaves fc out where its

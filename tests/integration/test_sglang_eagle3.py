@@ -213,18 +213,55 @@ def test_a_replaced_server_starts_on_the_newest_draft(served, target):
     assert [kind for kind, _ in served.events] == ["server_died", "server_restarted"]
 
 
-def test_a_reduced_vocabulary_drafts_for_greedy_turns(target, tmp_path):
+@pytest.fixture(scope="module")
+def reduced(target, tmp_path_factory):
+    """A server under rejection sampling whose draft knows four of the six tokens, and the draft."""
+    draft = write_random_draft(tmp_path_factory.mktemp("reduced"), target, ids=KNOWN, layers=LAYERS)
+    with running_server(target, tmp_path_factory.mktemp("logs"), draft=draft) as engine:
+        yield engine, draft
+
+
+def test_a_reduced_vocabulary_drafts_for_greedy_turns(reduced, target):
     """Tokens and steps of the embedded engine. Turns end where drafts may still stand: not compared."""
-    draft = write_random_draft(tmp_path / "draft", target, ids=KNOWN, layers=LAYERS)
+    engine, draft = reduced
     asked = [request(i, p, temperature=0, max_new_tokens=TOKENS) for i, p in enumerate(prompts(12))]
     with driven_engine(target, "greedy", gamma=GAMMA, drafter="eagle3", draft_path=draft) as driven:
         ours = driven.generate(*asked)
-    with running_server(target, tmp_path / "logs", "greedy", draft) as engine:
-        theirs = generate(engine, *asked)
+    theirs = generate(engine, *asked)
     assert [t.output_ids for t in theirs] == [o.output_ids for o in ours]
     assert [t.spec.verify_steps for t in theirs] == [o.spec.verify_steps for o in ours]
     accepted = sum(sum(o.spec.accepted) for o in ours)
     assert 0 < accepted < GAMMA * sum(o.spec.verify_steps for o in ours)
+
+
+def test_drafts_of_a_reduced_vocabulary_leave_the_targets_law_as_it_is(reduced, target):
+    """G-test of the first three tokens, as above; power: the law with unknown tokens rarer."""
+    engine, _ = reduced
+    asked = [request(i, PROMPT, max_new_tokens=DEPTH + 1) for i in range(SAMPLES)]
+    tokens = np.array([result.output_ids[:DEPTH] for result in generate(engine, *asked)])
+    logits = transformers_logits(target)
+    unknown = [token for token in range(VOCAB) if token not in KNOWN]
+
+    def without(ids):
+        found = logits(ids).clone()
+        found[..., unknown] -= 3.0
+        return found
+
+    limit = normal_quantile(1e-4 / (DEPTH + 1))
+    scores = Law.of([logits], PROMPT, VOCAB, DEPTH).scores(tokens)
+    wrong = Law.of([without], PROMPT, VOCAB, DEPTH).scores(tokens)
+    print("scores", np.round(scores, 2), "unknown tokens rarer", np.round(wrong, 2))
+    assert max(scores) < limit < max(wrong)
+
+
+def test_drafts_of_a_reduced_vocabulary_are_accepted_as_often_as_in_the_embedded_engine(reduced, target):
+    """z-tests by depth, alpha 1e-4 in all. Every recorded draft is a token that the draft knows."""
+    engine, draft = reduced
+    asked = [request(i, p, max_new_tokens=TOKENS, record_drafts=True) for i, p in enumerate(prompts(128))]
+    theirs, ours = generate(engine, *asked), embedded(target, draft, *asked)
+    assert {t for result in theirs for step in result.drafts for t in step.tokens} == set(KNOWN)
+    assert all(min(step.draft_probs) > 0 for result in theirs for step in result.drafts)
+    assert np.abs(acceptance_scores(theirs, ours)).max() < normal_quantile(1e-4 / (2 * GAMMA))
 
 
 def test_a_run_co_trains_the_draft_that_its_server_drafts_with(tmp_path):
@@ -241,7 +278,6 @@ def test_a_run_co_trains_the_draft_that_its_server_drafts_with(tmp_path):
         f"rollout.sglang.python={find_environment(SglangConfig(), on_gpu=False).python}",
         "rollout.device=cpu",
         "rollout.sglang.weight_transfer=collective",
-        "spec.mode=target_only",  # which takes a reduced vocabulary
         "spec.drafter=eagle3",
         f"spec.draft_path={draft}",
         "mtp.train=online",

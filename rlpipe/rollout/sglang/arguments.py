@@ -87,7 +87,7 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
                 f"rollout.sglang.weight_transfer=disk with spec.drafter={spec.drafter}: SGLang reads one "
                 "checkpoint into target and draft. Set weight_transfer=auto, shared, tensor or collective."
             )
-        spec.drafter.kind.check_sglang(spec, target)
+        spec.drafter.kind.check_sglang(spec, target, rollout.sglang)
         return
     drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)

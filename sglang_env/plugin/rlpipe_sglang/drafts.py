@@ -7,6 +7,11 @@
 The temperature is applied here and never again. SGLang's `draft_probs` holds z wherever a draft was drawn,
 after a prefill (`renorm_draft_probs`, then `fast_sample`) and a draft step (`sample_draft_proposal`), so that
 rows of both can be merged. Only `verify.sampled` reads it. A request with a seed is drawn by SGLang.
+
+Most public EAGLE-3 drafts know K < V of the target's tokens. SGLang refuses them under rejection sampling,
+since verification needs q of all V. Here X is drawn among the K and z is -inf for the others (`whole`), so a
+token that the draft does not know is never drafted and comes from the residual: the target's law is kept.
+
 Multi-layer workers and servers apart for prefill write probabilities elsewhere too; there all is SGLang's.
 """
 
@@ -22,11 +27,38 @@ import torch
 failed: list[str] = []  # why torch runs in place of the kernels on this process's GPU
 
 
+class Known:
+    """Tokens that this process's draft knows. ids: [K] int64, those of the target; None for all. size: V."""
+
+    ids: torch.Tensor | None = None
+    size: int = 0
+
+
 def keeps_logits() -> bool:
     """Whether `draft_probs` of this server holds z."""
     from sglang.srt.runtime_context import get_disagg, get_spec
 
     return not get_spec().enable_multi_layer_eagle and get_disagg().disaggregation_mode == "null"
+
+
+def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> None:
+    """AROUND `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids, and last refuses K < V."""
+    from sglang.srt.runtime_context import get_spec
+
+    try:
+        original(worker, *memory, **named)
+    except ValueError:
+        if getattr(worker, "hot_token_id", None) is None or not keeps_logits():
+            raise
+    if worker.hot_token_id is not None and get_spec().speculative_use_rejection_sampling:
+        Known.ids, Known.size = worker.hot_token_id.long(), worker.target_worker.model_config.vocab_size
+
+
+def whole(z: torch.Tensor) -> torch.Tensor:
+    """[B, V] of z [B, K]; z itself where the draft knows all tokens."""
+    if Known.ids is None:
+        return z
+    return z.new_full((len(z), Known.size), float("-inf")).index_copy_(1, Known.ids, z)
 
 
 def scaled(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -88,14 +120,14 @@ def proposed(
         z = scaled(logits, temperatures)
     else:
         z, drafts = by_kernel("draw", draw, logits.device, logits, temperatures, top_ks)
-    return z, torch.ones_like(drafts, dtype=torch.float32), drafts
+    return whole(z), torch.ones_like(drafts, dtype=torch.float32), drafts
 
 
 def prefilled(original: Callable, logits: torch.Tensor, sampling: Any, rejection: bool) -> torch.Tensor:
     """AROUND `renorm_draft_probs`: z, marked for `drawn`, where SGLang would return softmax(z)."""
     if not (rejection and logits.size(0) and keeps_logits()):
         return original(logits, sampling, rejection)
-    z = scaled(logits, sampling.temperatures)
+    z = whole(scaled(logits, sampling.temperatures))
     z.rlpipe_scaled = sampling.top_ks
     return z
 
@@ -110,9 +142,10 @@ def drawn(
     """AROUND `fast_sample`, which is also called with probabilities, and then is SGLang's."""
     if not hasattr(probs, "rlpipe_scaled"):
         return original(probs, *count, sampling_seed=sampling_seed, **more)
+    z = probs if Known.ids is None else probs[:, Known.ids]
     if sampling_seed is not None:
-        return original(probs.softmax(-1), *count, sampling_seed=sampling_seed, **more)
-    drafts = by_kernel("draw", draw, probs.device, probs, None, probs.rlpipe_scaled)[1]
+        return original(z.softmax(-1), *count, sampling_seed=sampling_seed, **more)
+    drafts = by_kernel("draw", draw, z.device, z, None, probs.rlpipe_scaled)[1]
     return torch.ones_like(drafts, dtype=torch.float32), drafts
 
 

@@ -72,6 +72,7 @@ HOOKS = (
     Hook("scheduler", f"{_SPEC}:renorm_draft_probs", "0962a891a575fe7d", drafts.prefilled),
     Hook("scheduler", f"{_SPEC}:fast_sample", "755612cf80974fe7", drafts.drawn),
     Hook("scheduler", "speculative.eagle_utils:eagle_sample", "b497c62acadc5e71", verify.sampled),
+    Hook("scheduler", f"{_DRAFT}.alloc_memory_pool", "c0abe3d9d12ecf79", drafts.allocated),
     Hook("scheduler", f"{_DRAFT}.draft_forward", "e1dc83274e26941e"),
     Hook("scheduler", f"{_DRAFT}._draft_extend_for_prefill", "3189eb126ef534d3"),
     Hook("scheduler", f"{_DRAFT}._draft_extend_for_decode", "43fac9eb9ad0ac5e", drafts.extended),

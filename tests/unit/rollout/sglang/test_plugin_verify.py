@@ -199,6 +199,60 @@ def test_a_draft_is_drawn_from_exactly_the_numbers_that_are_kept(plugin):
     assert torch.equal(greedy[:, 0], before.argmax(-1)) and torch.equal(greedy, prefilled)
 
 
+def test_a_draft_of_a_part_of_the_vocabulary_is_kept_over_all_of_it(plugin):
+    """Bit for bit at the tokens that it knows, in their order, and no mass elsewhere; q is read from it."""
+    drafts, ids = plugin("drafts"), torch.tensor([4, 0, 2])
+    worker = SimpleNamespace(
+        hot_token_id=None, target_worker=SimpleNamespace(model_config=SimpleNamespace(vocab_size=6))
+    )
+
+    def refused(worker):
+        worker.hot_token_id = ids
+        raise ValueError("requires the draft and target to share one vocab")
+
+    drafts.allocated(refused, worker)
+    logits = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    temperatures = torch.linspace(0.5, 2.0, 64)[:, None]
+    sampling = SimpleNamespace(temperatures=temperatures, top_ks=None)
+    torch.manual_seed(1)
+    kept = drafts.prefilled(never, logits, sampling, True)
+    first = drafts.drawn(never, kept, num_samples=1)[1]
+    z, _, second = drafts.proposed(never, logits, temperatures)
+    torch.manual_seed(1)
+    for law, places in ((kept, first), (z, second)):
+        assert torch.equal(law[:, ids], logits / temperatures)
+        assert (law[:, [1, 3, 5]] == float("-inf")).all()
+        assert torch.equal(drafts.draw(law[:, ids], None)[1], places)
+        found = plugin("verify").verify(
+            ids[places],
+            law[:, None],
+            torch.randn(64, 2, 6, generator=torch.Generator().manual_seed(2)),
+            temperatures,
+            torch.zeros(64, 1, dtype=torch.float64),
+            torch.full((64,), 0.5, dtype=torch.float64),
+        )
+        torch.testing.assert_close(found.q, (logits / temperatures).softmax(-1).gather(1, places))
+        assert found.entropies.isfinite().all() and (found.accepted == 1).all()
+    sampling.top_ks = torch.ones(64)
+    greedy = drafts.proposed(never, logits, temperatures, sampling.top_ks)[2]
+    prefilled = drafts.drawn(never, drafts.prefilled(never, logits, sampling, True))[1]
+    assert torch.equal(greedy[:, 0], logits.argmax(-1)) and torch.equal(greedy, prefilled)
+
+
+def test_what_else_sglang_refuses_of_a_draft_stays_refused(plugin):
+    drafts, worker = plugin("drafts"), SimpleNamespace(hot_token_id=None)
+
+    def refused(worker):
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        drafts.allocated(refused, worker)
+    plugin.spec.enable_multi_layer_eagle, worker.hot_token_id = True, torch.tensor([0])
+    with pytest.raises(ValueError, match="no memory"):
+        drafts.allocated(refused, worker)
+    assert drafts.Known.ids is None
+
+
 def test_requests_judged_a_few_at_a_time_are_judged_alike(plugin, monkeypatch):
     verify, generator = plugin("verify"), torch.Generator().manual_seed(0)
     z, target = (torch.randn(7, n, 9, generator=generator) for n in (2, 3))

@@ -206,10 +206,11 @@ def test_an_eagle3_draft_is_served_from_its_own_directory_by_its_own_algorithm(e
 
 
 def test_eagle3_drafts_that_sglang_would_compute_otherwise_are_refused(eagle3):
-    for mode in ("rejection", "block"):
-        with pytest.raises(ValueError, match=r"spec.mode=(rejection: .* 3 of 64|block: .*no GPU)"):
-            eagle3(mode, ids=[3, 4, 9])
-    eagle3("target_only", ids=[3, 4, 9])
+    for mode in ("rejection", "target_only"):  # by the plugin, and by SGLang
+        eagle3(mode, ids=[3, 4, 9])
+    eagle3("target_only", ids=[3, 4, 9], sglang={"plugin": False})
+    with pytest.raises(ValueError, match=r"spec.mode=rejection and .*plugin=false: .* 3 of 64 "):
+        eagle3(ids=[3, 4, 9], sglang={"plugin": False})
     for layers in ([1], [0, 3], [2, 1, 0]):
         with pytest.raises(ValueError, match=r"reads layers .* two or more in ascending order up to 2"):
             eagle3(layers=layers)
