@@ -22,11 +22,23 @@ _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
 def explaining(play: Callable[[], int]) -> int:
     """Play a command line of Hydra's; returns its exit status, 2 with one message where it is refused."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print
+    sys.argv[1:] = settings_first(sys.argv[1:])
     try:
         check_arguments(sys.argv[1:])
         return play()
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         return refused(error)
+
+
+def settings_first(arguments: Sequence[str]) -> list[str]:
+    """The same command line, settings before options: argparse takes settings in one piece alone."""
+    options = get_args_parser()._option_string_actions
+    first, rest, value = [], [], False
+    for word in arguments:
+        is_setting = not (value or word.startswith("-")) and ("=" in word or word.startswith("~"))
+        (first if is_setting else rest).append(word)
+        value = word in options and options[word].nargs is None
+    return [*first, *rest]
 
 
 def refused(error: Exception) -> int:
