@@ -41,12 +41,14 @@ function draw() {
       legend: { orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom', font: { color: text } },
       hoverlabel: { bgcolor: card, bordercolor: line, font: { color: text } },
       xaxis: { title: { text: 'training step' }, ...axis, ...more.xaxis },
-      yaxis: { ...axis, ...more.yaxis },
+      yaxis: { ...axis, automargin: true, ...more.yaxis },
     };
-    if (more.yaxis2) layout.yaxis2 = { ...axis, ...more.yaxis2 };
+    if (more.yaxis2) layout.yaxis2 = { ...axis, automargin: true, ...more.yaxis2 };
     for (const name of ['xaxis', 'yaxis', 'yaxis2'])
-      if (layout[name]?.title)
+      if (layout[name]?.title) {
         layout[name].title = { ...layout[name].title, font: { size: layout.font.size } };
+        if (name !== 'xaxis') layout[name].title.standoff = 8; // from the longest label, not across it
+      }
     if (bars) {
       layout.yaxis.gridcolor = 'rgba(0,0,0,0)';
       layout.xaxis = { ...layout.xaxis, zeroline: true, zerolinecolor: dim };

@@ -51,6 +51,15 @@ def test_the_report_is_small_and_names_nothing_to_fetch(report: Path) -> None:
     assert not re.search(r"src=|href=\"(?!#)|url\(|@import", markup)
 
 
+CROSSED = """[...document.querySelectorAll('.js-plotly-plot')].filter(plot => {
+    const box = element => element.getBoundingClientRect();
+    const labels = [...plot.querySelectorAll('.ytick text')].map(box);
+    return [...plot.querySelectorAll('.ytitle')].map(box).some(title => labels.some(label =>
+        label.left < title.right && title.left < label.right &&
+        label.top < title.bottom && title.top < label.bottom));
+}).map(plot => plot.id)"""  # plots whose title of the vertical axis lies across its labels
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 def test_it_opens_without_a_complaint_or_a_request(
@@ -64,6 +73,7 @@ def test_it_opens_without_a_complaint_or_a_request(
         assert page.locator(".js-plotly-plot").count() == len(figures([load_run(report.parent)]))
         assert page.locator(".js-plotly-plot .trace").count() > 10  # lines, not empty axes
         assert background(page, "body") == ("rgb(18, 20, 23)" if dark else "rgb(247, 247, 245)")
+        assert page.evaluate(CROSSED) == []
 
 
 def test_the_viewer_walks_through_every_trajectory_and_tells_of_each_token(
