@@ -37,6 +37,7 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "metrics": None,
     "cluster": None,
 }
+_SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # of what a trainer's checkpoint holds
 _SCHEDULES = ("trainer.lr_schedule", "mtp.lr_schedule")  # of which all but `constant` end with run.steps
 
 
@@ -73,12 +74,20 @@ def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Res
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
     it begins, and nothing differs). Raises ValueError when the run would become another experiment, unless
-    that is wanted (run.resume=anyway).
+    that is wanted (run.resume=anyway), and when its adapters would have another shape.
     """
     path = run_dir / CONFIG
     if step is None or not path.exists():
         return {}
     changed = differences(_flat(path.read_text()), _flat(resolved))
+    if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
+        shown = "; ".join(f"{name}: {change}" for name, change in shapes.items())
+        raise ValueError(
+            f"run.dir={str(run_dir)!r} holds a run at step {step} with other adapters: {shown}. Its "
+            "trainer's state has none of that shape, so that run.resume=anyway cannot go on either. Take "
+            "those values again, or begin another run from its merged weights: model.path="
+            f"{run_dir}/checkpoints/step_{step}/hf and another run.dir."
+        )
     if changed and resume is not Resume.ANYWAY:
         shown = "; ".join(f"{name}: {change}" for name, change in changed.items())
         raise ValueError(

@@ -11,16 +11,20 @@ from safetensors.torch import load_file
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.checks import check
 from rlpipe.config.injection import InjectionConfig
+from rlpipe.config.lora import LoraConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, Config, ModelConfig, RunSettings
 from rlpipe.config.spec import SpecConfig
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded.engine import EmbeddedEngine
 from rlpipe.weights.payload import unpack_weights
 from tests.helpers.cli import ROOT, run
+from tests.helpers.cotrained import co_train, differing
 from tests.helpers.eagle3_drafts import write_random_draft
+from tests.helpers.parallel import run_ranks
 from tests.helpers.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
@@ -31,6 +35,9 @@ TINY = ROOT / "models" / "tiny"
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     return write_random_draft(tmp_path_factory.mktemp("start"), TINY, scale=0.05, ids=range(400))
+
+
+STEPS = [make_groups(seed=seed, groups=3, common=6) for seed in (3, 4)]
 
 
 def settings(start, tmp_path, **mtp) -> Config:
@@ -84,6 +91,46 @@ def test_the_draft_learns_for_the_policy_as_it_is_and_travels_with_it(start, tmp
     finally:
         engine.close()
         worker.close()
+
+
+@pytest.fixture(scope="module")
+def alone(start, tmp_path_factory):
+    """Two steps of one process without adapters."""
+    folder = tmp_path_factory.mktemp("alone")
+    return co_train(0, 1, settings(start, folder), STEPS, folder)
+
+
+def test_beside_pipeline_stages_it_learns_what_it_learns_beside_one_process(start, tmp_path, alone):
+    config = settings(start, tmp_path)
+    config = replace(config, trainer=replace(config.trainer, pp=2))
+    check(replace(config, cluster=ClusterConfig()))
+    first, last = run_ranks(co_train, 2, config, STEPS, tmp_path)
+    assert last["drafts"] == [] and len(first["drafts"]) == 3
+    assert differing(first["drafts"][1], alone["drafts"][1]) == 0  # stages hold the weights of one process
+    assert differing(first["drafts"][2], first["drafts"][1]) > 1e-3
+    assert differing(first["drafts"][2], alone["drafts"][2]) < 1e-4  # their own step rounds otherwise
+    for staged, whole in zip(first["metrics"], alone["metrics"], strict=True):
+        for name in ("mtp/loss", "mtp/grad_norm", "actor/grad_norm"):
+            assert staged[name] == pytest.approx(whole[name], rel=1e-5), name
+
+
+def test_beside_adapters_it_learns_for_the_merged_weights(start, tmp_path):
+    """Its second loss is the first one of a draft as it was then, whose policy has the merged weights."""
+    adapters = TrainerConfig(lr=1e-2, micro_batch_tokens=256, lora=LoraConfig(rank=4))
+    config = replace(settings(start, tmp_path), trainer=adapters)
+    check(config)
+    played = co_train(0, 1, config, STEPS, tmp_path)
+    merged = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(not torch.equal(merged[name], tensor) for name, tensor in read_weights(TINY).items())
+    other = tmp_path / "other"
+    other.mkdir()
+    again = replace(config, model=ModelConfig(path=str(tmp_path / "hf")))
+    again = replace(again, spec=replace(config.spec, draft_path=str(tmp_path / "draft")))
+    oracle = co_train(0, 1, again, STEPS[1:], other)
+    assert differing(oracle["drafts"][0], played["drafts"][1]) == 0
+    for name in ("mtp/loss", "mtp/grad_norm"):
+        assert oracle["metrics"][0][name] == played["metrics"][1][name]
+        assert played["metrics"][0][name] != played["metrics"][1][name]
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(start, tmp_path):

@@ -25,5 +25,6 @@ def test_settings_may_stand_on_both_sides_of_an_option(line):
 
 
 def test_the_value_of_an_option_stays_behind_it():
-    ordered = settings_first("+recipe=mine --config-dir a=b ~x --cfg job spec.mode=none".split())
+    line = "+recipe=mine --config-dir a=b ~x --cfg job spec.mode=none"
+    ordered = settings_first(line.split())
     assert " ".join(ordered) == "+recipe=mine ~x spec.mode=none --config-dir a=b --cfg job"

@@ -102,3 +102,16 @@ def test_every_configuration_is_kept(run_dir):
     first, second = sorted((run_dir / "configs").iterdir())
     assert "steps: 40" in first.read_text() and "steps: 99" in second.read_text()
     assert (run_dir / "config.yaml").read_text() == second.read_text()
+
+
+@pytest.mark.parametrize(("setting", "value"), [("rank", 16), ("rank", 0), ("targets", "MLP")])
+def test_adapters_of_another_shape_are_refused_whatever_is_wanted(run_dir, setting, value):
+    keep_settings(run_dir, composed(trainer__lora__rank=8))
+    other = composed(**{"trainer__lora__rank": 8, f"trainer__lora__{setting}": value})
+    for resume in (Resume.AUTO, Resume.ANYWAY):
+        with pytest.raises(ValueError, match=rf"trainer\.lora\.{setting}: .* -> ") as refusal:
+            settings_changed(run_dir, other, 4, resume)
+        assert f"model.path={run_dir}/checkpoints/step_4/hf and another run.dir" in str(refusal.value)
+    assert settings_changed(
+        run_dir, composed(trainer__lora__rank=8, trainer__lora__alpha=4.0), 4, Resume.ANYWAY
+    )
