@@ -1,12 +1,21 @@
-"""Run a function on several ranks, each in a fresh process; processes end by the handles we hold."""
+"""Run a function on several ranks, each in a process of its own; processes end by the handles we hold.
+
+Without a GPU they are forked from a server that has imported Megatron once; with one they start afresh, as
+CUDA survives no fork.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+import torch
+
+from tests.helpers import processes
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240.0) -> list[Any]:
@@ -15,15 +24,18 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
     function: importable by name; its result must be picklable. Raises RuntimeError with the traceback
     of the first rank that failed, TimeoutError when no rank answers for `timeout` seconds.
     """
-    context = mp.get_context("spawn")
-    pipes, processes = [], []
+    context = mp.get_context("spawn") if torch.cuda.is_available() else processes.SERVER
+    pipes, started = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_main, args=(theirs, function, rank, ranks, *args), daemon=True)
+        environment = dict(os.environ)
+        process = context.Process(
+            target=_main, args=(theirs, environment, function, rank, ranks, *args), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
+        started.append(process)
     try:
         results: dict[int, Any] = {}
         while len(results) < ranks:
@@ -37,13 +49,15 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: flo
                 results[pipes.index(pipe)] = value
         return [results[rank] for rank in range(ranks)]
     finally:
-        for process in processes:
+        for process in started:
             process.join(1)
             process.kill()
             process.join()
 
 
-def _main(pipe: Any, function: Callable[..., Any], *args: Any) -> None:
+def _main(pipe: Any, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         pipe.send((False, function(*args)))
     except BaseException:

@@ -1,4 +1,4 @@
-"""What most processes of `in_a_process` need, imported once by the server that forks them."""
+"""What most processes of `in_a_process` and `run_ranks` need, imported once by the server that forks them."""
 
 import gc
 
@@ -15,7 +15,8 @@ import rlpipe.envs.swe.suite
 import rlpipe.launch
 import rlpipe.preflight
 import rlpipe.run  # noqa: F401
-import tests.helpers.dying_cluster  # noqa: F401
+import tests.helpers.dying_cluster
+import tests.helpers.gradients  # noqa: F401
 from rlpipe.algo import verl_door
 
 verl_door.core_algos()

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ray import cloudpickle
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.helpers.preloaded"])
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
 def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -> int:
@@ -27,7 +27,7 @@ def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -
 
     It sees copies of what `work` refers to, and the environment and folder of this process.
     """
-    child = _server.Process(
+    child = SERVER.Process(
         target=_play, args=(cloudpickle.dumps(work), dict(os.environ), str(Path.cwd()), kill_after)
     )
     child.start()
