@@ -287,12 +287,15 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
     from rlpipe.config.checks import check
     from rlpipe.launch import check_run_directory, check_task
     from rlpipe.memory import estimate, gpu_bytes
+    from rlpipe.memory.store import store_memory
     from rlpipe.run import check_before, config_of
 
     try:
         config, resolved = config_of(settings)
         check(config)
-        for memory in estimate(config, gpu_bytes(config)):
+        for memory in (*estimate(config, gpu_bytes(config)), store_memory(config)):
+            if memory is None:
+                continue
             yield Finding(level=Level.INFO, name="memory", found=str(memory))
         check_before(config)
         check_task(config)

@@ -29,6 +29,7 @@ from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.actors.workers import Workers, answer_of, close, first_line
 from rlpipe.cluster import TrainerLost
 from rlpipe.config.run import Config
+from rlpipe.memory.store import check_store
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.types import Group, Prompt, Trajectory
 from rlpipe.weights.collective import Offer, Rendezvous
@@ -47,9 +48,16 @@ def hosts_and_gpus() -> tuple[int, bool]:
     return sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
 
 
-def check_places(config: Config, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse servers that no node has the GPUs for. nodes: as `ray.nodes()` says. Raises ValueError."""
-    most = int(max((node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]), default=0))
+def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str) -> None:
+    """Refuse servers that no node has the GPUs for, and records that a node's object store cannot hold.
+
+    nodes: as `ray.nodes()` says. driver: id of the node of this process. Raises ValueError.
+    """
+    alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
+    most = int(max((resources.get("GPU", 0) for resources in alive.values()), default=0))
+    stores = {node: int(resources.get("object_store_memory", 0)) for node, resources in alive.items()}
+    if stores.get(driver):
+        check_store(config, stores[driver], min(filter(None, stores.values())))
     if config.run.half.rolls and 0 < most < config.rollout.cards:
         raise ValueError(
             f"rollout.sglang.tp={config.rollout.cards}: a server lies on one node, and the largest of the "
@@ -65,7 +73,7 @@ class RayCluster:
         self._config = config
         self._on_event = on_event
         half = config.run.half
-        check_places(config, ray.nodes())
+        check_places(config, ray.nodes(), ray.get_runtime_context().get_node_id())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
         self._pairs = None
         if config.cluster.share_gpus:

@@ -294,11 +294,16 @@ def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
     layers = attention + (arch.mtp_layers if config.spec.needs_mtp else config.spec.needs_model)
     slots = config.rollout.max_context + config.spec.drafts + 2
     keys = (1 if arch.latent else 2) * layers * heads * arch.cached_dim * _element(config)
-    experts, routes = arch.experts, 0
-    if experts and config.rollout.replay_routes:
-        routes = (arch.layers - experts.dense) * experts.per_token * (1 if experts.count < 256 else 2)
+    routes = route_bytes(arch) if config.rollout.replay_routes else 0
     states = 4 * linear * (arch.delta.state if arch.delta else 0) // tp * (1 + config.spec.drafts)
     return (keys + routes) * slots + states
+
+
+def route_bytes(arch: Architecture) -> int:
+    """What the experts that read one token take, recorded; 0 without experts."""
+    if (experts := arch.experts) is None:
+        return 0
+    return (arch.layers - experts.dense) * experts.per_token * (1 if experts.count < 256 else 2)
 
 
 def _element(config: Config) -> int:

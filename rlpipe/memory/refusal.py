@@ -16,6 +16,7 @@ from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Half
 from rlpipe.config.trainer import Precision, Recompute
 from rlpipe.memory import GIB, RESERVED, conversation_bytes, estimate, gpu_bytes, host_bytes
+from rlpipe.memory.store import check_store, local_store
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 
@@ -138,6 +139,8 @@ def _changed(config: Any, changes: dict[str, Any]) -> Any:
 
 def check_memory(config: Config) -> None:
     """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
+    if config.cluster.mode is ClusterMode.RAY and not config.cluster.address:
+        check_store(config, local_store())
     card = gpu_bytes(config)
     host = 0 if card or config.cluster.address else host_bytes()
     if not (wrong := excess(config, card, host)):

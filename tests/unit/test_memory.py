@@ -23,6 +23,7 @@ from rlpipe.memory import (
     trainer_memory,
 )
 from rlpipe.memory.refusal import advice, check_memory, excess, remedy
+from rlpipe.memory.store import local_store, store_memory
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.run import run_composed
@@ -225,14 +226,54 @@ def test_a_server_that_no_node_holds_is_refused_with_how_many_cards_it_needs(tmp
     assert "Take B300s (cluster.gpu_gb=268" in str(refusal.value)
 
 
+def nodes(*stores: float, gpus: float = 8.0):
+    """Nodes as Ray lists them, with so many GiB of object store."""
+    sizes = ({"CPU": 64.0, "GPU": gpus, "object_store_memory": store * GIB} for store in stores)
+    return [{"NodeID": str(n), "Alive": True, "Resources": size} for n, size in enumerate(sizes)]
+
+
 def test_a_server_is_not_spread_over_the_nodes_of_a_ray_cluster(models):
-    nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}}] * 4
-    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), nodes)
-    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), [])  # without GPUs, on CPUs
-    with pytest.raises(
-        ValueError, match=r"rollout\.sglang\.tp=16: .* has 8 GPUs\. Set rollout\.sglang\.tp=8"
-    ):
-        check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=16"), nodes)
+    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), nodes(1, 1), "0")
+    check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=8"), nodes(1, gpus=0), "0")  # CPUs
+    with pytest.raises(ValueError, match=r"sglang\.tp=16: .* has 8 GPUs\. Set rollout\.sglang\.tp=8"):
+        check_places(preset(models, "7.8B", "many_nodes", "rollout.sglang.tp=16"), nodes(1, 1), "0")
+
+
+LONG = ("rollout.max_context=32768", "trainer.micro_batch_tokens=32768", "rollout.replay_routes=true")
+LONG += ("pipeline.prompts_per_step=64", "pipeline.group_size=8", "pipeline.max_staleness=1")
+
+
+def test_the_object_store_must_hold_the_experts_of_a_step_and_of_what_waits(models):
+    """512 trajectories of 32,768 tokens, 48 layers, 8 experts: 6.0 GiB, on the driver's node three times."""
+    config = preset(models, "30B-A3B", "many_nodes", "spec.mode=none", *LONG)
+    assert str(store_memory(config)).endswith("18.0 GiB (a step 6.0, waiting 12.0)")
+    check_places(config, nodes(18, 6), "0")
+    with pytest.raises(ValueError, match=r"take 18\.0 GiB .* the driver's node, which has 17\.0") as refusal:
+        check_places(config, nodes(17, 6), "0")
+    assert "ray start --object-store-memory=" in str(refusal.value)
+    words = re.search(r"Set (\S+), (\S+) or (rollout\.replay_routes=false), or", str(refusal.value))
+    for word in words.groups():
+        fitting = preset(models, "30B-A3B", "many_nodes", "spec.mode=none", *LONG, word)
+        check_places(fitting, nodes(17, 6), "0")
+    with pytest.raises(ValueError, match=r"take 6\.0 GiB .* a node, which has 5\.0"):
+        check_places(config, nodes(18, 5), "0")
+
+
+def test_a_ray_of_the_runs_own_is_looked_at_before_it_starts(models, monkeypatch):
+    monkeypatch.setattr(refusal, "local_store", lambda: 10 * GIB)
+    with pytest.raises(ValueError, match=r"take 18\.0 GiB .*docker run --shm-size"):
+        check_memory(preset(models, "30B-A3B", "one_node", "spec.mode=none", *LONG))
+    inline = preset(models, "30B-A3B", "one_node", "spec.mode=none", "cluster.mode=inline", *LONG)
+    assert store_memory(inline) is None
+    assert store_memory(preset(models, "30B-A3B", "one_node", "spec.mode=none")) is None
+
+
+def test_the_store_of_a_ray_here_is_what_ray_takes():
+    from ray._private import utils
+
+    assert local_store() == pytest.approx(
+        utils.resolve_object_store_memory(utils.estimate_available_memory()), rel=0.1
+    )
 
 
 def test_a_process_whose_parts_are_all_small_is_shown_without_them():
