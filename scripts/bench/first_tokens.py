@@ -6,6 +6,7 @@ One prompt of a random model of six tokens whose law over the next three is enum
 asks for --copies turns of four tokens, so that all three follow a verify step. Scores are standard normal, by
 depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right server (alpha 1e-4
 over four). Power: the same turns judged by the law at a temperature of 1 + --off must score above that.
+With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, in place of the MTP layer.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
-from rlpipe.config.spec import SpecConfig  # noqa: E402
+from rlpipe.config.spec import Drafter, SpecConfig  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
+from tests.helpers.eagle3_drafts import write_random_draft  # noqa: E402
 from tests.helpers.engines import transformers_logits  # noqa: E402
 from tests.helpers.goodness_of_fit import Law  # noqa: E402
 from tests.helpers.tiny_checkpoint import write_random_checkpoint  # noqa: E402
 
 VOCAB, DEPTH, PROMPT, AT_ONCE = 6, 3, [2, 0, 4, 1], 8
+KNOWN, READ = [0, 2, 3, 5], [0, 1, 2]  # tokens of the draft of --reduced, and the layers it reads
 
 
 async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
@@ -58,6 +61,7 @@ def main() -> int:
     parser.add_argument("--mode", default="rejection")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--off", type=float, default=0.0, help="0: 16 / sqrt(turns)")
+    parser.add_argument("--reduced", action="store_true", help="an EAGLE-3 draft that knows four tokens")
     parser.add_argument("--stock", action="store_true", help="a server without rlpipe's plugin")
     given = parser.parse_args()
     count = -(-given.tokens // DEPTH)
@@ -67,7 +71,11 @@ def main() -> int:
         model = write_random_checkpoint(Path(folder) / "model", "mimo", **shape)
         config = RolloutConfig(engine="sglang", device=given.device, max_running=256, max_context=64)
         config.sglang.plugin = not given.stock
-        engine = SglangEngine(config, SpecConfig(mode=given.mode, gamma=DEPTH), model, log_dir=Path(folder))
+        spec = SpecConfig(mode=given.mode, gamma=DEPTH)
+        if given.reduced:
+            spec.drafter = Drafter.EAGLE3
+            spec.draft_path = str(write_random_draft(Path(folder) / "draft", model, ids=KNOWN, layers=READ))
+        engine = SglangEngine(config, spec, model, log_dir=Path(folder))
         started = time.monotonic()
         try:
             tokens = engine._call(turns(engine, count, given.copies))
@@ -80,6 +88,7 @@ def main() -> int:
     result = {
         "mode": given.mode,
         "plugin": not given.stock,
+        "reduced": given.reduced,
         "tokens": tokens.size,
         "seconds": round(seconds, 1),
         "largest_score": round(max(scores), 3),

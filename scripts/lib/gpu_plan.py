@@ -212,6 +212,16 @@ def plan() -> list[Row]:
             sglang=True,
             sglang_small=True,
         ),
+        Row(
+            name="first tokens behind an EAGLE-3 draft of a part of the vocabulary",
+            unit="as a standard normal score",
+            goal=4.1,
+            command=f"{law} --device cuda --tokens 300_000 --reduced",
+            small=f"{law} --tokens 600 --reduced",
+            read=of_json("largest_score"),
+            sglang=True,
+            sglang_small=True,
+        ),
         *(
             Row(
                 name=f"update of {size} on one card by {way}: {what}",
