@@ -24,7 +24,7 @@ USAGE = """usage: rlpipe COMMAND ...
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
   analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)
-  doctor [--json] [+recipe=NAME ...] what this machine lacks, with remedies; the memory of a run
+  doctor [--json] [+recipe=NAME ...] what this machine lacks, with remedies; whether a run would start
   completion bash|zsh                completion, by eval "$(rlpipe completion bash)" there"""
 
 

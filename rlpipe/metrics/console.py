@@ -169,6 +169,8 @@ class ConsoleSink:
             self._validations.append(record)
             self._validated_in = record.get("timing_s/validate") or 0.0
         self._enter("training")
+        if not (self._step or any(column.cell(record) for column in COLUMNS)):
+            return  # nothing was validated before the first step
         if self._fancy:
             if self._rows % TITLES_EVERY == 0:
                 self._console.print(self._titles())

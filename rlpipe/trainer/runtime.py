@@ -149,8 +149,9 @@ def stop() -> None:
 
 
 def _quiet_megatron() -> None:
-    """Silence advice that does not apply: missing Apex, deprecated defaults, unknown MLP classes."""
+    """Silence advice that does not apply: missing Apex, what is deprecated, unknown MLP classes."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint\..*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 

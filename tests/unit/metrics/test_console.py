@@ -50,6 +50,18 @@ def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes()
     assert lines[5] == "Run the same command to continue."
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_record_that_says_nothing_is_no_line(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    sink = sink_on(console)
+    sink.open()
+    sink.record(record(0, **{"timing_s/validate": 0.0}))
+    empty = shown(console)
+    sink.record(record(0, **{"val/reward": 0.4}))
+    sink.close()
+    assert "step  0/40" not in empty and "0.400" not in empty and "0.400" in shown(console)
+
+
 def test_a_run_with_nothing_left_to_do_says_that_it_is_finished() -> None:
     console = plain()
     sink = sink_on(console)
