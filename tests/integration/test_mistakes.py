@@ -135,7 +135,7 @@ LAUNCHES = {  # settings -> whether a launch without a GPU goes on to start proc
     "+recipe=mtp_adapt": True,
     "+recipe=mtp_adapt adapt.in_domain=[swe.nowhere]": False,
     "+recipe=mtp_adapt adapt.out_of_domain=[nowhere.jsonl]": False,
-    "+recipe=mtp_adapt rollout=sglang": False,
+    f"+recipe=mtp_adapt rollout=sglang {SGLANG_HERE}": False,
     "+recipe=swe_rl run.dir=run": False,
     "+recipe=swe_rl run.dir=run run.resume=anyway": True,
     "+recipe=swe_rl run.dump=dump": False,
