@@ -1,4 +1,4 @@
-"""Run the real command line in a subprocess."""
+"""Run the real command line in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import psutil
 
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.names import EVENTS, declared
+from tests.helpers.processes import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -40,8 +41,17 @@ def command(*overrides: str) -> list[str]:
     return [sys.executable, "-m", "rlpipe.run", *overrides]
 
 
-def run(*overrides: str, cwd: Path, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+def run(
+    *overrides: str, cwd: Path, timeout: float = 300, fresh: bool = False, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; a run without Ray in a process that has its imports already.
+
+    fresh: in a new interpreter, so that the output has what libraries say when they are imported.
+    """
+    cluster = next((one for one in overrides if one.startswith("cluster=")), None)
+    inline = cluster == "cluster=inline" or (cluster is None and "+recipe=mtp_adapt" in overrides)
+    if inline and not fresh:
+        return run_command(overrides, cwd=cwd, environment=environment(**extra), timeout=timeout)
     return subprocess.run(
         command(*overrides),
         cwd=cwd,

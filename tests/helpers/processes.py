@@ -6,14 +6,18 @@ them, and a process forked from it may crash.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ray import cloudpickle
@@ -36,6 +40,53 @@ def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -
         child.kill()
         raise TimeoutError("the process hangs")
     return child.exitcode
+
+
+def run_command(
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """`python -m rlpipe.run` with arguments, run to its end, without the seconds that its imports take.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
+        child = SERVER.Process(target=_command, args=told)
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            raise subprocess.TimeoutExpired(told[0], timeout, *(file.read_bytes() for file in outputs))
+        return subprocess.CompletedProcess(told[0], child.exitcode, *(file.read_text() for file in outputs))
+
+
+def _command(arguments: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
+    """Be the interpreter: its streams, its environment, its end."""
+    for number, path in enumerate((os.devnull, *outputs)):
+        flags = os.O_CREAT | os.O_WRONLY if number else os.O_RDONLY
+        os.dup2(os.open(path, flags, 0o600), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    from rlpipe import run
+
+    sys.argv, sys.path[0:0] = [run.__file__, *arguments], [folder]
+    status: object = 1
+    try:
+        status = run.main()
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def _play(work: bytes, environment: dict[str, str], folder: str, kill_after: float | None) -> None:

@@ -70,7 +70,7 @@ def test_a_resumed_synchronous_run_equals_the_uninterrupted_one_bit_for_bit(tmp_
     assert first.returncode == 0, first.stdout + first.stderr
     shutil.copytree(whole, other)
     shutil.rmtree(other / "out" / "checkpoints" / "step_4")
-    second = run(*settings, cwd=other, OMP_NUM_THREADS="1")
+    second = run(*settings, cwd=other, fresh=True, OMP_NUM_THREADS="1")
     assert second.returncode == 0, second.stdout + second.stderr
     assert "Warning" not in second.stderr
     a, b = files_of_the_trainer(whole / "out"), files_of_the_trainer(other / "out")

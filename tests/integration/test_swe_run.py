@@ -62,7 +62,7 @@ def test_the_main_job_runs_and_leaves_its_files(tmp_path, cluster):
 def test_a_finished_run_directory_is_resumed_to_more_steps(tmp_path):
     base = ["+recipe=swe_rl", "cluster=inline", "run.dir=out", *SMALL]
     assert run(*base, cwd=tmp_path).returncode == 0
-    again = run(*base, "run.steps=3", cwd=tmp_path)
+    again = run(*base, "run.steps=3", cwd=tmp_path, fresh=True)
     assert again.returncode == 0, again.stderr
     assert "mini-swe-agent" not in again.stdout + again.stderr  # the banner of a library
     assert [r["training/global_step"] for r in steps(tmp_path / "out")] == [0, 1, 2, 3]
