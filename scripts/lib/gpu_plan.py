@@ -202,25 +202,25 @@ def plan() -> list[Row]:
             arms=("rejection", "rejection, stock", "none", "target_only"),
             ratios=RATIOS,
         ),
-        Row(
-            name="law of 1e6 first tokens of a server",
-            unit="as a standard normal score",
-            goal=4.1,  # alpha 1e-4 over the four scores
-            command=f"{law} --device cuda --tokens 1_000_000",
-            small=f"{law} --tokens 600",
-            read=of_json("largest_score"),
-            sglang=True,
-            sglang_small=True,
-        ),
-        Row(
-            name="first tokens behind an EAGLE-3 draft of a part of the vocabulary",
-            unit="as a standard normal score",
-            goal=4.1,
-            command=f"{law} --device cuda --tokens 300_000 --reduced",
-            small=f"{law} --tokens 600 --reduced",
-            read=of_json("largest_score"),
-            sglang=True,
-            sglang_small=True,
+        *(
+            Row(
+                name=name,
+                unit="as a standard normal score",
+                goal=4.1,  # alpha 1e-4 over the four scores
+                command=f"{law} --device cuda --tokens {tokens} {drafts}".strip(),
+                small=f"{law} --tokens 600 {drafts}".strip(),
+                read=of_json("largest_score"),
+                sglang=True,
+                sglang_small=True,
+            )
+            for name, tokens, drafts in (
+                ("law of 1e6 first tokens of a server", "1_000_000", ""),
+                (
+                    "first tokens behind an EAGLE-3 draft of a part of the vocabulary",
+                    "300_000",
+                    "--reduced",
+                ),
+            )
         ),
         *(
             Row(

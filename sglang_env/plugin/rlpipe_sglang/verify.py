@@ -57,20 +57,9 @@ def verify(
     """
     given = drafts, draft, target, temperatures, coins, uniforms
     size = max(1, TOGETHER // target.shape[1:].numel())
-    if len(target) <= size:
-        return _verify(*given)
-    parts = zip(*(x.split(size) for x in given), strict=True)
-    return Verdict(*map(torch.cat, zip(*(_verify(*part) for part in parts), strict=True)))
-
-
-def _verify(
-    drafts: torch.Tensor,
-    draft: torch.Tensor,
-    target: torch.Tensor,
-    temperatures: torch.Tensor,
-    coins: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> Verdict:
+    if len(target) > size:
+        parts = zip(*(x.split(size) for x in given), strict=True)
+        return Verdict(*map(torch.cat, zip(*(verify(*part) for part in parts), strict=True)))
     batch, depths, _ = draft.shape
     rows = torch.arange(batch, device=drafts.device)
     log_p = (target / temperatures.unsqueeze(-1)).log_softmax(-1)

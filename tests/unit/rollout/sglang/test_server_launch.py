@@ -211,6 +211,8 @@ def test_eagle3_drafts_that_sglang_would_compute_otherwise_are_refused(eagle3):
     eagle3("target_only", ids=[3, 4, 9], sglang={"plugin": False})
     with pytest.raises(ValueError, match=r"spec.mode=rejection and .*plugin=false: .* 3 of 64 "):
         eagle3(ids=[3, 4, 9], sglang={"plugin": False})
+    with pytest.raises(ValueError, match=r"spec.mode=block: .*no GPU"):
+        eagle3("block", ids=[3, 4, 9])
     for layers in ([1], [0, 3], [2, 1, 0]):
         with pytest.raises(ValueError, match=r"reads layers .* two or more in ascending order up to 2"):
             eagle3(layers=layers)
