@@ -22,18 +22,18 @@ from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvName, SandboxBackend
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import ClusterMode, Config, Half, Task, ValConfig, of_half, with_weight_transfer
-from rlpipe.controller import Controller, first_cause
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import Suite
 from rlpipe.envs.rehearsal import rehearse
+from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.loop.controller import Controller, first_cause
+from rlpipe.loop.dump import Dump, DumpedPrompts
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
+from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.sinks import make_sinks
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.pipeline.dump import Dump, DumpedPrompts
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0

@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlpipe.acceptance.decomposition import ENTROPY, RATE, decompose_each, paired
-from rlpipe.acceptance.regression import Estimate
+from rlpipe.diagnosis.decomposition import ENTROPY, RATE, decompose_each, paired
+from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import RunData, load_run
 
 SHORTEST = 12

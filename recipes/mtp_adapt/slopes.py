@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runs import play
 
-from rlpipe.acceptance.attribution import cross_section
-from rlpipe.acceptance.decomposition import decompose, decompose_each, paired
-from rlpipe.acceptance.fixed_contexts import Pooled, pool
-from rlpipe.acceptance.probe import read_probes
-from rlpipe.acceptance.regression import Estimate
+from rlpipe.diagnosis.attribution import cross_section
+from rlpipe.diagnosis.decomposition import decompose, decompose_each, paired
+from rlpipe.diagnosis.fixed_contexts import Pooled, pool
+from rlpipe.diagnosis.probe import read_probes
+from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import load_run
 
 RULES = ("rejection", "target_only")

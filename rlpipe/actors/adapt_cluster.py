@@ -29,7 +29,7 @@ from rlpipe.weights.payload import WeightPayload, pack_weights, unpack_weights
 if TYPE_CHECKING:
     import torch
 
-    from rlpipe.batch import PackedBatch
+    from rlpipe.batching.micro_batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
     from rlpipe.trainer.megatron import MegatronTrainer
 

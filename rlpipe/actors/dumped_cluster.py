@@ -12,12 +12,12 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.cluster import Cluster
 from rlpipe.config.half import Half
 from rlpipe.config.run import Config
+from rlpipe.loop.cluster_protocol import Cluster
+from rlpipe.loop.dump import Dump
 from rlpipe.metrics.bus import observed
 from rlpipe.metrics.values import Value
-from rlpipe.pipeline.dump import Dump
 from rlpipe.types import Group, Prompt
 
 _OF_THE_MOMENT = ("timing_s/", "perf/", "trace/")

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.run import Config
+from rlpipe.diagnosis.probe import ProbeTable
 from rlpipe.metrics.values import Mean, Value
 from rlpipe.types import Group, Prompt, Trajectory
 

@@ -20,7 +20,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rlpipe.actors.ray_cluster import RayCluster
-from rlpipe.watch.growth import Growth
+from rlpipe.loop.worker_scaling import Growth
 
 POLL_S = 0.5
 _GRACE_S = 60.0  # for what a worker plays that the run takes out itself, as `pool drain` gives

@@ -23,14 +23,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpipe.acceptance.probe import ProbeTable
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.actors.workers import Workers, answer_of, close, first_line
-from rlpipe.cluster import TrainerLost
 from rlpipe.config.run import Config
-from rlpipe.memory.store import check_store
+from rlpipe.diagnosis.probe import ProbeTable
+from rlpipe.loop.cluster_protocol import TrainerLost
 from rlpipe.metrics.values import Mean, Value, reduce
+from rlpipe.preflight.object_store import check_store
 from rlpipe.types import Group, Prompt, Trajectory
 from rlpipe.weights.collective import Offer, Rendezvous
 from rlpipe.weights.payload import unpack_weights

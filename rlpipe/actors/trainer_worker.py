@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlpipe.acceptance.probe import COLUMNS, ProbeTable
-from rlpipe.actors.trainers import make_trainer
+from rlpipe.actors.trainers import make_trainer, train_alongside
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.correction import make_rule, token_data
+from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.run import Config
+from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Value, stats
-from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import Group, Trajectory
 from rlpipe.weights.payload import WeightPayload, pack_weights
@@ -56,7 +56,9 @@ class TrainerWorker:
         )
         if self._config.trains_beside and self._rank == 0:
             spec = self._config.spec
-            self._draft = spec.drafter.kind.trainer(self._config, spec.draft_path)
+            self._draft = spec.drafter.kind.trainer(
+                self._config, spec.draft_path, train_alongside=train_alongside
+            )
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LayerSpec
+from rlpipe.drafts.ppow.eagle3 import window_slots
+from rlpipe.drafts.target import TrainableDraft
+from rlpipe.drafts.trainer import DraftTrainer
+from rlpipe.models import read_architecture
+from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
 
 Trainer = MegatronTrainer | DecoupledTrainer
+
+TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not read again
 
 
 def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
@@ -56,3 +66,31 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
         policy.close()
         raise
     return DecoupledTrainer(policy, beside, actor, algo)
+
+
+def train_alongside(
+    config: Config,
+    draft: TrainableDraft,
+    target: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    draft_cost: float = 0.0,
+) -> DraftTrainer:
+    """The trainer of a draft whose target is the engine's model, so its features are drafted from.
+
+    target, weights: its `config.json`, and its tensors by HF name. draft_cost: see `DraftTrainer`.
+    Raises ValueError for a target the engine cannot run.
+    """
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.rollout.device == "auto" else config.rollout.device)
+    arch = read_architecture(target)
+    ahead = window_slots(config.ppow, config.mtp.depths) if config.mtp.windows else 0
+    model = Model(
+        arch,
+        {name: weights[name] for name in arch.weight_shapes(mtp=False)},
+        mtp=False,
+        rows=TARGET_ROWS,
+        slots=config.rollout.max_context + ahead,
+        device=device,
+        dtype=getattr(torch, config.rollout.dtype),
+    )
+    return DraftTrainer(config, draft.to(device), model, draft_cost)

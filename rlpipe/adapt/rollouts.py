@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.adapt.play import OnEvent, collect
+from rlpipe.batching.packing import trainable
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
+from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_name
-from rlpipe.pipeline.prompts import PromptStream
-from rlpipe.trainer.packing import trainable
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 PLAIN = ("trajectory_id", "group_id", "instance_id", "reward", "truncated", "prompt_length", "num_turns")

@@ -31,6 +31,7 @@ from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import own_rollouts
+from rlpipe.batching.packing import pack
 from rlpipe.config.env import EnvName
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
@@ -39,10 +40,9 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.envs import check_environment
 from rlpipe.envs.base import Suite
+from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from rlpipe.actors.adapt_cluster import TrainerRanks
     from rlpipe.actors.ray_session import RaySession
-    from rlpipe.batch import PackedBatch
+    from rlpipe.batching.micro_batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
     from rlpipe.drafts.trainer import DraftTrainer
     from rlpipe.trainer.megatron import MegatronTrainer
@@ -328,7 +328,9 @@ def _make_trainer(
         lr_schedule=LrSchedule.CONSTANT,
     )
     if trainer := config.adapt.drafter.kind.trainer:
-        return trainer(replace(config, mtp=mtp), "", trajectories)
+        from rlpipe.actors.trainers import train_alongside
+
+        return trainer(replace(config, mtp=mtp), "", trajectories, train_alongside=train_alongside)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     make = partial(

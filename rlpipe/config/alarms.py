@@ -1,4 +1,4 @@
-"""Rules by which a run is called ill; `rlpipe.watch.alarms` judges, docs/alarms.md advises. No torch."""
+"""Rules by which a run is called ill; `rlpipe.diagnosis.alarms` judges, docs/alarms.md advises. No torch."""
 
 from __future__ import annotations
 

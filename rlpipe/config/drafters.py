@@ -1,4 +1,4 @@
-"""What may draft: one file of `rlpipe/drafters` per drafter, whose name is a value of `spec.drafter`.
+"""What may draft: one file of `rlpipe/drafts/kinds` per drafter, whose name is a value of `spec.drafter`.
 
 A file holds `DRAFTER` and is imported when its drafter is asked for, so it may import torch, engine and
 trainer. Imports no torch itself.
@@ -78,11 +78,11 @@ class _Drafters(Mapping[str, DrafterKind]):
     """Each drafter by its name, imported when it is asked for."""
 
     def __init__(self) -> None:
-        folders = [f"{folder}/drafters" for folder in rlpipe.__path__]
+        folders = [f"{folder}/drafts/kinds" for folder in rlpipe.__path__]
         self._names = [module.name for module in pkgutil.iter_modules(folders)]
 
     def __getitem__(self, name: str) -> DrafterKind:
-        return importlib.import_module(f"rlpipe.drafters.{name}").DRAFTER
+        return importlib.import_module(f"rlpipe.drafts.kinds.{name}").DRAFTER
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -27,7 +27,7 @@ class _Drafter(Choice):
 
 
 Drafter = _Drafter("Drafter", {name.upper(): name for name in DRAFTERS}, module=__name__)
-"""What proposes the drafts of a chain; verification does not know. One file of `rlpipe/drafters` each."""
+"""What proposes the drafts of a chain; verification does not know. One file of `rlpipe/drafts/kinds` each."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.target`) is
 the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
 rows at a time. Before RL (`rlpipe.adapt`) it is frozen; beside RL (`TrainerWorker`) it gets the policy's
-weights. Layout of anchors and turns: `rlpipe.drafts.draft_batch`; objectives: `rlpipe.drafts.loss`.
+weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives: `rlpipe.drafts.loss`.
 
     micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
                                                      | head of the target                | head of the draft
@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rlpipe.batch import MicroBatch, PackedBatch, as_rows
+from rlpipe.batching.draft_layout import draft_batch
+from rlpipe.batching.micro_batch import MicroBatch, PackedBatch, as_rows
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import Precision
-from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats

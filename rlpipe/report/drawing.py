@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Z95
 
 COLOURS = 7
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-Z95 = 1.96  # half width of a 95% interval, in standard errors
 ACCEPTANCE, WHY, SPEED = "Acceptance", "Why acceptance moved", "Speed"
 SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 

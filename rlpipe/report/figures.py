@@ -22,6 +22,7 @@ from rlpipe.report.drawing import (
     Figure,
     bars,
     line,
+    line_with_errors,
     smooth,
 )
 from rlpipe.report.figures_acceptance import acceptance_figures
@@ -69,7 +70,6 @@ def splits(*runs: RunData) -> list[str]:
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:
-    from rlpipe.report.held_out import reward_line  # needs numpy, which a run can do without until here
 
     traces = []
     one = len(runs) == 1
@@ -205,3 +205,15 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def reward_line(run: RunData, name: str, label: str, colour: int) -> list[dict[str, Any]]:
+    """The curve of one held-out reward, each reading with its interval."""
+    from rlpipe.diagnosis.held_out import interval_at  # needs numpy, which a run can do without until here
+
+    traces = line_with_errors(run, name, label, colour)
+    for trace in traces:
+        found = [interval_at(run, name, *reading) for reading in zip(*run.series(name), strict=True)]
+        above, below = [i.high - i.value for i in found], [i.value - i.low for i in found]
+        trace["error_y"] |= {"symmetric": False, "array": above, "arrayminus": below}
+    return traces

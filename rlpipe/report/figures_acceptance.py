@@ -15,8 +15,8 @@ from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, bars, line, short
 
 if TYPE_CHECKING:
-    from rlpipe.acceptance.decomposition import Decomposition
-    from rlpipe.acceptance.regression import Estimate
+    from rlpipe.diagnosis.decomposition import Decomposition
+    from rlpipe.diagnosis.regression import Estimate
 
 PARTS = (("total", "change", 6), ("entropy", "along the slope", 1), ("mismatch", "the rest", 2))
 CAUSES = (
@@ -61,8 +61,8 @@ def _by_depth(runs: Sequence[RunData]) -> Figure:
 
 def _against_entropy(runs: Sequence[RunData]) -> Figure:
     """Fig. 8: a point per step and the linear fit of each run."""
-    from rlpipe.acceptance.decomposition import paired
-    from rlpipe.acceptance.regression import robust_slope
+    from rlpipe.diagnosis.decomposition import paired
+    from rlpipe.diagnosis.regression import robust_slope
 
     traces: list[dict[str, Any]] = []
     for n, run in enumerate(runs):
@@ -130,7 +130,7 @@ def _kept(runs: Sequence[RunData]) -> Figure:
 
 def _why(runs: Sequence[RunData]) -> list[Figure]:
     """Fig. 3: the change since the early phase. One run: over time and by depth; several: at the end."""
-    from rlpipe.acceptance.decomposition import decompose_run
+    from rlpipe.diagnosis.decomposition import decompose_run
 
     attributed = [_attributed(runs)] if any((run.path / "probe").is_dir() for run in runs) else []
     ends: dict[str, dict[str, Decomposition]] = {}
@@ -151,7 +151,7 @@ def _why(runs: Sequence[RunData]) -> list[Figure]:
 
 def _attributed(runs: Sequence[RunData]) -> Figure:
     """The change at depth 1 in four parts that add up, with the probe set to tell them apart."""
-    from rlpipe.acceptance.fixed_contexts import attribute_run
+    from rlpipe.diagnosis.fixed_contexts import attribute_run
 
     rows: dict[str, dict[str, Estimate]] = {}
     for run in runs:
@@ -176,7 +176,7 @@ def _attributed(runs: Sequence[RunData]) -> Figure:
 
 
 def _over_time(run: RunData, end: Decomposition) -> Figure:
-    from rlpipe.acceptance.decomposition import split_over_time
+    from rlpipe.diagnosis.decomposition import split_over_time
 
     found = split_over_time(run, end)
     steps = [part.window[1] for part in found]

@@ -25,7 +25,7 @@ CUTS = (
 
 def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
     """A figure per cut with more than one bin; [] for runs that recorded no drafts."""
-    from rlpipe.acceptance.cuts import acceptance_by, judged_drafts
+    from rlpipe.diagnosis.cuts import acceptance_by, judged_drafts
 
     drafts = {run.name: judged_drafts(run, _sample(run)) for run in runs}
     figures = []

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.acceptance.decomposition import ENTROPY, LENGTH, RATE, decompose_run, paired
+from rlpipe.diagnosis.decomposition import ENTROPY, LENGTH, RATE, decompose_run, paired
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.names import declared
 from rlpipe.metrics.runs import RunData

@@ -64,7 +64,7 @@ def _split_for_tensorboard(run: RunData) -> None:
     folder = run.path / "tensorboard"
     if not folder.is_dir() or find_spec("tensorboardX") is None:
         return
-    from rlpipe.acceptance.decomposition import decompose_run, split_over_time
+    from rlpipe.diagnosis.decomposition import decompose_run, split_over_time
     from rlpipe.metrics.tensorboard import SPLIT, replace_scalars
 
     try:
@@ -103,7 +103,7 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def make_content(runs: Sequence[RunData]) -> Content:
     """Everything that is said about the runs."""
-    from rlpipe.report.verdict import verdict  # needs numpy, which a run can do without until here
+    from rlpipe.diagnosis.verdict import verdict  # needs numpy, which a run can do without until here
 
     drawn, trajectories = figures(runs), shown_trajectories(runs)
     body = [

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 
 Seed = tuple[torch.Tensor, torch.Tensor] | None  # of a GPU kernel's dropout, which is 0 here
 

@@ -1,10 +1,11 @@
 """Context parallelism: the tokens of one micro-batch lie on several ranks.
 
-A flat micro-batch (`rlpipe.batch`) of N tokens is cut into 2 R equal chunks for R ranks; rank r has the r-th
-from the front and the r-th from the back, so that all have about the same number of earlier tokens to attend
-to. A chunk that begins inside a branch begins a branch that follows it. Two parts of a model need other
-ranks. Attention gathers their keys and values, and its gradient sums what all of them have for each key. A
-delta net, which goes over all tokens in order, does so for a share of its heads (`ContextSuccession`).
+A flat micro-batch of N tokens (`batching.micro_batch`) is cut into 2 R equal chunks for R ranks; rank r has
+the r-th from the front and the r-th from the back, so that all have about the same number of earlier tokens
+to attend to. A chunk that begins inside a branch begins a branch that follows it. Two parts of a model need
+other ranks. Attention gathers their keys and values, and its gradient sums what all of them have for each
+key. A delta net, which goes over all tokens in order, does so for a share of its heads
+(`ContextSuccession`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from rlpipe.batch import Branch, MicroBatch, Path, first_tokens
+from rlpipe.batching.micro_batch import Branch, MicroBatch, Path, first_tokens
 from rlpipe.trainer.delta_net import Succession
 from rlpipe.trainer.experts import Replay
 from rlpipe.trainer.layers import BranchLayout, CausalAttention

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlpipe.algo.policy_loss import LossTotals, distillation_loss
-from rlpipe.batch import MicroBatch, PackedBatch
+from rlpipe.batching.micro_batch import MicroBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.decoupled import DecoupledConfig, DistillKl
 from rlpipe.drafts.loss.rows import Rows, resolve_backend, row_statistics

@@ -6,7 +6,7 @@ A value head keeps a state S [d_k, d_v] that each token decays, corrects and is 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
 where q, k and v come out of a causal convolution over the last few tokens. Tokens of a trajectory lie in
-branches (`rlpipe.batch`): a branch starts from the state, and from the last inputs of the convolution, at the
+branches (`micro_batch`): a branch starts from the state, and from the last inputs of the convolution, at the
 end of its context, wherever in other branches that is. `Succession` says which tokens those are; gradients of
 siblings sum in the state they start from.
 
@@ -42,7 +42,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.models.delta_net import DeltaNet
 
 try:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
-from rlpipe.batch import MicroBatch, as_rows
+from rlpipe.batching.draft_layout import DraftBatch, draft_batch
+from rlpipe.batching.micro_batch import MicroBatch, as_rows
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.chunked import linear_draft_rows, linear_mtp_loss
-from rlpipe.drafts.draft_batch import DraftBatch, draft_batch
 from rlpipe.drafts.head import draft_hidden_states
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets

@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.models.delta_net import DeltaNet
 from rlpipe.trainer.attention import branch_attention, has_flash
 from rlpipe.trainer.delta_net import GatedDeltaNet, Succession
@@ -38,7 +38,7 @@ from rlpipe.trainer.mla import LatentConfig, latent_layer
 
 
 class BranchLayout(PackedSeqParams):
-    """How branches lie in a flat micro-batch (see `rlpipe.batch`), on its way to attention.
+    """How branches lie in a flat micro-batch (see `rlpipe.batching.micro_batch`), on its way to attention.
 
     Megatron hands packed_seq_params down to core attention untouched, recomputation included; a
     qkv_format of its own keeps it from taking any of its THD paths.

@@ -25,7 +25,7 @@ import torch
 
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
-from rlpipe.batch import MicroBatch, MiniBatch, PackedBatch
+from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig

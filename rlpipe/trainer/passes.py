@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlpipe.algo.policy_loss import LossTotals
 from rlpipe.algo.rule import TokenExtras
-from rlpipe.batch import Branch, MicroBatch, PackedBatch
+from rlpipe.batching.micro_batch import Branch, MicroBatch, PackedBatch
 from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import Runtime
 from rlpipe.types import unrecorded

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from rlpipe.batch import Branch, MicroBatch
+from rlpipe.batching.draft_layout import DraftBatch, tokens_up_to
+from rlpipe.batching.micro_batch import Branch, MicroBatch
 from rlpipe.drafts.chunked import linear_draft_rows
-from rlpipe.drafts.draft_batch import DraftBatch, tokens_up_to
 from rlpipe.drafts.head import draft_step
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.ppow.step import Drawn

@@ -52,7 +52,7 @@ async def one_at_a_time(self, request):
         self.end_session(request.session_id)
         return result
 EmbeddedEngine.generate = one_at_a_time
-from rlpipe.run import main
+from rlpipe.cli.run import main
 sys.exit(main())
 """
 

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from memory_estimate import CLEAR_REFS, status, write_model
 
+from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.trainer.megatron import MegatronTrainer
-from rlpipe.trainer.packing import pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 

@@ -33,8 +33,8 @@ from omegaconf import OmegaConf
 
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.run import Config
-from rlpipe.memory import engine_memory, trainer_memory
 from rlpipe.models import read_architecture
+from rlpipe.preflight.memory_estimate import engine_memory, trainer_memory
 
 MODEL = {
     "model_type": "mimo",
@@ -137,8 +137,8 @@ def write_model(path: Path, config: dict[str, Any]) -> Path:
 
 def train(path: Path, config: Config, step: Any) -> None:
     """Two optimizer steps of a full micro-batch; `step` is called before each."""
+    from rlpipe.batching.packing import pack
     from rlpipe.trainer.megatron import MegatronTrainer
-    from rlpipe.trainer.packing import pack
     from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 
     trainer = MegatronTrainer(config.trainer, config.algo, MtpConfig(), path, total_steps=2)

@@ -50,7 +50,7 @@ OFF = [
 ]
 # part -> "module:Class" (all its public methods), "module:Class.method" or "module:function"
 PARTS = {
-    "ledger": ["rlpipe.pipeline.ledger:Ledger"],
+    "ledger": ["rlpipe.loop.ledger:Ledger"],
     "bus": [f"rlpipe.metrics.bus:MetricsBus.{name}" for name in ("emit", "commit", "event")],
     "sinks": [
         "rlpipe.metrics.jsonl:MetricsFile",
@@ -61,10 +61,13 @@ PARTS = {
     "spans": [f"rlpipe.metrics.spans:SpanLog.{name}" for name in ("_begin", "_end", "drain")],
     "records": [
         "rlpipe.metrics.rollouts:RolloutFiles.write",
-        "rlpipe.controller:Controller._record_trajectories",
+        "rlpipe.loop.controller:Controller._record_trajectories",
     ],
-    "judging": ["rlpipe.watch.monitor:Monitor.see"],
-    "trajectory metrics": ["rlpipe.controller:trajectory_metrics", "rlpipe.pipeline.backlog:Backlog.metrics"],
+    "judging": ["rlpipe.diagnosis.monitor:Monitor.see"],
+    "trajectory metrics": [
+        "rlpipe.loop.controller:trajectory_metrics",
+        "rlpipe.loop.backlog:Backlog.metrics",
+    ],
 }
 _inside = threading.local()
 _spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])  # part -> CPU s, s, calls
@@ -127,7 +130,7 @@ def child(out: Path, steps: int) -> None:
         return record
 
     MetricsBus.commit = clocked
-    from rlpipe.run import main
+    from rlpipe.cli.run import main
 
     try:
         main()

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
+from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve, shipped
@@ -37,7 +38,6 @@ from rlpipe.config.trainer import Precision, TrainerConfig
 from rlpipe.metrics.values import reduce
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.trainer.megatron import MegatronTrainer
-from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.passes import schedule
 from rlpipe.types import GenerateRequest, SamplingParams, Trajectory
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.logprobs import Head, token_logprobs
 

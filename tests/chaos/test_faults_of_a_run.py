@@ -20,11 +20,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlpipe import launch
+from rlpipe.cli.run import run_composed
 from rlpipe.config.run import Config
-from rlpipe.pipeline import ledger_file
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.run import run_composed
-from rlpipe.run_directory import held
+from rlpipe.loop import ledger_file
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.run_directory import held
 from tests.helpers.dying_cluster import DyingCluster, Faults, state_of
 from tests.helpers.processes import in_a_process
 

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 
 from rlpipe.config.pipeline import Stale
-from rlpipe.pipeline.backlog import MASKED
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.backlog import MASKED
+from rlpipe.loop.ledger import Ledger
 from tests.helpers.dying_cluster import (
     INSTANCES,
     DyingCluster,

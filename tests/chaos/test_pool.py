@@ -1,4 +1,4 @@
-"""Workers join and leave a real run: by `python -m rlpipe.pool`, and by themselves."""
+"""Workers join and leave a real run: by `python -m rlpipe.cli.pool`, and by themselves."""
 
 import json
 import signal
@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from rlpipe import pool
+from rlpipe.cli import pool
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.ledger import Ledger
 from rlpipe.rollout.sglang.environment import find_environment
 from tests.helpers.cli import SMALL, environment, marked_processes, prompt_states, start
 from tests.helpers.disturbed_runs import events
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.chaos
 
 
 def asked(cwd, *arguments):
-    command = [sys.executable, "-m", "rlpipe.pool", *arguments]
+    command = [sys.executable, "-m", "rlpipe.cli.pool", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=600)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.ledger import Ledger
 from tests.helpers.cli import marked_processes, run, start
 from tests.helpers.disturbed_runs import LONG, STEPS, check_the_end, events
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.ledger import Ledger
 from tests.helpers.cli import SMALL, prompt_states
 
 STEPS = 8

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlpipe.cluster import TrainerLost
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import ClusterConfig, Config, RunSettings, ValConfig
-from rlpipe.controller import Controller
+from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.loop.cluster_protocol import TrainerLost
+from rlpipe.loop.controller import Controller
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 INSTANCES = 12

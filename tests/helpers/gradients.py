@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from rlpipe.batch import MicroBatch
+from rlpipe.batching.micro_batch import MicroBatch
 from rlpipe.trainer.passes import Predictions, schedule
 from tests.helpers.float64 import in_float64
 from tests.helpers.trainers import Run, make_batch, make_trainer, meet, train

@@ -8,13 +8,6 @@ import reasoning_gym  # noqa: F401
 import tokenizers  # noqa: F401
 import torch  # noqa: F401
 
-import rlpipe.algo.user_correction
-import rlpipe.check
-import rlpipe.doctor
-import rlpipe.envs.swe.suite
-import rlpipe.launch
-import rlpipe.preflight
-import rlpipe.run  # noqa: F401
 import tests.helpers.dying_cluster
 import tests.helpers.gradients  # noqa: F401
 from rlpipe.algo import verl_door

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlpipe.acceptance.probe import ProbeTable
+from rlpipe.diagnosis.probe import ProbeTable
 from rlpipe.metrics.rollouts import Recorder
 from rlpipe.types import DraftStep, Trajectory
 

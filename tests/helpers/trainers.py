@@ -13,13 +13,13 @@ import torch
 
 from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.correction import make_rule, token_data
+from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
-from rlpipe.trainer.packing import PackedBatch, pack
 from rlpipe.trainer.runtime import open_address
 from rlpipe.types import GenerateResult, Group, Trajectory
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from rlpipe.actors.trainer_worker import TrainerWorker
-from rlpipe.config.checks import check
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.mtp import MtpConfig
@@ -19,6 +18,7 @@ from rlpipe.config.run import ClusterConfig, Config, ModelConfig, RunSettings
 from rlpipe.config.spec import SpecConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.models.checkpoint import read_weights
+from rlpipe.preflight.settings import check
 from rlpipe.rollout.embedded.engine import EmbeddedEngine
 from rlpipe.weights.payload import unpack_weights
 from tests.helpers.cli import ROOT, run

@@ -10,22 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlpipe.drafters as maker
 import rlpipe.drafts.eagle3 as eagle3
+import rlpipe.drafts.kinds as maker
+from rlpipe.batching.packing import pack
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.drafters.eagle3 import make_trainer
+from rlpipe.drafts.kinds.eagle3 import make_trainer
 from rlpipe.drafts.objectives.windows.ppow import group_advantages
 from rlpipe.drafts.ppow.eagle3 import draft_cost
 from rlpipe.drafts.ppow.windows import criticality, window_scores
 from rlpipe.drafts.trainer import DraftTrainer
 from rlpipe.metrics.values import reduce
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.trainer.packing import pack
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.eagle3_drafts import write_random_draft

@@ -11,18 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rlpipe.drafts.trainer as eagle3
-from rlpipe.config.checks import check
+from rlpipe.batching.packing import pack
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task
 from rlpipe.config.spec import Drafter, SpecMode
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.drafters.eagle3 import make_trainer
+from rlpipe.drafts.kinds.eagle3 import make_trainer
 from rlpipe.drafts.loss import depth_targets, mtp_loss
 from rlpipe.drafts.trainer import DraftTrainer
 from rlpipe.metrics.values import reduce
-from rlpipe.trainer.packing import pack
+from rlpipe.preflight.settings import check
 from tests.helpers.cli import ROOT, run
 from tests.helpers.driven_engine import driven_engine
 from tests.helpers.engines import request

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.ledger import Ledger
 from tests.helpers.cli import run
 
 pytestmark = pytest.mark.integration

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rlpipe.pipeline.checkpoints import _seal
+from rlpipe.loop.checkpoints import _seal
 from tests.helpers.cli import ROOT, environment
 from tests.helpers.mistakes import ENVIRONMENT, mistakes
 from tests.helpers.processes import in_a_process
@@ -47,7 +47,7 @@ def _command(folder, given, module):
     rlpipe.launch.run_task = lambda *_: STARTED
     os.chdir(folder)
     sys.argv = ["rlpipe", *given]
-    if module == "rlpipe.doctor":  # all but what it says of the machine
+    if module == "rlpipe.cli.doctor":  # all but what it says of the machine
         findings = list(sys.modules[module].check_run(given))
         sys.modules[module].show(findings)
         return int(any(finding.level == "missing" for finding in findings))
@@ -86,7 +86,7 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, mistake):
 )
 def test_numbers_of_other_libraries_are_accepted(tmp_path, reward):
     (tmp_path / "my_env.py").write_text(ENVIRONMENT.replace("reward=1.0", f"reward={reward}"))
-    status, said = play(tmp_path, ["+recipe=reasoning_rl", "env.suite=my_env:make_suite"], "rlpipe.check")
+    status, said = play(tmp_path, ["+recipe=reasoning_rl", "env.suite=my_env:make_suite"], "rlpipe.cli.check")
     assert status == 0 and "16 steps with random answers" in said, said
     assert not (tmp_path / "runs").exists()
 
@@ -100,7 +100,7 @@ def test_a_sound_environment_starts(tmp_path):
 def test_ray_is_told_to_ask_for_a_token_before_code_of_the_users_is_imported(tmp_path):
     told = "import json, os; open('told', 'w').write(json.dumps(os.environ.get('RAY_AUTH_MODE')))\n"
     (tmp_path / "my_env.py").write_text(told + ENVIRONMENT)
-    given = [sys.executable, "-m", "rlpipe.check", "+recipe=reasoning_rl", "env.suite=my_env:make_suite"]
+    given = [sys.executable, "-m", "rlpipe.cli.check", "+recipe=reasoning_rl", "env.suite=my_env:make_suite"]
     done = subprocess.run(given, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "told").read_text()) == "token"
@@ -154,7 +154,7 @@ LAUNCHES = {  # settings -> whether a launch without a GPU goes on to start proc
 def agreement(folder, given):
     """Exit status of a launch, which `check` and `doctor` must foretell in its words, leaving no file."""
     before = files(folder)
-    foretold = {module: play(folder, given, module) for module in ("rlpipe.check", "rlpipe.doctor")}
+    foretold = {module: play(folder, given, module) for module in ("rlpipe.cli.check", "rlpipe.cli.doctor")}
     assert files(folder) == before
     status, said = play(folder, given)
     refusal = said.strip().splitlines()[-1].removeprefix("rlpipe: ") if status != STARTED else ""

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.acceptance.probe import COLUMNS
+from rlpipe.batching.packing import pack
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.trainer import TrainerConfig
-from rlpipe.trainer.packing import pack
+from rlpipe.diagnosis.probe import COLUMNS
 from rlpipe.types import Trajectory
 from tests.helpers.engines import generate, request, running_engine
 from tests.helpers.parallel import run_ranks

@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule, Precision, Recompute, TrainerConfig
 from rlpipe.drafts.loss import MtpStats
 from rlpipe.models.checkpoint import read_weights
-from rlpipe.trainer.packing import pack
 from tests.helpers.draft_oracle import draft_loss, read_layers
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 from tests.helpers.trainers import make_batch, make_trainer

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlpipe.batching.draft_layout import draft_batch
+from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
-from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.objectives.windows.ppow import group_advantages
 from rlpipe.drafts.ppow.windows import window_law, window_scores
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
-from rlpipe.trainer.packing import pack
 from rlpipe.trainer.ppow import MtpWindows
 from tests.helpers.draft_oracle import read_layers
 from tests.helpers.engines import generate, request, running_engine

@@ -8,7 +8,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import rlpipe.run  # noqa: F401  (registers the schema)
+import rlpipe.cli.run  # noqa: F401  (registers the schema)
 from rlpipe.config.run import Config
 from tests.helpers.cli import ROOT
 from tests.helpers.documents import DOCUMENTS, repository

@@ -21,10 +21,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import rlpipe.run  # noqa: F401  (registers the schema)
-from rlpipe.config.checks import check
+import rlpipe.cli.run  # noqa: F401  (registers the schema)
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
+from rlpipe.preflight.settings import check
 from tests.helpers.cli import ROOT
 from tests.helpers.documents import DOCUMENTS, Command, commands, prose
 
@@ -58,12 +58,12 @@ NOT_RUN = {
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
-    "python -m rlpipe.pool": "asks a run that is under way; tests/chaos/test_pool.py does",
+    "python -m rlpipe.cli.pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md", "docs/your_model.md"}
 RUN = ("python", "-m", "rlpipe.run")
-ABOUT_A_RUN = ("rlpipe.report", "rlpipe.report.analysis", "rlpipe.pipeline.ledger", "rlpipe.report.workspace")
+ABOUT_A_RUN = ("rlpipe.report", "rlpipe.diagnosis.analysis", "rlpipe.loop.ledger", "rlpipe.report.workspace")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 
 

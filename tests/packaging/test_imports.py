@@ -65,7 +65,7 @@ def test_layers_are_drawn_and_a_circle_is_named(tmp_path):
         ("rlpipe/types.py", "import rlpipe.config.run"),
         ("rlpipe/envs/base.py", "import rlpipe.rollout.engine"),
         ("rlpipe/rollout/collector.py", "import rlpipe.envs.math"),
-        ("rlpipe/controller.py", "import ray"),
+        ("rlpipe/loop/controller.py", "import ray"),
         ("rlpipe/algo/advantage.py", "import verl"),
         ("rlpipe/rollout/engine.py", "import megatron.core"),
         ("rlpipe/config/run.py", "import omegaconf"),

@@ -10,9 +10,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import rlpipe.run  # noqa: F401  (registers the schema)
-from rlpipe.memory import GIB, estimate
-from rlpipe.memory.refusal import excess
+import rlpipe.cli.run  # noqa: F401  (registers the schema)
+from rlpipe.preflight.memory_check import excess
+from rlpipe.preflight.memory_estimate import GIB, estimate
 from tests.helpers.cli import ROOT
 
 pytestmark = pytest.mark.packaging

@@ -57,7 +57,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from rlpipe.config.drafters import DrafterKind, ServedDraft
 from rlpipe.config.paths import resolve
-from rlpipe.drafters import train_beside
 from rlpipe.models.base import EMBEDDING, Part
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded.span import flat_index
@@ -110,13 +109,13 @@ class MixDraft:
     def logits(self, model, state):
         return model.logits(torch.nn.functional.rms_norm(state, state.shape[-1:], self._norm, 1e-6))
 
-def make(config, start, trajectories=()):
+def make(config, start, trajectories=(), *, train_alongside):
     path = resolve(config.model.path)
     target, weights = read_config(path), read_weights(path)
     draft = Mix(target, weights)
     if start:
         draft.load_state_dict(load_file(f"{resolve(start)}/model.safetensors"))
-    return train_beside(config, draft, target, weights)
+    return train_alongside(config, draft, target, weights)
 
 DRAFTER = DrafterKind(
     title="mix",
@@ -174,7 +173,7 @@ class ConstantEngine:
 make = ConstantEngine
 '''
 ENGINE_EDIT = ('    EMBEDDED = "embedded"', '    CONSTANT = "constant"\n    EMBEDDED = "embedded"')
-RUN = "import sys; from rlpipe.run import main; sys.exit(main())"
+RUN = "import sys; from rlpipe.cli.run import main; sys.exit(main())"
 
 
 @pytest.fixture
@@ -205,7 +204,7 @@ def test_a_file_among_the_objectives_is_an_objective(package):
 def test_a_file_among_the_drafters_is_a_drafter(package):
     model = str(write_random_checkpoint(package / "model", "qwen2"))
     assert "echo" in run(package, DECODE, model).stderr
-    (package / "rlpipe/drafters/echo.py").write_text(DRAFTER)
+    (package / "rlpipe/drafts/kinds/echo.py").write_text(DRAFTER)
     done = run(package, DECODE, model)
     assert done.returncode == 0, done.stderr
 
@@ -214,7 +213,7 @@ def test_a_file_with_a_small_model_is_a_drafter_that_learns_drafts_and_is_checke
     """It adapts to the model, is co-trained beside the policy, drafts losslessly, and the canary knows it."""
     for shipped in ("configs", "models", "data"):
         (package / shipped).symlink_to(ROOT / shipped)
-    (package / "rlpipe/drafters/mix.py").write_text(MODEL_DRAFTER)
+    (package / "rlpipe/drafts/kinds/mix.py").write_text(MODEL_DRAFTER)
     few = [f"adapt.{name}" for name in ("prompts=4", "samples=1", "batch=4", "eval_prompts=1")]
     adapt = ["+recipe=mtp_adapt", "adapt.drafter=mix", "adapt.out_of_domain=[]", "mtp.objective=kl", *few]
     done = run(package, RUN, *adapt, "run.dir=adapted", "run.steps=4", "adapt.eval_first=false")

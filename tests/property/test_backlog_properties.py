@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpipe.config.pipeline import PipelineConfig, Stale
-from rlpipe.pipeline.backlog import GROUPS, LEDGER, MASKED, Backlog
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.prompts import PromptStream
+from rlpipe.loop.backlog import GROUPS, LEDGER, MASKED, Backlog
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 pytestmark = pytest.mark.property

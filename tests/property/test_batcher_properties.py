@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.trainer.packing import MULTIPLE, pack
+from rlpipe.batching.packing import MULTIPLE, pack
 from rlpipe.types import Trajectory, TrajectoryStatus
 
 pytestmark = pytest.mark.property

@@ -20,14 +20,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
+from rlpipe.batching.packing import pack
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.drafts import head
 from rlpipe.trainer import draft
 from rlpipe.trainer.context import ContextLayout
 from rlpipe.trainer.draft import DraftPasses
-from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
 from tests.helpers.draft_oracle import draft_numerator, read_layers
 from tests.helpers.played_ranks import PlayedRanks

@@ -14,11 +14,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from rlpipe.batch import MicroBatch
+from rlpipe.batching.micro_batch import MicroBatch
+from rlpipe.batching.packing import pack
 from rlpipe.drafts import draft_batch
 from rlpipe.drafts.loss import alignment
 from rlpipe.trainer.context import ContextLayout
-from rlpipe.trainer.packing import pack
 from rlpipe.types import Trajectory
 from tests.helpers.played_ranks import PlayedRanks
 from tests.helpers.trajectories import make_trajectory

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.pipeline.group_buffer import GroupBuffer
-from rlpipe.pipeline.staleness import StalenessGate
+from rlpipe.loop.group_buffer import GroupBuffer
+from rlpipe.loop.staleness import StalenessGate
 from rlpipe.types import Group, Prompt, Trajectory
 
 pytestmark = pytest.mark.property

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.watch.growth import GENERATING, STEP, TOKENS, WAIT, WINDOW, Growth
+from rlpipe.loop.worker_scaling import GENERATING, STEP, TOKENS, WAIT, WINDOW, Growth
 
 pytestmark = pytest.mark.property
 

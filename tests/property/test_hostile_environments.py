@@ -17,15 +17,15 @@ from rlpipe.config.env import EnvConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, RunSettings, ValConfig
-from rlpipe.controller import Controller
 from rlpipe.envs.base import InfrastructureError, StepResult
 from rlpipe.envs.sandbox.base import CommandResult, Limit
 from rlpipe.envs.swe.grader import images, trees
+from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.loop.controller import Controller
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.rollout.collector import Collector
 from rlpipe.types import FinishReason, GenerateResult, RunStopped, SpecCounts
 

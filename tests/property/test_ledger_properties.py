@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlpipe.pipeline.ledger import Ledger
+from rlpipe.loop.ledger import Ledger
 from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 pytestmark = pytest.mark.property

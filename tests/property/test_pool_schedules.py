@@ -16,11 +16,11 @@ from rlpipe.actors import workers
 from rlpipe.actors.workers import Workers
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import ClusterConfig, Config, RunSettings, ValConfig
-from rlpipe.controller import Controller
+from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.loop.controller import Controller
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.bus import MetricsBus
-from rlpipe.pipeline.checkpoints import CheckpointStore
-from rlpipe.pipeline.ledger import Ledger
-from rlpipe.pipeline.prompts import PromptStream
 from rlpipe.types import Group, Trajectory
 from tests.helpers.virtual_time import VirtualLoop
 

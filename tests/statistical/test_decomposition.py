@@ -10,9 +10,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from rlpipe.acceptance.attribution import Evaluations, attribute
-from rlpipe.acceptance.decomposition import decompose
-from rlpipe.acceptance.regression import Estimate, robust_slope
+from rlpipe.diagnosis.attribution import Evaluations, attribute
+from rlpipe.diagnosis.decomposition import decompose
+from rlpipe.diagnosis.regression import Estimate, robust_slope
 from tests.helpers.synthetic_runs import NOISES, oracle_half_widths, synthetic_run
 
 pytestmark = pytest.mark.statistical

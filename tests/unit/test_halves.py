@@ -9,8 +9,8 @@ from rlpipe.actors.dumped_cluster import DumpingCluster, ReplayCluster
 from rlpipe.config.half import Half
 from rlpipe.config.pipeline import Stale
 from rlpipe.config.run import of_half
+from rlpipe.loop.dump import Dump, DumpedPrompts
 from rlpipe.metrics.values import Mean
-from rlpipe.pipeline.dump import Dump, DumpedPrompts
 from tests.helpers.dying_cluster import DyingCluster, Faults, controller, finish, state_of
 
 pytestmark = pytest.mark.unit

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpipe.batch import MicroBatch, as_rows
+from rlpipe.batching.draft_layout import draft_batch
+from rlpipe.batching.micro_batch import MicroBatch, as_rows
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.draft_batch import draft_batch
 from rlpipe.drafts.eagle3 import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.ppow.step import Drawn

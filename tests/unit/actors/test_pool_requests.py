@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlpipe.actors import pool
-from rlpipe.watch.growth import Growth
+from rlpipe.loop.worker_scaling import Growth
 
 pytestmark = pytest.mark.unit
 

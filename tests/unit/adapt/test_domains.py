@@ -6,9 +6,9 @@ import pytest
 
 from rlpipe.adapt.domains import make_domains, make_suites
 from rlpipe.config.adapt import AdaptConfig
-from rlpipe.config.checks import check_adapt
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.run import Config
+from rlpipe.preflight.settings import check_adapt
 
 pytestmark = pytest.mark.unit
 

@@ -3,12 +3,12 @@
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.checks import check
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import require_mtp
+from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
 

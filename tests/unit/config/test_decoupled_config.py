@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction, MaskRule, Proximal
-from rlpipe.config.checks import check
 from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.paths import shipped
 from rlpipe.config.run import Config, Task
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlpipe.config.checks import check
 from rlpipe.config.half import Half
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings, Task
+from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
 

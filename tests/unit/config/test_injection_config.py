@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlpipe.config.checks import check
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.run import Config, Task
+from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
 

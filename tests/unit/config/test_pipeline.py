@@ -1,10 +1,10 @@
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction, Proximal
-from rlpipe.config.checks import check_staleness
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.run import Config, RunSettings
+from rlpipe.preflight.settings import check_staleness
 
 pytestmark = pytest.mark.unit
 

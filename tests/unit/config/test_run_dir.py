@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from rlpipe.config.checks import check_run_dir
 from rlpipe.config.run import RunSettings
+from rlpipe.preflight.settings import check_run_dir
 
 pytestmark = pytest.mark.unit
 

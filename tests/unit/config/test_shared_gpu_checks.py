@@ -2,12 +2,12 @@
 
 import pytest
 
-from rlpipe.config.checks import check_shared_gpus
 from rlpipe.config.half import Half
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings
 from rlpipe.config.sglang import SglangConfig, WeightTransfer
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.preflight.settings import check_shared_gpus
 
 pytestmark = pytest.mark.unit
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.acceptance.probe import COLUMNS, ProbeTable, table_metrics
 from rlpipe.adapt.estimates import PromptCounts
 from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, PlayedCounts
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss
 from rlpipe.algo.rule import TokenExtras
 from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig, ObrsNormalizer
+from rlpipe.diagnosis.probe import COLUMNS, ProbeTable, table_metrics
 from rlpipe.drafts.loss.stats import no_stats
 from rlpipe.metrics.collect import spec_metrics, validation_metrics
 from rlpipe.metrics.names import EVENTS, declared, metrics

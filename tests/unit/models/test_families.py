@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlpipe.memory import parameters
 from rlpipe.models import FAMILIES, family_of, read_architecture
 from rlpipe.models.checkpoint import (
     check_weights,
@@ -18,6 +17,7 @@ from rlpipe.models.checkpoint import (
     weight_shapes,
     write_checkpoint,
 )
+from rlpipe.preflight.memory_estimate import parameters
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.acceptance import fixed_contexts
-from rlpipe.acceptance.attribution import Attribution
-from rlpipe.acceptance.regression import Estimate
+from rlpipe.diagnosis import fixed_contexts
+from rlpipe.diagnosis.attribution import Attribution
+from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import load_run
 from rlpipe.report import figures_cuts
 from rlpipe.report.figures import figures

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from rlpipe.diagnosis.held_out import wilson
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.runs import load_run
 from rlpipe.report import viewer
 from rlpipe.report.__main__ import main
 from rlpipe.report.drawing import SECTIONS, smooth
 from rlpipe.report.figures import figures, window
-from rlpipe.report.held_out import wilson
 from rlpipe.report.write import write_report
 from tests.helpers.tensorboard_file import read_events
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer import TransformerConfig
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 pytestmark = [pytest.mark.unit, pytest.mark.property]

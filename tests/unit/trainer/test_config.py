@@ -109,7 +109,7 @@ def test_configuration_imports_no_torch():
     import subprocess
 
     code = (
-        "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.trainer.packing, sys; "
+        "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.batching.packing, sys; "
     )
     code += "assert not {'torch', 'verl', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.batch import Branch
+from rlpipe.batching.layout import nothing
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.context import ContextLayout, cut_branches
 from rlpipe.trainer.layers import BranchLayout
-from rlpipe.trainer.layout import nothing
 from tests.unit.trainer.test_attention import DIM, attention, forests
 
 pytestmark = [pytest.mark.unit, pytest.mark.property]

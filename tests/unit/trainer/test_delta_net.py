@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.batch import Branch, first_tokens
+from rlpipe.batching.micro_batch import Branch, first_tokens
 from rlpipe.trainer import delta_net
 from rlpipe.trainer.delta_net import Succession, delta_rule
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from rlpipe.batch import Branch
+from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import rlpipe.run  # noqa: F401  (registers the schema)
+import rlpipe.cli.run  # noqa: F401  (registers the schema)
 from rlpipe.config.paths import shipped
 from rlpipe.config.spec import Drafter
 from rlpipe.types import SpecCounts

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from rlpipe.config.checks import check_sglang
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config
+from rlpipe.preflight.settings import check_sglang
 from rlpipe.rollout.sglang import server
 from rlpipe.rollout.sglang.arguments import (
     check_server_info,

@@ -1,1 +1,0 @@
-"""Why acceptance moved: the probe set, decomposition, attribution and regression. No torch."""

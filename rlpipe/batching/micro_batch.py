@@ -1,0 +1,156 @@
+"""What the trainer is handed: flat micro-batches in which siblings share what they have in common.
+
+Owns the layout of a micro-batch; `rlpipe.batching.packing` fills it. numpy only; knows no model.
+
+A micro-batch is one flat list of tokens. Trajectories lie in it one after another, each as a `Branch`:
+the tokens it does not share with an earlier one. What it shares is its context, read where it already
+lies. So a prompt of eight siblings is run forward and backward once, and there is no padding.
+
+    tokens      p p p p a a a | b b | a b b          "|" parts branches
+    positions   0 1 2 3 4 5 6 | 4 5 | 5 6 7          token 5 of the third trajectory follows p p p p a
+    contexts    -             | 4 of branch 0 | 5 of branch 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
+
+
+@dataclass(slots=True, kw_only=True)
+class Branch:
+    """Consecutive tokens of one trajectory, and the earlier tokens they follow.
+
+    length: number of tokens, at least 1. context: pieces (branch, count) in order: the first `count`
+    tokens of an earlier branch; their tokens, joined, are the trajectory up to this branch.
+    """
+
+    length: int
+    context: list[tuple[int, int]]
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the context."""
+        return sum(count for _, count in self.context)
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidates:
+    """The tokens most likely where P tokens were sampled.
+
+    ids: [P, K] int64, -1 is padding. logprobs: [P, K] float32, the rollout's of each, -inf for padding.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """One forward pass over N tokens that predicts P sampled tokens of B trajectories.
+
+    rows: [B] index of each trajectory in the packed ones (-1: an empty micro-batch's only row).
+    tokens: [N] ids read. positions: [N] of each in its trajectory. branches: cut N without a gap.
+    sources: [P] index into tokens of the position that predicts each sampled token (positions shared
+        by siblings occur several times). targets: [P] the sampled tokens.
+    mask: [B, R] 1 for each sampled token, row by row from the left, R the most of any row; in row-major
+        order the ones are the P predictions. indices: [B, R] of the sampled token in its trajectory.
+    rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
+    columns: further numbers [P] of the P predictions, by name, and candidates: where the correction asks for
+        them.
+    routes: [N, layers with experts, experts per token], what read each token in the rollout, as in
+        `types.GenerateResult`; of shared tokens, in the rollout of the first that has them.
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    branches: list[Branch]
+    sources: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray
+    indices: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantages: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    candidates: Candidates | None = None
+    routes: np.ndarray | None = None
+
+    def padded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Branches as rows padded on the right: tokens [branches, S], sources [P] into their flat view.
+
+        For attention kernels that know rows only. Raises ValueError when branches share tokens.
+        """
+        if any(branch.context for branch in self.branches):
+            raise ValueError(
+                "this micro-batch shares prefixes, which the trainer's layers cannot read: "
+                "pack with share_prefixes=trainer.shares_prefixes."
+            )
+        rows, cells = as_rows(self.branches, self.tokens)
+        return rows, cells[self.sources]
+
+
+def first_tokens(path: Path, tokens: int) -> Path:
+    """The pieces that hold the first `tokens` tokens of a path."""
+    pieces = []
+    for branch, count in path:
+        if tokens <= 0:
+            break
+        pieces.append((branch, min(count, tokens)))
+        tokens -= count
+    return pieces
+
+
+def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Branches as rows padded on the right with 0.
+
+    values: [N], one per flat token. Returns rows [branches, S], and [N] the place of each flat token in the
+    rows' flat view.
+    """
+    lengths = np.array([branch.length for branch in branches])
+    cells = np.arange(lengths.max()) < lengths[:, None]
+    rows = np.zeros(cells.shape, dtype=values.dtype)
+    rows[cells] = values
+    return rows, np.flatnonzero(cells)
+
+
+@dataclass(slots=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer step trains on.
+
+    shards: micro-batches by data parallel rank. draft_shards: those of trajectories left out for their zero
+    advantage, from which the draft alone learns (none unless `pack` was asked for them). tokens, sequences:
+    trainable ones over all ranks, those of trajectories left out included; they normalise the loss.
+    """
+
+    shards: list[list[MicroBatch]]
+    draft_shards: list[list[MicroBatch]]
+    tokens: int
+    sequences: int
+
+
+@dataclass(slots=True, kw_only=True)
+class PackedBatch:
+    """A batch ready for the trainer; every rank gets the whole and reads its shard.
+
+    lengths: tokens of every trajectory given, packed or not. temperature: the rollout's; logprobs are
+    those of softmax(logits / temperature). skipped: trajectories left out for their zero advantage.
+    shared_tokens: tokens of packed trajectories that are not run because an earlier one has them.
+    padding_tokens: cells of padded rows that hold no token (none where prefixes are shared).
+    """
+
+    minibatches: list[MiniBatch]
+    lengths: list[int]
+    temperature: float = 1.0
+    skipped: int = 0
+    shared_tokens: int = 0
+    padding_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Trainable tokens."""
+        return sum(m.tokens for m in self.minibatches)

@@ -1,0 +1,205 @@
+"""Trajectories to flat micro-batches, and the totals that make the loss independent of the cut.
+
+Owns the cut: which trajectories take part, how they are dealt to data parallel ranks and minibatches,
+and how they fill micro-batches under a token budget (their layout: `micro_batch`). numpy only;
+knows no model and no loss. Flow: drop what cannot be trained on, shuffle into minibatches, put each
+minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a
+stretch of it, and cut the stretch where the least is shared.
+
+Invariants: every trainable token is in exactly one micro-batch of each pass; no micro-batch has more
+tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank short of
+rows gets empty ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from rlpipe.batching.layout import lay_out, nothing
+from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
+from rlpipe.types import Trajectory, TrajectoryStatus
+
+PASS_COST = 64  # fixed cost of a forward and backward pass, in tokens
+MULTIPLE = 32  # micro-batches are filled up to a multiple: kernels prepared for one size are used again
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray] | None,
+    token_budget: int,
+    dp_size: int = 1,
+    *,
+    minibatches: int = 1,
+    temperature: float = 1.0,
+    skip_zero_advantage: bool = False,
+    draft_learns: bool = False,
+    share_prefixes: bool = True,
+    columns: Sequence[Mapping[str, np.ndarray]] | None = None,
+    candidates: bool = False,
+    routes: bool = False,
+    seed: int = 0,
+) -> PackedBatch:
+    """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
+
+    advantages: per token, parallel to each trajectory's token_ids (None: all zero, for logprobs only).
+    minibatches: optimizer steps a pass makes; trajectories are dealt to them at random from `seed`.
+    skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
+    draft_learns: lay those out too, in micro-batches of their own (`MiniBatch.draft_shards`).
+    share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
+        longest (see `MegatronTrainer.shares_prefixes`).
+    columns: further numbers of each trajectory's tokens by name, parallel to token_ids. candidates: lay out
+        top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
+    Left out always: masked trajectories, and those without a sampled token.
+    Raises ValueError when one trajectory alone exceeds the budget, or has no top_logprobs.
+    """
+    rows = [i for i, t in enumerate(trajectories) if trainable(t)]
+    # tokens after the last sampled one are cut off, nothing is learnt from them
+    inputs = {i: _inputs(trajectories[i]) for i in rows}
+    too_long = max(rows, key=lambda i: len(inputs[i]), default=None)
+    if too_long is not None and len(inputs[too_long]) > token_budget:
+        raise ValueError(
+            f"trainer.micro_batch_tokens={token_budget} is less than one trajectory of "
+            f"{len(inputs[too_long])} tokens ({trajectories[too_long].trajectory_id}): raise it to at least "
+            "rollout.max_context."
+        )
+    if advantages is None:
+        advantages = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
+    parts = [rows[:]]
+    if minibatches > 1:
+        shuffled = np.random.default_rng(seed).permutation(rows).tolist()
+        parts = [shuffled[i::minibatches] for i in range(minibatches) if shuffled[i::minibatches]]
+    lengths = [len(t.token_ids) for t in trajectories]
+    batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
+
+    def dealt(members: list[int]) -> list[list[MicroBatch]]:
+        line = _Line.of(members, inputs, share_prefixes)
+        cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
+        given = (trajectories, advantages, columns, candidates, routes)
+        shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
+        cost, read = sum(line.cost(*cut) for own in cuts for cut in own), sum(map(len, line.inputs))
+        cells = sum(len(micro.tokens) for shard in shards for micro in shard)
+        batch.shared_tokens += 0 if line.padded else read - cost
+        batch.padding_tokens += cost - read if line.padded else cells - cost
+        most = max(1, *map(len, shards))
+        return [shard + [nothing() for _ in range(most - len(shard))] for shard in shards]
+
+    for part in parts:
+        taught = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
+        rest = sorted({*part} - {*taught})
+        batch.skipped += len(rest)
+        minibatch = MiniBatch(
+            shards=dealt(taught),
+            draft_shards=dealt(rest) if draft_learns and rest else [[] for _ in range(dp_size)],
+            tokens=sum(trajectories[i].response_length for i in part),
+            sequences=len(part),
+        )
+        batch.minibatches.append(minibatch)
+    return batch
+
+
+def trainable(trajectory: Trajectory) -> bool:
+    """Whether a trajectory has a reward and a sampled token (its first token is never predicted)."""
+    return trajectory.status is TrajectoryStatus.COMPLETE and any(trajectory.loss_mask[1:])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """Trajectories in the order they are laid out, and what stretches [start, stop) of them cost.
+
+    inputs: tokens of each that are read. shared: how many of them the one before has, too.
+    fresh: [n + 1] sums of the tokens not shared. padded: whether cost is that of padded rows.
+    """
+
+    rows: list[int]
+    inputs: list[np.ndarray]
+    shared: list[int]
+    fresh: list[int]
+    padded: bool
+
+    @classmethod
+    def of(cls, rows: list[int], inputs: dict[int, np.ndarray], share: bool) -> _Line:
+        """Neighbours share the most in lexicographic order, and pad the least in order of length."""
+        key = (lambda i: inputs[i].tolist()) if share else (lambda i: -len(inputs[i]))
+        order = sorted(sorted(rows), key=key)
+        tokens = [inputs[i] for i in order]
+        shared = [0] * len(order)
+        if share:
+            shared[1:] = [_common_prefix(a, b) for a, b in pairwise(tokens)]
+        fresh = [0, *accumulate(len(x) - n for x, n in zip(tokens, shared, strict=True))]
+        return cls(rows=order, inputs=tokens, shared=shared, fresh=fresh, padded=not share)
+
+    def cost(self, start: int, stop: int) -> int:
+        """Tokens of one forward pass; does not fall when a stretch grows."""
+        if start == stop:
+            return 0
+        if self.padded:
+            return (stop - start) * len(self.inputs[start])
+        return self.fresh[stop] - self.fresh[start] + self.shared[start]
+
+
+def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
+    """One stretch per rank, the most expensive of them as cheap as possible."""
+
+    def fill(limit: int) -> list[tuple[int, int]]:
+        starts = [0]
+        for i in range(1, len(line.rows)):
+            if line.cost(starts[-1], i + 1) > limit:
+                starts.append(i)
+        return list(pairwise([*starts, len(line.rows)]))
+
+    low, high = max(map(len, line.inputs), default=0), line.cost(0, len(line.rows))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(fill(middle)) <= ranks else (middle + 1, high)
+    stretches = fill(low)
+    return stretches + [(0, 0)] * (ranks - len(stretches))
+
+
+def _cut(line: _Line, start: int, stop: int, budget: int) -> list[tuple[int, int]]:
+    """Cut a stretch into micro-batches within the budget that cost the least together."""
+    best = {start: (0, start)}  # end -> (cost of all up to it, where its last micro-batch starts)
+    for j in range(start + 1, stop + 1):
+        choices = []
+        for i in range(j - 1, start - 1, -1):
+            tokens = line.cost(i, j)
+            if tokens > budget:
+                break
+            choices.append((best[i][0] + tokens + PASS_COST, i))
+        best[j] = min(choices)
+    chunks = []
+    while stop > start:
+        chunks.append((best[stop][1], stop))
+        stop = best[stop][1]
+    return chunks[::-1]
+
+
+def _fill(
+    line: _Line,
+    start: int,
+    stop: int,
+    budget: int,
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    columns: Sequence[Mapping[str, np.ndarray]] | None,
+    candidates: bool,
+    routes: bool,
+) -> MicroBatch:
+    """The micro-batch of a stretch."""
+    size = 0 if line.padded else min(budget, -(-line.cost(start, stop) // MULTIPLE) * MULTIPLE)
+    rows, inputs, shared = (x[start:stop] for x in (line.rows, line.inputs, line.shared))
+    return lay_out(rows, inputs, shared, trajectories, advantages, size, columns, candidates, routes)
+
+
+def _inputs(trajectory: Trajectory) -> np.ndarray:
+    """Tokens before the last sampled one: those that a forward pass reads."""
+    return np.array(trajectory.token_ids[: np.flatnonzero(trajectory.loss_mask)[-1]], dtype=np.int64)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,351 @@
+"""Say what this machine lacks for rlpipe, and the exact remedy for each thing.
+
+    rlpipe doctor [--json] [+recipe=NAME SETTING=VALUE ...]
+
+In a checkout `scripts/doctor` plays it with any Python 3.11 or 3.12, even before anything is installed; in
+a virtual environment it judges that environment. A checkout knows the versions that were tested; an installed
+wheel asks pip whether its packages fit. With the settings of a run it also says how much memory each of its
+processes will take. Exit status 1 when something required is missing, or the run does not fit.
+"""
+
+import sys
+
+if not (3, 11) <= sys.version_info < (3, 13):
+    sys.exit(
+        f"python {sys.version.split()[0]} is not supported: use 3.11 or 3.12 (python3.11 scripts/doctor)."
+    )
+
+import argparse
+import importlib
+import io
+import json
+import os
+import platform
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent
+CHECKOUT = (ROOT / "constraints.txt").is_file()  # or an installed wheel
+IMPORT_NAMES = {  # distribution -> module, where they differ by more than - and _
+    "hydra-core": "hydra",
+    "megatron-core": "megatron.core",
+    "mini-swe-agent": "minisweagent",
+}
+SHIPPED = (
+    *("configs/config.yaml", "models/tiny/config.json", "models/tiny/model.safetensors"),
+    *("data/swe/train.jsonl", "data/swe/held_instances.jsonl", "data/swe/held_families.jsonl"),
+)
+PIP = (sys.executable, "-m", "pip", "install")
+GIB = 1 << 30
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    INFO = "info"  # neither good nor bad
+    WARN = "warn"  # works, but worse than it could
+    MISSING = "missing"  # required
+
+
+@dataclass(slots=True, kw_only=True)
+class Finding:
+    """One line: what was looked at, what was found, and what to do about it (empty: nothing)."""
+
+    level: Level
+    name: str
+    found: str
+    remedy: str = ""
+
+
+def ok_if(good: bool, name: str, found: str, remedy: str, *, otherwise: Level = Level.MISSING) -> Finding:
+    """A finding that carries its remedy only when it is bad."""
+    level = Level.OK if good else otherwise
+    return Finding(level=level, name=name, found=found, remedy="" if good else remedy)
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter and where its packages go."""
+    inside = sys.prefix != sys.base_prefix
+    where = f"virtual environment {sys.prefix}" if inside else "no virtual environment"
+    yield Finding(level=Level.OK, name="python", found=f"{sys.version.split()[0]}, {where}")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Each direct dependency: installed, importable, and at the tested version."""
+    if CHECKOUT:
+        lines = (ROOT / "constraints.txt").read_text().split()
+        pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+        needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    else:
+        needed, pins = [line for line in requires("rlpipe") or [] if "extra ==" not in line], {}
+    names = [re.split("[^A-Za-z0-9._-]", line)[0] for line in needed]
+    if not any(installed(name) for name in names):
+        yield Finding(level=Level.MISSING, name="packages", found="none installed", remedy=install_all())
+        return
+    for name in names:
+        yield check_package(name, pins.get(name, ""))
+    yield check_others(pins) if CHECKOUT else check_fit()
+
+
+def check_package(name: str, pin: str) -> Finding:
+    """One distribution; importing it is the only proof that its compiled parts fit. pin "": any version."""
+    remedy = shlex.join([*PIP, "--force-reinstall", "--no-deps", f"{name}=={pin}" if pin else name])
+    found = installed(name)
+    if not found:
+        return Finding(level=Level.MISSING, name=name, found="not installed", remedy=install_all())
+    module = IMPORT_NAMES.get(name, name.replace("-", "_"))
+    started = time.monotonic()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            importlib.import_module(module)
+    except Exception as error:  # whatever a broken package raises is what the user must see
+        broken = f"{found}, but `import {module}` fails: {type(error).__name__}: {error}"
+        return Finding(level=Level.MISSING, name=name, found=broken, remedy=remedy)
+    if pin and found != pin:
+        return Finding(level=Level.WARN, name=name, found=f"{found}, tested with {pin}", remedy=remedy)
+    return Finding(level=Level.OK, name=name, found=f"{version(name)} ({time.monotonic() - started:.1f} s)")
+
+
+def check_others(pins: dict[str, str]) -> Finding:
+    """Everything that is pinned and here, in one line; what only the tests need may be absent."""
+    different = [
+        f"{n} {installed(n)}, tested with {pin}" for n, pin in pins.items() if installed(n) not in ("", pin)
+    ]
+    found = "; ".join(different[:4]) + ("; ..." if len(different) > 4 else "") or "as tested"
+    return ok_if(not different, "all versions", found, install_all(), otherwise=Level.WARN)
+
+
+def check_fit() -> Finding:
+    """What pip says of the versions around an installed wheel, in one line."""
+    done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    found = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
+    return ok_if(done.returncode == 0, "all versions", found, install_all(), otherwise=Level.WARN)
+
+
+def installed(name: str) -> str:
+    """Version of a distribution without its local label (`+cpu`); empty when it is not installed."""
+    try:
+        return version(name).split("+")[0]
+    except PackageNotFoundError:
+        return ""
+
+
+def install_all() -> str:
+    """How to install every dependency."""
+    if not CHECKOUT:
+        return "install the wheel again, with its dependencies, in a virtual environment of its own"
+    if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").exists():
+        return "run scripts/quickstart; where it has run, .venv/bin/python scripts/doctor"
+    return shlex.join([*PIP, "-e", str(ROOT), "-c", str(ROOT / "constraints.txt")])
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """The tools that contain model-written commands, and that they really start."""
+    for tool, package in (("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("setpriv", "util-linux")):
+        path = shutil.which(tool)
+        if tool == "setpriv" and os.geteuid() != 0:
+            continue  # only root has privileges to drop
+        yield ok_if(path is not None, tool, path or "not found", f"apt-get install {package}")
+    if shutil.which("bwrap") is None:
+        return
+    command = [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "true",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    remedy = (
+        "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), "
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
+        "docker run --privileged (in a container)"
+    )
+    yield ok_if(done.returncode == 0, "sandbox start", "works" if done.returncode == 0 else said[0], remedy)
+    yield from check_bounds()
+
+
+def check_bounds() -> Iterator[Finding]:
+    """Which bounds of the sandbox hold here."""
+    options = subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
+    machine, kernel = platform.machine(), Path("/proc/self/status").read_text()
+    filters = "--seccomp" in options and "Seccomp:" in kernel and machine in ("x86_64", "aarch64")
+    yield ok_if(
+        filters,
+        "sandbox filter",
+        f"system calls, on {machine}" if filters else f"none on {machine}",
+        "use x86-64 or ARM, and a kernel with CONFIG_SECCOMP_FILTER",
+    )
+    nested = "--disable-userns" in options
+    yield ok_if(
+        nested,
+        "sandbox namespaces",
+        "no further ones inside" if nested else "commands may make user namespaces of their own",
+        "install bwrap 0.8 or later",
+        otherwise=Level.WARN,
+    )
+    groups = runpy.run_path(str(PACKAGE / "envs" / "sandbox" / "cgroup.py"))
+    lent = groups["controllers"]()
+    versions = {2 if groups["is_version_2"](parent) else 1 for parent in lent.values()}
+    pipes = Path("/proc/sys/fs/pipe-user-pages-soft").read_text().strip()
+    looks = (
+        "memory by a look every 0.1 s, which a burst outruns and which sees no buffers of sockets; pipes by "
+    )
+    yield ok_if(
+        "memory" in lent,
+        "sandbox groups",
+        (f"control groups, version {versions.pop()}: {', '.join(lent)}" if lent else "no control groups")
+        + (f"; {looks}pipe-user-pages-soft={pipes}" if "memory" not in lent else "")
+        + "; of each process by RLIMIT_AS, RLIMIT_NPROC, RLIMIT_CPU",
+        "run in a unit with delegated controllers (systemd-run --user --scope -p Delegate=yes COMMAND), or "
+        "in a container that may write its groups (docker run --privileged)",
+        otherwise=Level.INFO,
+    )
+
+
+def check_machine() -> Iterator[Finding]:
+    """Cores, memory, disk, and the shared memory that Ray keeps its objects in."""
+    cores = len(os.sched_getaffinity(0))
+    yield ok_if(cores >= 2, "cores", str(cores), "give it 2 cores or more", otherwise=Level.WARN)
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = int(meminfo["MemAvailable"].split()[0]) << 10
+    yield size("free memory", memory, 4 * GIB, "close other programs, or use cluster=inline (no Ray)")
+    disk = shutil.disk_usage(ROOT).free
+    yield size("free disk", disk, 2 * GIB, f"free some space on the disk of {ROOT}")
+    if not Path("/dev/shm").is_dir():
+        yield Finding(
+            level=Level.WARN, name="/dev/shm", found="not there", remedy="use cluster=inline (no Ray)"
+        )
+        return
+    shared = shutil.disk_usage("/dev/shm").free
+    yield size("/dev/shm", shared, GIB, "docker run --shm-size=2g, or use cluster=inline (no Ray)")
+
+
+def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
+    """A finding about bytes."""
+    found = f"{free / GIB:.1f} GiB"
+    short = f"{found}, {wanted // GIB} GiB wanted"
+    return ok_if(free >= wanted, name, found if free >= wanted else short, remedy, otherwise=Level.WARN)
+
+
+def check_accelerator() -> Iterator[Finding]:
+    """Whether there is a GPU that torch can use."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        yield Finding(
+            level=Level.OK, name="gpu", found=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        )
+    elif shutil.which("nvidia-smi"):
+        remedy = "install a CUDA build of this version of torch"
+        yield Finding(
+            level=Level.WARN, name="gpu", found="there is one, but this torch cannot use it", remedy=remedy
+        )
+    else:
+        yield Finding(level=Level.INFO, name="gpu", found="none; everything runs on the CPU")
+
+
+def check_wandb() -> Iterator[Finding]:
+    """Whether W&B records would go online."""
+    if not installed("rlpipe"):
+        return
+    from rlpipe.metrics.sinks import logged_in
+
+    found = "logged in" if logged_in() else "not logged in, records stay in the run directory (`wandb login`)"
+    yield Finding(level=Level.INFO, name="wandb", found=found)
+
+
+def check_shipped() -> Iterator[Finding]:
+    """The files that come with rlpipe."""
+    top = ROOT if CHECKOUT else PACKAGE / "_data"
+    absent = [name for name in SHIPPED if not (top / name).is_file()]
+    found = f"{len(SHIPPED)} files" if not absent else f"not there: {', '.join(absent)}"
+    remedy = "git checkout -- configs data models" if CHECKOUT else install_all()
+    yield ok_if(not absent, "shipped files", found, remedy)
+
+
+def check_run(settings: list[str]) -> Iterator[Finding]:
+    """The memory that a run with these settings takes, by process, and what its launch here would say."""
+    from rlpipe.cli.run import check_before, config_of
+    from rlpipe.launch import check_run_directory, check_task
+    from rlpipe.preflight.memory_estimate import estimate, gpu_bytes
+    from rlpipe.preflight.object_store import store_memory
+    from rlpipe.preflight.settings import check
+
+    try:
+        config, resolved = config_of(settings)
+        check(config)
+        for memory in (*estimate(config, gpu_bytes(config)), store_memory(config)):
+            if memory is None:
+                continue
+            yield Finding(level=Level.INFO, name="memory", found=str(memory))
+        check_before(config)
+        check_task(config)
+        check_run_directory(config, resolved)
+    except ValueError as error:
+        yield Finding(level=Level.MISSING, name="launch", found=f"refused here: {error}")
+    else:
+        yield Finding(level=Level.OK, name="launch", found="nothing wrong found")
+
+
+CHECKS = (
+    *(check_python, check_packages, check_sandbox, check_machine),
+    *(check_accelerator, check_wandb, check_shipped),
+)
+
+
+def show(findings: list[Finding]) -> None:
+    """One aligned line each, its remedy below it."""
+    colors = {Level.OK: "32", Level.INFO: "36", Level.WARN: "33", Level.MISSING: "31"}
+    width = max(len(f.name) for f in findings)
+    for finding in findings:
+        mark = f"{finding.level:<7}"
+        if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+            mark = f"\033[{colors[finding.level]}m{mark}\033[0m"
+        print(f"{mark}  {finding.name:<{width}}  {finding.found}")
+        if finding.remedy:
+            print(f"{'':7}  {'':{width}}  -> {finding.remedy}")
+    missing = sum(f.level is Level.MISSING for f in findings)
+    warned = sum(f.level is Level.WARN for f in findings)
+    notes = f", {warned} to look at" if warned else ""
+    print(f"\n{missing} required missing{notes}" if missing else f"\nready{notes}")
+
+
+def main() -> int:
+    """Check everything, show it, and say by exit status whether rlpipe can run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("settings", nargs="*", help="of a run, as python -m rlpipe.run takes them")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # this rlpipe, when another is installed
+    findings = [finding for check in CHECKS for finding in check()]
+    if options.settings:
+        with redirect_stdout(sys.stderr):  # the user's own code may print
+            findings += check_run(options.settings)
+    if options.json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        show(findings)
+    return int(any(f.level is Level.MISSING for f in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

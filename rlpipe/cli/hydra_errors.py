@@ -1,0 +1,168 @@
+"""What Hydra refuses of a command line or a YAML file, in our words: what, the value, the remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpipe.cli.suggestions import did_you_mean, kind_of, settings, unknown_setting
+from rlpipe.config.paths import shipped
+
+_ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
+
+
+def explaining(play: Callable[[], int]) -> int:
+    """Play a command line of Hydra's; returns its exit status, 2 with one message where it is refused."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print
+    sys.argv[1:] = settings_first(sys.argv[1:])
+    try:
+        check_arguments(sys.argv[1:])
+        return play()
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        return refused(error)
+
+
+def settings_first(arguments: Sequence[str]) -> list[str]:
+    """The same command line, settings before options: argparse takes settings in one piece alone."""
+    options = get_args_parser()._option_string_actions
+    first, rest, value = [], [], False
+    for word in arguments:
+        is_setting = not (value or word.startswith("-")) and ("=" in word or word.startswith("~"))
+        (first if is_setting else rest).append(word)
+        value = word in options and options[word].nargs is None
+    return [*first, *rest]
+
+
+def refused(error: Exception) -> int:
+    """Say why this command line is refused; returns the exit status."""
+    print(f"rlpipe: {explained(error, sys.argv[1:])}", file=sys.stderr)
+    return 2
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra takes without a word, or says badly. Raises ValueError."""
+    parser = get_args_parser()
+    given, unknown = parser.parse_known_args(list(arguments))
+    for flag in unknown:
+        flags = parser._option_string_actions
+        setting = flag.lstrip("-")
+        meant = did_you_mean(flag.partition("=")[0], flags)
+        if "=" in setting:
+            raise ValueError(f"{flag}: settings have no dashes. Write {setting}.")
+        raise ValueError(
+            f"{flag}: there is no such option.{meant} Remove it; `rlpipe run --help` lists them."
+        )
+    if given.multirun and (given.cfg or given.info):
+        raise ValueError(
+            "--multirun with --cfg or --info: a sweep has many configurations, and these show one. Leave one "
+            "of the two options out."
+        )
+    if given.config_dir and not Path(given.config_dir).is_dir():
+        raise ValueError(
+            f"--config-dir {given.config_dir!r} is not a folder: name the one that holds recipe/."
+        )
+    folders = [shipped("configs"), *([Path(given.config_dir)] if given.config_dir else [])]
+    groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    for word in given.overrides:
+        _check_word(word, groups)
+
+
+def _check_word(word: str, groups: set[str]) -> None:
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
+    if name.startswith("hydra"):
+        return
+    if key == "recipe":
+        raise ValueError(
+            f"{word}: a recipe is added, so that it is the only one: give +recipe={value or 'NAME'}, once."
+        )
+    if not equals and not key.startswith("~"):
+        raise ValueError(f"{word!r} is no setting and no option: write key=value, without spaces.")
+    if not re.fullmatch(r"[\w./@:-]+", name):
+        return  # Hydra's grammar says what is wrong
+    if key.startswith("~"):
+        raise ValueError(f"{word}: settings cannot be removed. Give {name}=VALUE, or leave it out.")
+    if (
+        name not in groups
+        and "/" not in name
+        and "@" not in name
+        and (refusal := unknown_setting(name, value))
+    ):
+        raise refusal
+
+
+def explained(error: Exception, arguments: Sequence[str]) -> str:
+    """One message for an error of Hydra's, OmegaConf's or YAML's; a ValueError's own is one already."""
+    text = str(error.__cause__ or error)
+    first = next(line for line in [*text.splitlines(), ""] if not line.startswith("In '")).strip()
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return (
+            f"{mark.name}:{mark.line + 1}: not YAML at column {mark.column + 1}: {error.problem}. Check the "
+            "indentation, brackets and quotes around that line."
+        )
+    if isinstance(error, MissingConfigException):
+        return _missing(error, arguments)
+    if isinstance(error, OverrideParseException):
+        lines = [line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See "))]
+        return (
+            f"{error.override!r} cannot be read ({''.join(lines[:1]).partition('expecting')[0].strip()}): "
+            "write key=value, a list as [a,b], and quote what holds brackets or commas: key=\"'a, b'\"."
+        )
+    if named := re.search(r"Multiple values for (\S+?)\.", str(error)):
+        given = [word for word in arguments if word.lstrip("+").startswith(f"{named[1]}=")]
+        return f"{' '.join(given)}: {named[1]} is chosen twice. Keep one of them."
+    if "DictConfig" in text and "full_key: recipe" in text + str(error):
+        return (
+            f"{_place(error)}its settings stand under `recipe`, which is a name. Make "
+            "`# @package _global_` the first line of the file."
+        )
+    key = _key(error, text)
+    word = next((w for w in arguments if w.lstrip("+").startswith(f"{key}=")), "")
+    value = word.partition("=")[2]
+    if "not in" in first and key and (refusal := unknown_setting(key, value or "...")):
+        return f"{_place(error)}{refusal}"
+    if key in dict(settings()):
+        wrong = re.search(r"[Vv]alue '(.*?)'", first)
+        names = re.search(r"expected one of \[(.*)\]", first)
+        meant = did_you_mean(wrong[1], names[1].split(", ")) if wrong and names else ""
+        return f"{_place(error)}{word or key}: {first.rstrip('.')}.{meant} Instead {kind_of(key)}."
+    return (
+        f"{_place(error)}{first.rstrip('.')}. Correct it; {_ALL}." if type(error) is not ValueError else text
+    )
+
+
+def _place(error: Exception) -> str:
+    """The YAML file that an error names, before a sentence."""
+    found = re.match(r"In '(\S+?)'", str(error))
+    return f"{found[1]}.yaml: " if found else ""
+
+
+def _key(error: Exception, text: str) -> str:
+    """The dotted name of the setting that an error is about."""
+    both = f"{text}\n{error}"
+    patterns = (
+        r"full_key: ([^\s\[]+)",
+        r"Could not override '(\S+?)'",
+        r"override \+*([\w.]+)=",
+        r"at '(\S+?)'",
+    )
+    return next((found[1] for pattern in patterns if (found := re.search(pattern, both))), "")
+
+
+def _missing(error: MissingConfigException, arguments: Sequence[str]) -> str:
+    group, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+    if not group:
+        return f"--config-name {name!r}: there is no such file. Leave the option out and choose +recipe=NAME."
+    options = list(error.options or ())
+    return (
+        f"{group}={name}: there is no {group} {name!r}.{did_you_mean(name, options)} Choose one of "
+        f"{', '.join(options)}; --config-dir FOLDER adds FOLDER/{group}/{name or 'NAME'}.yaml."
+    )

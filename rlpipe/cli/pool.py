@@ -1,0 +1,98 @@
+"""Add rollout workers to a running job, or take some out.
+
+    python -m rlpipe.cli.pool list RUN_DIR
+    python -m rlpipe.cli.pool add RUN_DIR [--count 1]
+    python -m rlpipe.cli.pool drain RUN_DIR WORKER [--grace 60]
+
+A worker that joins is given the newest weights before it plays. One that is drained begins nothing, and
+after `--grace` seconds the others play the turns of what it has not ended. Exits with 2 and a
+sentence when the run does not answer or refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rlpipe.actors.pool import ANSWER, POLL_S, folder, write
+from rlpipe.config.paths import resolve
+
+_PATIENCE_S = 30.0  # until a running driver has read a request
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    run_dir = resolve(args.run_dir)
+    place = folder(run_dir)
+    if not (place / "workers.json").is_file():
+        return _fail(f"{run_dir} has no pool: name the directory (run.dir) of a cluster=ray run under way.")
+    if args.do == "list":
+        for worker in json.loads((place / "workers.json").read_text()):
+            state = "leaves" if worker["leaving"] else "serves"
+            print(f"rollout worker {worker['worker']}: {state}, plays {worker['playing']}")
+        return 0
+    asked: dict[str, Any] = {"do": args.do}
+    asked |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
+    file = place / f"{uuid.uuid4().hex[:8]}.json"
+    write(file, asked)
+    return _wait(file, run_dir)
+
+
+def _wait(file: Path, run_dir: Path) -> int:
+    """Print what becomes of a request."""
+    answer, asked_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
+    while True:
+        found = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
+        if found["state"] == "done":
+            print(found["said"])
+            return 0
+        if found["state"] == "refused":
+            return _fail(found["said"])
+        if found["state"] == "accepted" and not accepted:
+            print("asked; the run goes on meanwhile", flush=True)
+            accepted = True
+        if not file.exists():
+            return _fail(f"the run in {run_dir} has ended, or was started again.")
+        if not accepted and time.monotonic() - asked_at > _PATIENCE_S:
+            file.unlink(missing_ok=True)
+            return _fail(f"no run answers in {run_dir} for {_PATIENCE_S:.0f} s: it has ended, or hangs.")
+        time.sleep(POLL_S)
+
+
+def _fail(sentence: str) -> int:
+    print(f"rlpipe.cli.pool: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlpipe.cli.pool",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="do", required=True)
+    for name, words in {"list": "show the workers", "add": "more workers", "drain": "one fewer"}.items():
+        command = commands.add_parser(name, help=words)
+        command.add_argument("run_dir", help="directory of the run (run.dir)")
+        if name == "add":
+            command.add_argument("--count", type=_positive, default=1)
+        if name == "drain":
+            command.add_argument("worker", type=int, help="its number, as `list` shows it")
+            command.add_argument("--grace", type=float, default=60.0, help="seconds for what it plays")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} workers: name 1 or more.")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""`python -m rlpipe.run +recipe=NAME [overrides]`: compose -> typed config -> launch, or a sweep of that.
+
+Owns the command line; imports no torch, so `--help` and `--cfg job` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused
+from rlpipe.cli.sweep import Sweep
+from rlpipe.config.paths import resolve, shipped
+from rlpipe.config.run import Config
+from rlpipe.preflight.memory_check import check_memory
+from rlpipe.preflight.settings import check
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def recipes() -> list[str]:
+    """Names that `+recipe=` accepts from the shipped configs."""
+    return sorted(path.stem for path in (shipped("configs") / "recipe").glob("*.yaml"))
+
+
+def usage() -> str:
+    """What to type, for someone who typed too little."""
+    names = "\n".join(f"  python -m rlpipe.run +recipe={name}" for name in recipes())
+    return (
+        f"rlpipe needs a recipe. Shipped recipes:\n{names}\n"
+        "Add overrides like run.dir=DIR run.steps=20 run.seed=1 spec.mode=none cluster=inline; "
+        "--cfg job prints every setting."
+    )
+
+
+def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
+    """The settings of a command line, composed and typed but not checked, and their YAML.
+
+    Raises ValueError with what, the value and the remedy where they cannot be composed.
+    """
+    try:
+        check_arguments(overrides)
+        with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+            composition = hydra.compose(config_name="config", overrides=list(overrides))
+        return OmegaConf.to_object(composition), OmegaConf.to_yaml(composition, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(explained(error, overrides)) from error
+
+
+def check_before(config: Config) -> None:
+    """All that a launch looks at before its task does: settings, sizes, memory, files, machine, own code.
+
+    Raises ValueError with what, the value and the remedy.
+    """
+    check(config)
+    from rlpipe.actors.ray_session import set_ray_environment
+    from rlpipe.preflight.checkpoint_and_machine import check_sizes, check_surroundings
+
+    check_sizes(config)
+    check_memory(config)
+    set_ray_environment(config)  # before code of the user's, or verl, imports Ray
+    check_surroundings(config)
+
+
+Work = Callable[[Config, str], int]  # what to do with a checked configuration and its YAML
+
+
+def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
+    """Check a composed configuration, then launch it, or do other work; returns the exit status.
+
+    resolved: its YAML. composition: the same as Hydra typed it, where it is at hand: typing takes time.
+    """
+    config: Config | None = None
+    try:
+        if composition is None:
+            composition = OmegaConf.merge(Config, OmegaConf.create(resolved))
+        config = OmegaConf.to_object(composition)
+        check_before(config)
+        if work is None:
+            from rlpipe.launch import launch as work
+        return work(config, resolved)
+    except ValueError as error:
+        print(f"rlpipe: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # of the run: a sentence here, the traceback where the run is
+        if config is None or os.environ.get("RLPIPE_TRACEBACK"):
+            raise
+        print(f"rlpipe: {_kept(config, error)}", file=sys.stderr)
+        return 1
+
+
+def _kept(config: Config, error: Exception) -> str:
+    """What failed in one sentence, after its traceback was written into the run directory."""
+    first = str(error).partition("\n")[0]
+    said = first if isinstance(error, RuntimeError) and first else f"{type(error).__name__}: {first}"
+    file = resolve(config.run.dir) / "traceback.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(traceback.format_exception(error)))
+    except OSError as full:
+        return f"{said} (its traceback could not be written to {file}: {full.strerror or full})"
+    return f"{said} (traceback: {file})"
+
+
+def compose(work: Work | None = None) -> int:
+    """Compose the command line, check it and launch it, or do other work; returns the exit status."""
+    sweep, status = Sweep(), 0
+
+    @hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
+    def composed(composition: DictConfig) -> int | None:
+        """What Hydra made of the command line, once for every job of a sweep."""
+        nonlocal status
+        if not composition.recipe:
+            print(usage())
+            status = 2
+        elif HydraConfig.get().mode is RunMode.MULTIRUN:
+            return sweep.run_job(composition)
+        else:
+            try:
+                resolved = OmegaConf.to_yaml(composition, resolve=True)
+            except OmegaConfBaseException as error:
+                raise SystemExit(refused(error)) from None
+            raise SystemExit(run_composed(resolved, work, composition))
+        return None
+
+    def play() -> int:
+        composed()
+        return sweep.finish() if sweep.jobs else status
+
+    return explaining(play)
+
+
+def main() -> int:
+    """Run the command line; returns the exit status of a sweep, and leaves with that of a run."""
+    return compose()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

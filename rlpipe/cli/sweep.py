@@ -1,0 +1,92 @@
+"""`--multirun`: every combination of the swept settings is a run, in a process and a directory of its own.
+
+Hydra calls `main` for each job; `run_job` plays it as `python -m rlpipe.run` would. A job that fails does not
+end the others. Ctrl-C ends the sweep after the job in progress has left its checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from rlpipe.config.paths import resolve
+from rlpipe.report.table import runs_table
+from rlpipe.report.write import write_report
+
+COMPARISON = "compare.html"
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A job that ended. directory: its run directory. settings: as given, "key=value". status: of exit."""
+
+    directory: Path
+    settings: list[str]
+    status: int
+
+
+class Sweep:
+    """The jobs of one `--multirun`, in order."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self._root: Path | None = None  # run.dir of the first job: it holds a time of day
+
+    def run_job(self, composed: DictConfig) -> int:
+        """Play a job in a process of its own; returns its exit status."""
+        hydra = HydraConfig.get()
+        self._root = self._root or resolve(composed.run.dir)
+        directory = self._root / str(hydra.job.num)
+        composed.run.dir = str(directory)
+        settings = list(hydra.overrides.task)
+        print(f"rlpipe: job {hydra.job.num}: {' '.join(settings)} run.dir={directory}", flush=True)
+        status = _in_a_process(OmegaConf.to_yaml(composed, resolve=True))
+        self.jobs.append(Job(directory=directory, settings=settings, status=status))
+        return status
+
+    def finish(self) -> int:
+        """Print the table of the jobs and write the report that compares them; returns the exit status."""
+        assert self._root is not None
+        common = set.intersection(*(set(job.settings) for job in self.jobs))
+        swept = {
+            job.directory: " ".join(word for word in job.settings if word not in common) for job in self.jobs
+        }
+        print(runs_table(list(swept), swept))
+        if recorded := [path for path in swept if (path / "metrics.jsonl").exists()]:
+            write_report(recorded, self._root / COMPARISON)
+            print(f"report: {self._root / COMPARISON}")
+        failed = [job for job in self.jobs if job.status]
+        for job in failed:
+            setting = f" ({swept[job.directory]})" if swept[job.directory] else ""
+            print(f"rlpipe: {job.directory}{setting} ended with status {job.status}", file=sys.stderr)
+        return 1 if failed else 0
+
+
+def _in_a_process(resolved: str) -> int:
+    """Run a composed configuration as a process; a signal to this one is handed on and ends the sweep."""
+    stopped: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        process.send_signal(number)
+
+    code = "import sys; from rlpipe.cli.run import run_composed; sys.exit(run_composed(sys.stdin.read()))"
+    process = subprocess.Popen(  # in a group of its own: Ctrl-C reaches it once, through `hand_on`
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True, process_group=0
+    )
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process.communicate(resolved)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopped:
+        sys.exit(128 + stopped[0])
+    return process.returncode

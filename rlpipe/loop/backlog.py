@@ -1,0 +1,205 @@
+"""Everything between admission and training: which prompt is next, what waits, what is given up.
+
+    PromptStream -> admit -> [a worker plays it] -> finished -> GroupBuffer -> take -> trained
+                      ^ gate                           |                         |
+                      +--------- a place is free ------+-- dropped               +-> advance
+
+Owns gate, buffer and meter, and keeps the ledger true to them; the controller moves the groups. It is what
+a checkpoint must hold of rollouts: `save` writes the ledger and the finished groups of one moment, and a new
+backlog goes on from there. Prompts that were being generated are then played again from their seeds: their
+tokens so far are lost, finished siblings among them (a group is handed in whole), the prompt is not.
+
+Waits: `admit` for the gate, `take` for groups. Invariant: every admitted prompt is in exactly one of: handed
+out, in the buffer, taken, ended; and the ledger says which.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rlpipe.config.pipeline import PipelineConfig, Stale
+from rlpipe.loop.group_buffer import GroupBuffer
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.prompts import PromptStream
+from rlpipe.loop.saved_groups import read_groups, write_groups
+from rlpipe.loop.selection import SelectionMeter
+from rlpipe.loop.staleness import StalenessGate, equal_rewards, fresh_part
+from rlpipe.metrics.values import Value
+from rlpipe.types import Group, Prompt, TrajectoryStatus
+
+LEDGER, GROUPS = "ledger.sqlite", "groups.jsonl.gz"
+STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajectory masked"
+
+
+class Backlog:
+    """The backlog of one run; its ledger says what is in flight: `Ledger.restore` or `forget` comes first.
+
+    version: of the trainer at the start. steps: of the run in all. event: as `MetricsBus.event`.
+    finished: a file that `save` wrote together with this ledger. trains: whether what is taken is trained on;
+    if not, it was dumped for later, and ends as that. Call `start` before anything else.
+    Raises ValueError when the training set is not the one the ledger tells of.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineConfig,
+        prompts: PromptStream,
+        ledger: Ledger,
+        *,
+        version: int,
+        steps: int,
+        event: Callable[..., None],
+        finished: Path | None = None,
+        trains: bool = True,
+    ) -> None:
+        self._trains = trains
+        self._settings, self._prompts, self._ledger, self._event = settings, prompts, ledger, event
+        self._meter = SelectionMeter(event)
+        self._playing: dict[int, int] = {}  # index -> version when it was handed out
+        self._taken: list[tuple[int, Group]] = []
+        self._filtered = 0  # groups with equal rewards since the last step
+        self._next = ledger.admitted_count()
+        flying = ledger.unfinished()
+        first = min((index for index, *_ in flying), default=self._next)
+        self._buffer = GroupBuffer(first, in_order=settings.stale is Stale.WAIT)
+        self._gate = StalenessGate(
+            max_staleness=settings.max_staleness,
+            groups_per_step=settings.prompts_per_step,
+            version=version,
+            ahead=settings.groups_ahead,
+            skipped=self._next - len(flying) - version * settings.prompts_per_step,
+            limit=steps * settings.prompts_per_step + settings.groups_ahead - settings.prompts_per_step,
+        )
+        self._again: deque[int] = deque()
+        self._restored = dict(read_groups(finished)) if finished else {}
+        for index, group_id, instance_id, state in flying:
+            self._check_instance(index, instance_id)
+            if state == "complete":
+                assert index in self._restored, f"the finished group {group_id} was not saved"
+                continue
+            if state == "generating":
+                ledger.reopen(group_id)
+            self._again.append(index)
+
+    async def start(self) -> None:
+        """Put what was restored in its place."""
+        for index in self._ledger.ended_from(self._buffer.first):
+            await self._buffer.skip(index)
+        for index, group in self._restored.items():
+            await self._buffer.put(index, group)
+        self._restored = {}
+        await self._drop_stale()
+
+    async def admit(self) -> tuple[int, Prompt]:
+        """The next prompt to play, once staleness allows: one that was interrupted, or a new one."""
+        if self._again:
+            index = self._again.popleft()
+        else:
+            await self._gate.admit(self._next)
+            index, self._next = self._next, self._next + 1
+            self._ledger.admitted(index, self._prompts[index], self._gate.version)
+        prompt = self._prompts[index]
+        self._ledger.generating(prompt, prompt.trajectory_ids(self._settings.group_size))
+        self._playing[index] = self._gate.version
+        return index, prompt
+
+    async def finished(self, index: int, group: Group) -> None:
+        """A group came back from its worker."""
+        del self._playing[index]
+        self._ledger.completed(group)
+        kept = self._fresh(group)
+        if all(t.status is TrajectoryStatus.MASKED for t in group.trajectories):
+            await self._drop(index, MASKED)  # a step never trains on nothing
+        elif kept is None:
+            await self._drop(index, STALE)
+        elif self._filters(kept):
+            self._filtered += 1
+            await self._drop(index, EQUAL)
+        else:
+            await self._buffer.put(index, kept)
+
+    async def take(self) -> list[Group]:
+        """The groups of the next step, by index."""
+        self._taken = await self._buffer.take(self._settings.prompts_per_step)
+        return [group for _, group in self._taken]
+
+    def trained(self, version: int) -> None:
+        """What was taken is part of the weights of `version`, by one optimizer step; or it was dumped."""
+        groups = [group for _, group in self._taken]
+        if self._trains:
+            self._ledger.trained(groups, version)
+        else:
+            self._ledger.all_dropped(groups, DUMPED)
+        for group in groups:
+            self._meter.trained(group)
+        self._taken, self._filtered = [], 0
+
+    async def advance(self, version: int) -> list[int]:
+        """Every engine serves `version`; returns what is still played, is too stale and must be stopped."""
+        await self._gate.advance(version)
+        if self._settings.stale is not Stale.DROP:
+            return []
+        await self._drop_stale()
+        late = [i for i, begun in self._playing.items() if version - begun > self._settings.max_staleness]
+        for index in late:
+            del self._playing[index]
+            await self._drop(index, STALE)
+        return late
+
+    def metrics(self) -> dict[str, Value]:
+        """What was selected, and what waits."""
+        oldest = self._ledger.oldest_admission()
+        age = 0 if oldest is None else self._gate.version - oldest
+        unfinished = len(self._playing) + len(self._buffer) + len(self._again)
+        return self._meter.metrics(unfinished=unfinished, oldest=age)
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Write the ledger of this moment into a directory; calling what is returned adds finished groups.
+
+        That may be done later and on another thread: nothing that changes since gets into them.
+        """
+        assert not self._taken, "a batch is being trained: its groups are neither finished nor trained"
+        groups = self._buffer.items()
+        self._ledger.save(directory / LEDGER)
+        return partial(write_groups, directory / GROUPS, groups)
+
+    def _check_instance(self, index: int, instance_id: str) -> None:
+        if self._prompts[index].instance_id != instance_id:
+            raise ValueError(
+                f"prompt {index} of this run was {instance_id!r} and is now "
+                f"{self._prompts[index].instance_id!r}: the training set, env or run.seed changed since the "
+                "checkpoint. Restore them, or choose another run.dir."
+            )
+
+    def _filters(self, group: Group) -> bool:
+        settings = self._settings
+        room = self._filtered < settings.filter_limit * settings.prompts_per_step
+        return settings.filter_equal_rewards and room and equal_rewards(group)
+
+    async def _drop_stale(self) -> None:
+        """Give up what the present version makes too stale."""
+        for index, group in self._buffer.items():
+            kept = self._fresh(group)
+            if kept is None:
+                await self._drop(index, STALE)
+            elif kept is not group:
+                self._buffer.replace(index, kept)
+
+    def _fresh(self, group: Group) -> Group | None:
+        """What of a group may be trained; None when nothing is left."""
+        if self._settings.stale is not Stale.DROP:
+            return group
+        kept, stale = fresh_part(group, self._gate.version, self._settings.max_staleness)
+        if stale:
+            self._meter.lost(group, stale)
+            self._ledger.trajectories_dropped(stale, STALE)
+        return kept
+
+    async def _drop(self, index: int, reason: str) -> None:
+        self._ledger.dropped(self._prompts[index].group_id, reason)
+        self._meter.dropped(reason)
+        await self._buffer.skip(index)
+        await self._gate.skip()

@@ -1,0 +1,187 @@
+"""Checkpoints of a run: written beside its steps, one at a time, and read again when it starts.
+
+    save: state of trainer, groups and ledger is copied (the loop stands still) --> a task writes it --> whole
+                                                                                       |
+    a second save, and the end of the run, wait for the first one's task  <------------+
+
+Owns that order, and what is said of it; a directory's atomic making is `CheckpointStore`'s, what is in it the
+cluster's, the backlog's and the ledger's. A write that fails is an event, and the checkpoint before stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.run import Config
+from rlpipe.loop.backlog import GROUPS, LEDGER, Backlog
+from rlpipe.loop.checkpoints import SCORE, CheckpointStore
+from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
+from rlpipe.loop.ledger import Ledger
+from rlpipe.metrics.spans import Lane, SpanLog
+from rlpipe.metrics.values import Mean, Value
+from rlpipe.types import RunStopped
+
+
+@dataclass(slots=True, kw_only=True)
+class Saving:
+    """Saves the checkpoints of one run. event: `MetricsBus.event`. score: val/reward of the version."""
+
+    config: Config
+    cluster: Cluster
+    store: CheckpointStore
+    ledger: Ledger
+    event: Callable[..., None]
+    spans: SpanLog
+    score: float | None = field(default=None, init=False)
+    _saved: int | None = field(default=None, init=False)  # version of the newest checkpoint
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _metrics: dict[str, Value] = field(default_factory=dict, init=False)
+
+    def take_metrics(self) -> dict[str, Value]:
+        """What saving cost since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    async def save(self, version: int, backlog: Backlog) -> None:
+        """Have a checkpoint written; returns when its state is copied. Raises TrainerLost."""
+        started = time.monotonic()
+        await self._written()
+        run = self.config.run
+        state: dict[str, Any] = {"recipe": self.config.recipe, "seed": run.seed, "half": run.half}
+        if self.score is not None:
+            state[SCORE] = self.score
+        try:
+            with Lane(self.spans, 0).span("checkpoint", version=version):
+                directory = self.store.begin(version)
+                parts = [_in_thread(backlog.save(directory)), await self.cluster.save(directory)]
+        except TrainerLost:
+            raise
+        except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
+            self._not_saved(version, error)
+            return
+        self._writing = asyncio.create_task(self._write(version, state, parts))
+        self._writing.add_done_callback(_seen)
+        if not run.save_async:
+            await self._written()
+        self._metrics["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
+
+    async def require(self, version: int, backlog: Backlog) -> None:
+        """Return when the checkpoint of a version is whole. Raises RuntimeError if it cannot be written."""
+        await self._written()
+        if self._saved != version:
+            await self.save(version, backlog)
+            await self._written()
+        if self._saved != version:
+            raise RunStopped(
+                f"the checkpoint of step {version} could not be written (checkpoint_failed in "
+                "events.jsonl): correct the cause and run again, it continues from the one before."
+            )
+
+    async def settled(self) -> None:
+        """Wait until nothing is being written, whatever became of it, and forget what it cost."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        self._writing, self._metrics = None, {}
+
+    async def resume(self, *, served: bool) -> tuple[int, Path | None]:
+        """Load the newest checkpoint that can be loaded; engines then serve its weights.
+
+        served: engines may serve weights of a version that is given up. Returns the version, and the
+        finished groups the checkpoint holds; 0 and None where there is none. Raises ValueError for a
+        checkpoint of another half, RunStopped when there are some and none can be loaded.
+        """
+        failed: list[tuple[int, Exception]] = []
+        found = self.store.newest()
+        while found is not None:
+            path, state = found
+            step = int(state["step"])
+            self._require_same_half(step, state)
+            try:
+                await self.cluster.load(path)
+                self.ledger.restore(path / LEDGER)
+                break
+            except TrainerLost:
+                raise
+            except Exception as error:  # of the trainer's formats, which know many
+                failed.append((step, error))
+                found = self.store.before(step)
+        if failed and found is None:
+            newest, error = failed[0]
+            raise RunStopped(
+                f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
+                f"{self.store.path(newest).parent} to start from step 0."
+            ) from error
+        for number, error in failed:  # an older one was loaded: it is they that are broken, not the trainer
+            self.store.set_aside(number, _in_words(error))
+        for broken in self.store.broken:
+            self.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
+        self.store.broken.clear()
+        if found is None:
+            self.ledger.forget()
+            self._saved = self.score = None
+            if served:
+                await self.cluster.publish_weights(0)
+            return 0, None
+        self._saved, self.score = step, state.get(SCORE)
+        await self.cluster.publish_weights(step)
+        self.event("resumed", step=step, path=path.name)
+        return step, path / GROUPS
+
+    async def _write(
+        self, version: int, state: dict[str, Any], parts: Sequence[Callable[[], Awaitable[None]]]
+    ) -> None:
+        """What was copied, to the disk. What fails is said, and the run goes on without it."""
+        started = time.monotonic()
+        try:
+            with Lane(self.spans, 1).span("write checkpoint", version=version):
+                for write in parts:
+                    await write()
+                path = await asyncio.to_thread(self.store.finish, version, state)
+        except Exception as error:
+            self._not_saved(version, error)
+            if isinstance(error, TrainerLost):
+                raise
+            return
+        seconds = time.monotonic() - started
+        self._saved = version
+        self._metrics["timing_s/write_checkpoint"] = Mean(seconds, 1)
+        self.event("checkpoint", step=version, path=path.name, seconds=round(seconds, 3))
+
+    async def _written(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises TrainerLost."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    def _not_saved(self, version: int, error: Exception) -> None:
+        self.store.abandon(version)
+        stands = max(self.store.steps(), default=None)
+        self.event("checkpoint_failed", step=version, stands=stands, error=_in_words(error))
+
+    def _require_same_half(self, step: int, state: dict[str, Any]) -> None:
+        begun, now = state.get("half", "both"), self.config.run.half
+        if begun != now:
+            raise ValueError(
+                f"step {step} is of a run with run.half={begun}, and run.half={now}: choose another run.dir."
+            )
+
+
+def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """Blocking work as something to await."""
+    return lambda: asyncio.to_thread(work)
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Its failure was told; `_written` raises it, if the run comes to that."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _in_words(error: Exception) -> str:
+    """Kind and first line of an error."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

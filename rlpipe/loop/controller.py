@@ -1,0 +1,314 @@
+"""The async loop: rollout and training at the same time, staleness bounded.
+
+    Backlog.admit --> _roll --> cluster.collect --> Backlog.finished --> _train --> publish --> advance
+       ^ waits: the gate                              waits: take                                  |
+       +-------------------------------- wakes -----------------------------------------------------+
+
+| who    | waits for                              | woken by                            |
+| _roll  | the gate to admit group n              | `backlog.advance` after a publish   |
+| _train | the next `prompts_per_step` groups     | a `_collect` task's `finished`      |
+| stop   | the step in progress                   | `request_stop` (Ctrl-C)             |
+| saves  | the checkpoint before, if it is still  | its writer, beside the next steps   |
+|        | being written: one at a time (saving)  |                                     |
+
+Synchronous training is the same code with max_staleness = 0. When the trainer is lost, the cluster builds
+another, and the loop begins again as a resumed run does: from the newest checkpoint and its ledger. Owns the
+loop and nothing else: where components run is the cluster's business, what a step does is the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlpipe.config.run import Config
+from rlpipe.diagnosis.monitor import Monitor
+from rlpipe.loop.backlog import Backlog
+from rlpipe.loop.checkpoint_writer import Saving
+from rlpipe.loop.checkpoints import SCORE, CheckpointStore
+from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
+from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.masked import MaskedAttempts
+from rlpipe.loop.prompts import PromptStream
+from rlpipe.loop.worker_scaling import Growth
+from rlpipe.metrics.bus import NO_ROOM, MetricsBus
+from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
+from rlpipe.metrics.jsonl import forget_steps
+from rlpipe.metrics.spans import Lane, SpanLog
+from rlpipe.metrics.values import Last, Mean, Value
+from rlpipe.report.write import write_report
+from rlpipe.types import Group, Prompt, RunStopped
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """One run. `held_out` maps split name to the instances validated; the first is the primary one."""
+
+    config: Config
+    run_dir: Path
+    cluster: Cluster
+    prompts: PromptStream
+    held_out: dict[str, list[str]]
+    bus: MetricsBus
+    ledger: Ledger
+    checkpoints: CheckpointStore
+    version: int = 0
+    _stop: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _backlog: Backlog = field(init=False)
+    _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _saves: Saving = field(init=False)
+    _masked: MaskedAttempts = field(init=False)
+    _lost: int = field(default=0, init=False)  # trainers
+    _draft_frozen: bool = field(default=False, init=False)
+    _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
+    _lane: Lane = field(init=False)
+    _monitor: Monitor = field(init=False)
+    growth: Growth = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.growth = Growth(self.config.rollout.workers, self.config.cluster.max_workers)
+        self._lane = Lane(self._spans, 0)
+        self._saves = Saving(
+            config=self.config,
+            cluster=self.cluster,
+            store=self.checkpoints,
+            ledger=self.ledger,
+            event=self.bus.event,
+            spans=self._spans,
+        )
+        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        run = self.config.run
+        self._masked = MaskedAttempts(run.max_masked_share, run.masked_window, self.bus.event)
+
+    async def run(self) -> None:
+        """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step.
+
+        Raises RunStopped when a rule ended the run: masked attempts, restarts of the trainer.
+        """
+        while True:
+            lost: BaseExceptionGroup | None = None
+            try:
+                await self._run()
+            except* TrainerLost as caught:
+                lost = caught
+            finally:
+                await self._saves.settled()
+            if lost is None:
+                break
+            await self._recover(lost)
+        if self._verdict:
+            raise RunStopped(self._verdict)
+
+    @property
+    def _verdict(self) -> str | None:
+        """Why the run stopped before its last step, if attempts that failed are the reason."""
+        return self._masked.verdict if self.version < self.config.run.steps else None
+
+    async def _run(self) -> None:
+        """From the newest checkpoint to the end."""
+        self.version, finished = await self._saves.resume(served=bool(self._lost))
+        self._draft_frozen = False
+        if odd := forget_steps(self.run_dir, self.version):
+            self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
+        self._monitor.forget_after(self.version)
+        self._backlog = Backlog(
+            self.config.pipeline,
+            self.prompts,
+            self.ledger,
+            version=self.version,
+            steps=self.config.run.steps,
+            event=self.bus.event,
+            finished=finished,
+            trains=self.config.run.half.trains,
+        )
+        await self._backlog.start()
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(self._roll()), tasks.create_task(self._monitor.watch())]
+            await self._train()
+            for task in beside:
+                task.cancel()
+        if self._verdict:
+            self.bus.event("run_stopped", verdict=self._verdict)
+        if self.version or not self._verdict:
+            await self._saves.require(self.version, self._backlog)
+        if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
+            self.bus.event("prompts_dropped", count=dropped, reason="run ended")
+        self.bus.emit(self.version, self._spans.drain())
+
+    async def _recover(self, lost: BaseExceptionGroup) -> None:
+        """Have another trainer built, or give up."""
+        allowed = self.config.cluster.max_trainer_restarts
+        while True:
+            self._lost += 1
+            if self._lost > allowed:
+                raise RunStopped(
+                    f"the trainer was lost {self._lost} times (cluster.max_trainer_restarts={allowed}); the "
+                    f"last: {first_cause(lost)}. Run again, it continues from the newest checkpoint."
+                ) from first_cause(lost)
+            try:
+                await self.cluster.rebuild_trainer()
+                break
+            except TrainerLost as again:
+                lost = BaseExceptionGroup("again", [again])
+        self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
+        await asyncio.to_thread(self.bus.take_back)
+        self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        self._tasks = {}
+
+    def request_stop(self) -> None:
+        """Finish the step in progress, checkpoint, return from `run`."""
+        self._stop.set()
+
+    async def _roll(self) -> None:
+        """Admit groups, as many as staleness allows; each runs as a task of its own."""
+        async with asyncio.TaskGroup() as collecting:
+            while True:
+                index, prompt = await self._backlog.admit()
+                self._tasks[index] = collecting.create_task(self._collect(index, prompt))
+
+    async def _collect(self, index: int, prompt: Prompt) -> None:
+        group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
+        del self._tasks[index]
+        self._masked.see(group.trajectories)
+        if self._masked.verdict:
+            self.request_stop()
+        await self._backlog.finished(index, group)
+
+    async def _train(self) -> None:
+        """The training loop: take a batch, step, publish, open the gate."""
+        settings = self.config.run
+        if self.version == 0:
+            await self._validate()
+            self._monitor.see(self.bus.commit(0))
+        while self.version < settings.steps:
+            started = time.monotonic()
+            with self._lane.span("wait", version=self.version):
+                groups = await self._unless_stopped(self._backlog.take())
+            if groups is None:
+                return
+            waited = time.monotonic() - started
+            metrics = trajectory_metrics(groups, self.version) | self._saves.take_metrics()
+            self._record_trajectories(groups[0])
+            with self._lane.span("probe", version=self.version):
+                metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
+            if self._monitor.draft_harmed and not self._draft_frozen:
+                await self.cluster.freeze_draft()
+                self._draft_frozen = True
+                self.bus.event("draft_frozen", step=self.version)
+            with self._lane.span("train", version=self.version):
+                metrics |= await self.cluster.train_step(groups)
+            self.version += 1
+            self._backlog.trained(self.version)
+            self._saves.score = None
+            with self._lane.span("sync", version=self.version):
+                metrics |= await self.cluster.publish_weights(self.version)
+            for index in await self._backlog.advance(self.version):
+                self._tasks.pop(index).cancel()
+            metrics |= await self.cluster.rollout_metrics()
+            seconds = time.monotonic() - started
+            metrics |= _step_metrics(groups, self.version, seconds, waited) | self._backlog.metrics()
+            metrics |= self._masked.metrics()
+            self.bus.emit(self.version, metrics | self._spans.drain())
+            if self._due(self.config.val.every):
+                await self._validate()
+            record = self.bus.commit(self.version)
+            self._monitor.see(record)
+            self.growth.see(record)
+            if self._due(settings.save_every):  # after the commit: a checkpoint never lacks its record
+                await self._saves.save(self.version, self._backlog)
+            report_every = self.config.metrics.report_every
+            if report_every and self.version % report_every == 0:
+                await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps is due; after the last step it always is."""
+        return self.version == self.config.run.steps or bool(every and self.version % every == 0)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None once a stop was requested before it was there."""
+        if self._stop.is_set():
+            work.close()
+            return None
+        working = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stop.cancel()
+
+    async def _validate(self) -> None:
+        """Reward on the held-out sets at the current version, reported under the current step."""
+        settings = self.config.val
+        if not settings.every:
+            return
+        started = time.monotonic()
+        metrics: dict[str, Value] = {}
+        count = settings.samples * sum(map(len, self.held_out.values()))
+        self.bus.event("phase", message=f"validating version {self.version} by {count} attempts")
+        for number, (split, ids) in enumerate(self.held_out.items()):
+            with self._lane.span("validate", version=self.version, split=split):
+                played = await self._unless_stopped(
+                    self.cluster.evaluate(ids, settings.samples, settings.temperature)
+                )
+            if played is None:
+                return
+            self._masked.report(played)
+            if number == 0:
+                self._monitor.validated(self.version, played)
+            metrics |= validation_metrics(split, played, primary=number == 0)
+        if SCORE in metrics:
+            self._saves.score = metrics[SCORE].value()
+        metrics["timing_s/validate"] = Mean(time.monotonic() - started, 1)
+        self.bus.emit(self.version, metrics)
+
+    def _record_trajectories(self, group: Group) -> None:
+        """One group a step, readable, for the trajectory viewer; a full disk loses it and no more."""
+        lines = [
+            json.dumps(
+                {
+                    "step": self.version + 1,
+                    "instance_id": trajectory.instance_id,
+                    "reward": trajectory.reward,
+                    "turns": trajectory.info.get("turns", []),
+                }
+            )
+            for trajectory in group.trajectories
+        ]
+        try:
+            with (self.run_dir / "trajectories.jsonl").open("a") as file:
+                file.write("".join(line + "\n" for line in lines))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.bus.disk_full("trajectories.jsonl", error)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first leaf of an exception group: what actually went wrong."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _step_metrics(groups: list[Group], version: int, seconds: float, waited: float) -> dict[str, Value]:
+    """What only the loop knows: the clock of the step."""
+    tokens = sum(len(t.token_ids) for g in groups for t in g.trajectories)
+    return {
+        "training/global_step": Last(version),
+        "timing_s/step": Mean(seconds, 1),
+        "timing_s/wait_rollout": Mean(waited, 1),
+        "timing_s/gen": Mean(sum(g.gen_seconds for g in groups), len(groups)),
+        "timing_s/sandbox": Mean(sum(g.env_seconds for g in groups), len(groups)),
+        "perf/time_per_step": Mean(seconds, 1),
+        "perf/total_num_tokens": Last(tokens),
+        "perf/throughput": Mean(tokens / seconds, 1),
+    }

@@ -1,0 +1,362 @@
+"""The life of every prompt and every trajectory, in SQLite beside the run.
+
+    prompt      admitted -> generating -> complete -> trained(step) | dropped(reason)
+                   ^------------'  `reopen`: played again after a resume
+    trajectory             generating -> complete -> trained(step, version) | dropped(reason)
+                                      `-> masked
+
+Owns `ledger.sqlite`. Written by the controller alone; a checkpoint holds a copy of the same moment (`save`),
+which a resumed run continues from (`restore`). Invariants, checked by `violations`: an admitted prompt ends
+exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that is never
+given back ends a run: the ledger goes on in memory, and into the next checkpoint. A damaged file is set
+aside, since a start restores the copy of the newest whole checkpoint anyway. What a finished run looks like:
+
+    python -m rlpipe.loop.ledger RUN
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.loop.ledger_file import DAMAGED, check_format, copied, opened, result_code, set_aside
+from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
+
+_UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
+_UNFINISHED = "('admitted', 'generating', 'complete')"
+# What must select nothing, by what it would mean.
+_NEVER = {
+    "a prompt between others was never admitted": """
+        SELECT idx FROM prompts WHERE idx > 0 AND idx - 1 NOT IN (SELECT idx FROM prompts)""",
+    "a trained prompt has no trained trajectory": """
+        SELECT group_id FROM prompts p WHERE state = 'trained' AND NOT EXISTS
+        (SELECT 1 FROM trajectories t WHERE t.group_id = p.group_id AND t.state = 'trained')""",
+    "a trajectory was trained in another step than its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE t.state = 'trained' AND (p.state != 'trained' OR p.step != t.step)""",
+    "a trajectory outlived its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE p.state IN ('trained', 'dropped') AND t.state IN ('generating', 'complete')""",
+    "a trajectory finished before its prompt": """
+        SELECT trajectory_id FROM trajectories t JOIN prompts p USING (group_id)
+        WHERE p.state IN ('admitted', 'generating') AND t.state NOT IN ('generating', 'dropped')""",
+    "a trajectory was trained on tokens newer than the trainer": """
+        SELECT trajectory_id FROM trajectories WHERE state = 'trained' AND oldest_version > version""",
+    "a trajectory belongs to no prompt": """
+        SELECT trajectory_id FROM trajectories WHERE group_id NOT IN (SELECT group_id FROM prompts)""",
+}
+
+
+def _nowhere(kind: str, **fields: Any) -> None:
+    """No one to tell."""
+
+
+class Ledger:
+    """Written by the controller only. event: gets what happens to the file (kind, fields).
+
+    Raises ValueError for a file of another format, or one that cannot be opened. A change that does not fit
+    a life is an AssertionError, and then nothing of it is written.
+    """
+
+    def __init__(self, path: Path, event: Callable[..., None] = _nowhere) -> None:
+        self._path, self._event = path, event
+        try:
+            self._db = opened(path)
+        except sqlite3.DatabaseError as error:
+            if result_code(error) not in DAMAGED:
+                raise ValueError(
+                    f"the ledger {path} cannot be opened ({error}): make room on its disk, end the process "
+                    "that holds it, or choose another run.dir."
+                ) from error
+            aside = set_aside(path)
+            event("ledger_damaged", error=str(error), aside=aside.name)
+            self._db = opened(path)
+        check_format(self._db, path)
+
+    def admitted(self, index: int, prompt: Prompt, version: int) -> None:
+        """A prompt may be played from now on."""
+        row = (index, prompt.group_id, prompt.instance_id, version)
+        self._change(
+            lambda db: db.execute("INSERT INTO prompts VALUES (?,?,?,'admitted',?,0,NULL,NULL)", row)
+        )
+
+    def generating(self, prompt: Prompt, trajectory_ids: Sequence[str]) -> None:
+        """A prompt was handed to a rollout worker, as these trajectories."""
+        rows = [(name, prompt.group_id) for name in trajectory_ids]
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, prompt.group_id, ("admitted",), "generating")
+            db.execute("UPDATE prompts SET attempts = attempts + 1 WHERE group_id = ?", (prompt.group_id,))
+            db.executemany(
+                "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?,?,'generating')", rows
+            )
+
+        self._change(change)
+
+    def reopen(self, group_id: str) -> None:
+        """A prompt that was being generated is not any more, and will be handed out again."""
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, group_id, ("generating",), "admitted")
+            db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
+
+        self._change(change)
+
+    def completed(self, group: Group) -> None:
+        """All trajectories of a prompt are finished (some may be masked)."""
+        name = group.prompt.group_id
+
+        def change(db: sqlite3.Connection) -> None:
+            _move(db, name, ("generating",), "complete")
+            for t in group.trajectories:
+                moved = db.execute(
+                    "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, tokens = ?, info = ? "
+                    "WHERE trajectory_id = ? AND group_id = ? AND state = 'generating'",
+                    (
+                        "masked" if t.status is TrajectoryStatus.MASKED else "complete",
+                        t.reward,
+                        t.oldest_version,
+                        t.response_length,
+                        json.dumps(_facts(t)),
+                        t.trajectory_id,
+                        name,
+                    ),
+                ).rowcount
+                assert moved == 1, f"trajectory {t.trajectory_id} was not being generated"
+            (left,) = db.execute(
+                "SELECT COUNT(*) FROM trajectories WHERE group_id = ? AND state = 'generating'", (name,)
+            ).fetchone()
+            assert not left, f"prompt {name} came without {left} of its trajectories"
+
+        self._change(change)
+
+    def dropped(self, group_id: str, reason: str) -> None:
+        """A prompt ends untrained, whatever it is doing."""
+        self._change(lambda db: _drop_prompt(db, group_id, reason))
+
+    def all_dropped(self, groups: Sequence[Group], reason: str) -> None:
+        """The prompts of these groups end untrained, all of them or none."""
+        self._change(lambda db: [_drop_prompt(db, group.prompt.group_id, reason) for group in groups])
+
+    def trajectories_dropped(self, trajectories: Sequence[Trajectory], reason: str) -> None:
+        """Complete trajectories end untrained; their siblings go on."""
+
+        def change(db: sqlite3.Connection) -> None:
+            for t in trajectories:
+                moved = _drop_trajectories(
+                    db, "trajectory_id = ? AND state = 'complete'", (t.trajectory_id,), reason
+                )
+                assert moved == 1, f"trajectory {t.trajectory_id} is not 'complete', cannot become 'dropped'"
+
+        self._change(change)
+
+    def trained(self, groups: Sequence[Group], step: int) -> None:
+        """Groups were part of optimizer step `step` (1-based); one without a reward ends dropped."""
+
+        def change(db: sqlite3.Connection) -> None:
+            for group in groups:
+                name = group.prompt.group_id
+                useful = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
+                if not useful:
+                    _move(db, name, ("complete",), "dropped", step=step, reason="every trajectory masked")
+                    continue
+                _move(db, name, ("complete",), "trained", step=step)
+                for t in useful:
+                    moved = db.execute(
+                        "UPDATE trajectories SET state = 'trained', step = ?, version = ? "
+                        "WHERE trajectory_id = ? AND state = 'complete'",
+                        (step, step - 1, t.trajectory_id),
+                    ).rowcount
+                    assert moved == 1, f"trajectory {t.trajectory_id} is not 'complete', cannot be trained"
+
+        self._change(change)
+
+    def drop_unfinished(self, reason: str) -> int:
+        """End whatever is still in flight; returns how many prompts that were."""
+
+        def change(db: sqlite3.Connection) -> int:
+            unfinished = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
+            _drop_trajectories(db, f"group_id IN ({unfinished})", (), reason)
+            return db.execute(
+                f"UPDATE prompts SET state = 'dropped', reason = ? WHERE state IN {_UNFINISHED}", (reason,)
+            ).rowcount
+
+        return self._change(change)
+
+    def unfinished(self) -> list[tuple[int, str, str, str]]:
+        """(index, group_id, instance_id, state) of every prompt in flight, by index."""
+        return self._db.execute(
+            f"SELECT idx, group_id, instance_id, state FROM prompts WHERE state IN {_UNFINISHED} ORDER BY idx"
+        ).fetchall()
+
+    def ended_from(self, index: int) -> list[int]:
+        """Indices of prompts from `index` on that have ended."""
+        rows = self._db.execute(
+            f"SELECT idx FROM prompts WHERE idx >= ? AND state NOT IN {_UNFINISHED}", (index,)
+        )
+        return [found for (found,) in rows]
+
+    def admitted_count(self) -> int:
+        """Prompts admitted so far: the place in the prompt stream."""
+        return self._db.execute("SELECT COUNT(*) FROM prompts").fetchone()[0]
+
+    def oldest_admission(self) -> int | None:
+        """The version at which the prompt that waits longest was admitted; None without one."""
+        return self._db.execute(
+            f"SELECT MIN(admitted_version) FROM prompts WHERE state IN {_UNFINISHED}"
+        ).fetchone()[0]
+
+    def counts(self) -> dict[str, int]:
+        """Prompts by state."""
+        return dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
+
+    def violations(self, *, ended: bool = False, epoch: int | None = None) -> list[str]:
+        """Rows that break an invariant; `violations` says which."""
+        return violations(self._db, ended=ended, epoch=epoch)
+
+    def save(self, path: Path) -> None:
+        """Write a copy of this moment. Raises sqlite3.OperationalError when there is no room."""
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")  # one file, nothing beside it
+
+    def restore(self, path: Path) -> None:
+        """Become a copy that `save` wrote: what happened after it is forgotten."""
+        with contextlib.closing(sqlite3.connect(path)) as copy:
+            check_format(copy, path)
+            try:
+                copied(copy, self._db)
+            except sqlite3.OperationalError as error:
+                self._db.close()
+                self._db = sqlite3.connect(":memory:")
+                copy.backup(self._db)
+                self._event("ledger_in_memory", error=str(error))
+
+    def forget(self) -> None:
+        """Become empty: the run starts from its first step."""
+        self._change(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("trajectories", "prompts")])
+
+    def close(self) -> None:
+        """Flush and close; a ledger that went on in memory is written back if there is room by now."""
+        if self._in_memory:
+            with (
+                contextlib.suppress(sqlite3.OperationalError),  # an event said so when it began
+                contextlib.closing(sqlite3.connect(self._path)) as file,
+            ):
+                copied(self._db, file)
+        self._db.close()
+
+    @property
+    def _in_memory(self) -> bool:
+        return not self._db.execute("PRAGMA database_list").fetchone()[2]
+
+    def _change(self, change: Callable[[sqlite3.Connection], Any]) -> Any:
+        """One transaction: all of `change` or nothing."""
+        try:
+            with self._db:
+                return change(self._db)
+        except sqlite3.OperationalError as error:
+            if result_code(error) not in _UNWRITABLE or self._in_memory:
+                raise
+            full, self._db = self._db, sqlite3.connect(":memory:")
+            full.backup(self._db)
+            full.close()
+            self._event("ledger_in_memory", error=str(error))
+        with self._db:
+            return change(self._db)
+
+
+def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:
+    """What contradicts the invariants, one sentence each; empty when all is well.
+
+    ended: of a run that is over, in which no prompt is in flight. epoch: training instances, each of which is
+    admitted once before any is admitted again.
+    """
+    never = dict(_NEVER)
+    if ended:
+        never["a prompt did not end"] = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
+    if epoch:
+        never["an instance was admitted twice in one epoch"] = (
+            f"SELECT instance_id FROM prompts GROUP BY idx / {int(epoch)}, instance_id HAVING COUNT(*) > 1"
+        )
+    return [f"{what}: {found}" for what, query in never.items() if (found := _some(db, query))]
+
+
+def _some(db: sqlite3.Connection, query: str, shown: int = 5) -> str:
+    names = [str(name) for (name, *_) in db.execute(query)]
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _move(
+    db: sqlite3.Connection,
+    group_id: str,
+    before: Sequence[str],
+    after: str,
+    step: int | None = None,
+    reason: str | None = None,
+) -> None:
+    moved = db.execute(
+        f"UPDATE prompts SET state = ?, step = ?, reason = ? WHERE group_id = ? "
+        f"AND state IN ({','.join('?' * len(before))})",
+        (after, step, reason, group_id, *before),
+    ).rowcount
+    assert moved == 1, f"prompt {group_id} is not {' or '.join(map(repr, before))}, cannot become {after!r}"
+
+
+def _drop_prompt(db: sqlite3.Connection, group_id: str, reason: str) -> None:
+    _move(db, group_id, ("admitted", "generating", "complete"), "dropped", reason=reason)
+    _drop_trajectories(db, "group_id = ?", (group_id,), reason)
+
+
+def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any], reason: str) -> int:
+    return db.execute(
+        f"UPDATE trajectories SET state = 'dropped', reason = ? "
+        f"WHERE {which} AND state IN ('generating', 'complete')",
+        (reason, *values),
+    ).rowcount
+
+
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
+    """The small facts of the environment; long texts stay in the trajectory files."""
+    return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
+
+
+def _lines(db: sqlite3.Connection) -> Iterator[str]:
+    """The page of the command line."""
+    for table in ("prompts", "trajectories"):
+        yield f"{table}:"
+        for state, count in db.execute(f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY 2 DESC"):
+            yield f"  {state:<12}{count}"
+    for reason, count in db.execute(
+        "SELECT reason, COUNT(*) FROM prompts WHERE reason NOTNULL GROUP BY reason"
+    ):
+        yield f"dropped, {reason}: {count} prompts"
+    (again,) = db.execute("SELECT COUNT(*) FROM prompts WHERE attempts > 1").fetchone()
+    yield f"played more than once (resumed runs): {again} prompts"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show the ledger of a run and check its invariants; returns 1 when one is violated."""
+    parser = argparse.ArgumentParser(prog="python -m rlpipe.loop.ledger", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--running", action="store_true", help="prompts may be in flight")
+    options = parser.parse_args(arguments)
+    path = options.run / "ledger.sqlite"
+    if not path.is_file():
+        parser.error(f"{path} does not exist: name the directory of a run.")
+    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        check_format(db, path)
+        print("\n".join(_lines(db)))
+        wrong = violations(db, ended=not options.running)
+    print("\n".join(f"VIOLATED: {what}" for what in wrong) or "every invariant holds")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

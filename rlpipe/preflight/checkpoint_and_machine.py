@@ -1,0 +1,340 @@
+"""What a run needs besides its settings, looked at before anything is started: files, machine, own code.
+
+    checkpoint   headers of its weights, tokenizer, chat template, vocabulary   no torch
+    machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU
+    sizes        memory and time that the settings cost at the very least
+    own code     algorithm names, a correction of one's own, on two tokens      torch, if not the default
+
+Everything here raises ValueError with what, the value and the remedy. Settings alone are checked in `config`,
+environments in `envs`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import psutil
+
+from rlpipe.config.algo import AlgoConfig, Correction
+from rlpipe.config.metrics import WandbMode
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import EngineKind
+from rlpipe.config.run import ClusterMode, Config, Task
+from rlpipe.config.spec import SpecMode
+from rlpipe.config.user_code import described, raised_at
+from rlpipe.metrics.sinks import logged_in
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_json, weight_shapes
+from rlpipe.preflight.memory_estimate import conversation_bytes
+
+_CONNECT_S = 3.0
+_TRAJECTORY_BYTES = 4096  # of the shortest trajectory and its record
+_FLOPS = {"cpu": 5e10, "cuda": 1e15}  # of a core, of a GPU: more than any reaches
+_LONGEST_STEP_S = 86400.0
+_QUESTION, _ANSWER = "question-marker", "answer-marker"
+
+
+def check_surroundings(config: Config) -> None:
+    """Everything of this module but sizes. Raises ValueError."""
+    check_checkpoint("model.path", config.model.path, config)
+    if config.decoupled.active:
+        check_checkpoint("decoupled.path", config.decoupled.path, config)
+    check_machine(config)
+    check_algorithm(config.algo)
+
+
+def check_checkpoint(setting: str, path: str, config: Config) -> None:
+    """Headers of the weights against the architecture, then the tokenizer. Raises ValueError."""
+    directory, hf_config = resolve(path), read_config(resolve(path), setting)
+    arch = read_architecture(hf_config)
+    stored = weight_shapes(directory, setting)
+    if "lm_head.weight" not in stored and arch.tied:
+        stored["lm_head.weight"] = (arch.vocab, arch.hidden)
+    served = setting == "decoupled.path" or not config.decoupled.active
+    drafts = bool(arch.mtp_layers) and config.spec.needs_mtp and served
+    optional = frozenset(name for name in stored if is_mtp_weight(name) and not drafts)
+    expected = arch.weight_shapes(mtp=drafts)
+    try:
+        check_weights({n: SimpleNamespace(shape=shape) for n, shape in stored.items()}, expected, optional)
+    except ValueError as error:
+        what = str(error).partition("Send every")[0].strip()
+        raise ValueError(
+            f"{setting}={path!r}: {what} Its config.json and its *.safetensors are not of one model: "
+            "download the checkpoint again."
+        ) from None
+    check_tokenizer(setting, directory, arch.vocab)
+
+
+def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
+    """Tokenizer and chat template can be read and fit the model. Raises ValueError."""
+    where = f"{setting}={str(directory)!r}"
+    settings = read_json(directory / "tokenizer_config.json", setting)
+    stops = read_json(directory / "generation_config.json", setting).get("eos_token_id")
+    file = directory / "tokenizer.json"
+    others = ("tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
+    if not file.is_file() and not any((directory / name).is_file() for name in others):
+        raise ValueError(
+            f"{where} has no tokenizer: {file} does not exist. Copy tokenizer.json and tokenizer_config.json "
+            "there from the checkpoint that the model comes from."
+        )
+    if file.is_file():
+        read_json(file, setting)
+        from tokenizers import Tokenizer
+
+        try:
+            ids = Tokenizer.from_file(str(file)).get_vocab().values()
+        except Exception as error:  # the Rust library raises bare Exception
+            raise ValueError(
+                f"{file} is no tokenizer ({described(error)}). Copy tokenizer.json from the checkpoint that "
+                "the model comes from."
+            ) from None
+        largest = max(ids, default=0)
+        for name, token in (("tokenizer.json", largest), ("generation_config.json's eos_token_id", stops)):
+            token = max(token) if isinstance(token, list) and token else token
+            if isinstance(token, int) and token >= vocabulary:
+                raise ValueError(
+                    f"{where}: {name} has the token {token}, and config.json's vocab_size={vocabulary} ends "
+                    f"at {vocabulary - 1}: use the tokenizer that the model was trained with."
+                )
+    _check_template(where, directory, settings)
+
+
+def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> None:
+    file = directory / "chat_template.jinja"
+    inside = settings.get("chat_template")
+    if isinstance(inside, list):
+        inside = next((t.get("template") for t in inside if t.get("name") == "default"), None)
+    place = file if file.is_file() else directory / "tokenizer_config.json"
+    text = file.read_text(errors="replace") if file.is_file() else inside
+    if not text:
+        raise ValueError(f"{where} has no chat template: use an instruction-tuned checkpoint, or add {file}.")
+    try:
+        said = render_template(text, bos_token="", eos_token="", tools=None)
+    except Exception as error:  # a template is a program: it may raise anything
+        line = getattr(error, "lineno", None) or _template_line(error)
+        raise ValueError(
+            f"{place}{f':{line}' if line and place == file else ''}: the chat template fails with "
+            f"{described(error)}. Correct it, or copy chat_template.jinja from the checkpoint that the model "
+            "comes from."
+        ) from None
+    if missing := [word for word in (_QUESTION, _ANSWER) if word not in said]:
+        role = "user" if _QUESTION in missing else "assistant"
+        raise ValueError(
+            f"{place}: the chat template does not show what the {role} says. Use an instruction-tuned "
+            "checkpoint, or correct its chat_template.jinja."
+        )
+
+
+def render_template(text: str, **names: Any) -> str:
+    """A conversation of two turns by a chat template, as transformers would render it, which loads torch."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` around what the model says: here, nothing but its body."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    return environment.from_string(text).render(messages=turns, add_generation_prompt=False, **names)
+
+
+def _template_line(error: BaseException) -> int | None:
+    """The line of a template in which an error rose."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
+    return frames[-1].lineno if frames else None
+
+
+def check_sizes(config: Config) -> None:
+    """What a step must at the very least hold in memory, and compute. Raises ValueError with the estimate.
+
+    The estimates are far below what a step really takes: every trajectory has one turn of one token.
+    """
+    rollout, spec, pipeline, task = config.rollout, config.spec, config.pipeline, config.task
+    if rollout.max_new_tokens and spec.mode is not SpecMode.NONE and spec.depth > rollout.max_new_tokens:
+        raise ValueError(
+            f"spec.gamma={spec.gamma} drafts {spec.depth} tokens at a time, and a turn has at most "
+            f"rollout.max_new_tokens={rollout.max_new_tokens}: lower it (3 to 8 is usual)."
+        )
+    arch = read_architecture(read_config(resolve(config.rollout_model)))
+    remote, gpu = bool(config.cluster.address), rollout.device.startswith("cuda")
+    memory = psutil.virtual_memory().total
+    numbers = sum(math.prod(shape) for shape in arch.weight_shapes(mtp=False).values())
+    if not remote and not gpu and rollout.engine is EngineKind.EMBEDDED:
+        _fits(
+            f"rollout.max_running={rollout.max_running}",
+            rollout.max_running * conversation_bytes(arch, config) * rollout.workers,
+            memory,
+            f"{rollout.max_running} rows of keys and values in {rollout.workers} workers",
+        )
+        logits = 4 * arch.vocab * (spec.drafts + 1) * rollout.max_running
+        drafting = f"spec.tree={spec.tree}" if spec.mode is SpecMode.TREE else f"spec.gamma={spec.gamma}"
+        _fits(drafting, logits, memory, "logits of a step")
+    speed = _FLOPS["cuda"] * 8 if gpu or remote else _FLOPS["cpu"] * (os.cpu_count() or 1)
+    speed *= max(rollout.workers if remote else 1, 1)
+    if task is Task.RL:
+        attempts = pipeline.groups_ahead * pipeline.group_size
+        ahead = attempts * (1 + pipeline.max_staleness)
+        names = ("group_size", "prompts_per_step", "oversample")
+        largest = max(names, key=lambda name: getattr(pipeline, name))
+        sizes = f"pipeline.{largest}={getattr(pipeline, largest)}"
+        if not remote:
+            _fits(sizes, attempts * _TRAJECTORY_BYTES, memory, f"{attempts} attempts of a step")
+            _fits(
+                f"pipeline.max_staleness={pipeline.max_staleness}",
+                ahead * _TRAJECTORY_BYTES,
+                memory,
+                f"{ahead} attempts in the works",
+            )
+        _in_time(sizes, 6 * numbers * attempts / speed, f"one step of {attempts} attempts")
+        played = config.val.samples * max(config.val.instances, 1)
+        if config.val.every:
+            what = f"one validation of {played} attempts"
+            largest = "samples" if config.val.samples > config.val.instances else "instances"
+            _in_time(f"val.{largest}={getattr(config.val, largest)}", 2 * numbers * played / speed, what)
+
+
+def _fits(setting: str, needed: float, memory: int, what: str) -> None:
+    if needed > memory:
+        raise ValueError(
+            f"{setting} is too large: {what} need at least {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{memory / 2**30:.0f} GiB. Lower it."
+        )
+
+
+def _in_time(setting: str, seconds: float, what: str) -> None:
+    if seconds > _LONGEST_STEP_S:
+        raise ValueError(
+            f"{setting} is too large: {what} would take at least {seconds / 86400:,.0f} days on this "
+            f"machine. Lower it."
+        )
+
+
+def check_machine(config: Config) -> None:
+    """The device, the cluster and the login that the settings name are there. Raises ValueError."""
+    if config.metrics.wandb is WandbMode.ONLINE and not logged_in():
+        raise ValueError(
+            "metrics.wandb=online needs a login, and there is none: run `wandb login`, or set "
+            "metrics.wandb=offline and upload later with `wandb sync`."
+        )
+    ray = config.cluster.mode is ClusterMode.RAY and config.task is Task.RL
+    if ray and config.cluster.address:
+        check_address(config.cluster.address)
+    elif config.rollout.device.startswith("cuda") or (ray and config.cluster.share_gpus):
+        _check_gpus(config, ray)
+
+
+def _check_gpus(config: Config, ray: bool) -> None:
+    import torch
+
+    device, count = config.rollout.device, torch.cuda.device_count()
+    if not count:
+        why = "this torch is a build for CPUs" if torch.version.cuda is None else "torch finds no GPU here"
+        asked = f"rollout.device={device}" if device.startswith("cuda") else "cluster.share_gpus=true"
+        raise ValueError(
+            f"{asked}, and {why} (`rlpipe doctor` says more): set rollout.device=cpu, or "
+            "cluster=ray or inline, which run without a GPU."
+        )
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        raise ValueError(
+            f"rollout.device={device}, and there are {count} GPUs: set cuda:0 to cuda:{count - 1}."
+        )
+    rollout, half, shared = config.rollout, config.run.half, config.cluster.share_gpus
+    served, ranks = rollout.workers * rollout.cards * half.rolls, config.trainer.world_size * half.trains
+    needed = max(served, ranks) if shared else served + ranks
+    if ray and needed > count:
+        remedy = "lower them" if shared else "lower them, or use cluster=one_gpu"
+        raise ValueError(
+            f"rollout.workers={rollout.workers} of {rollout.cards} GPUs each and trainer.tp * cp * pp * dp = "
+            f"{config.trainer.world_size} need {needed} GPUs, and this machine has {count}: {remedy}."
+        )
+
+
+def check_address(address: str) -> None:
+    """Something listens where a Ray cluster should be. Raises ValueError."""
+    remedy = (
+        "start it (ray start --head --port=6379) and give HOST:6379, or leave cluster.address empty for a "
+        "Ray of the run's own"
+    )
+    where = address.removeprefix("ray://")
+    if address == "auto":
+        where = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://")
+        file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+        where = where or (file.read_text().strip() if file.is_file() else "")
+        if not where:
+            raise ValueError(f"cluster.address=auto, and no Ray cluster runs on this machine: {remedy}.")
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"cluster.address={address!r} is not HOST:PORT: {remedy}.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"cluster.address={address!r}: nothing answers at {where} ({error.strerror or error}): {remedy}."
+        ) from None
+
+
+def check_algorithm(config: AlgoConfig) -> None:
+    """Names of verl's, where they are not the defaults (its import takes seconds), and a correction of one's
+    own, which weighs two tokens. Raises ValueError."""
+    default = AlgoConfig()
+    if (config.advantage, config.policy_loss) != (default.advantage, default.policy_loss):
+        from rlpipe.algo.policy_loss import check_names
+
+        check_names(config)
+    if config.correction is not Correction.USER:
+        return
+    import torch
+
+    from rlpipe.algo.rule import CorrectionInputs
+    from rlpipe.algo.user_correction import SETTING, UserCorrection
+
+    rule = UserCorrection(config)
+    if rule.needs_candidates:  # it reads what only an engine has
+        return
+    logprobs, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    inputs = CorrectionInputs(
+        trainer_logprobs=logprobs,
+        rollout_logprobs=logprobs - 0.1 * mask,
+        current_logprobs=logprobs,
+        mask=mask,
+        threshold=config.correction_threshold,
+        low=config.correction_low,
+    )
+    try:
+        rule.weigh(inputs)
+    except ValueError as error:
+        if str(error).startswith(SETTING):
+            raise
+        raise _raised(config, error) from error
+    except Exception as error:  # whatever the user's code raises
+        raise _raised(config, error) from error
+
+
+def _raised(config: AlgoConfig, error: BaseException) -> ValueError:
+    return ValueError(
+        f"{raised_at(error)}: algo.user_correction={config.user_correction!r} raised {described(error)} on "
+        "two tokens. Correct that line; rlpipe.algo.rule says what it gets."
+    )

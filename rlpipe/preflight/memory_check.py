@@ -1,0 +1,222 @@
+"""Whether what a run takes fits into what is there, and with which settings it would.
+
+Owns the comparison, the search for a remedy and the refusal at launch; the sums are
+`memory_estimate`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import EngineKind
+from rlpipe.config.run import ClusterMode, Config, Half
+from rlpipe.config.trainer import Precision, Recompute
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
+from rlpipe.preflight.memory_estimate import (
+    GIB,
+    RESERVED,
+    conversation_bytes,
+    estimate,
+    gpu_bytes,
+    host_bytes,
+)
+from rlpipe.preflight.object_store import check_store, local_store
+from rlpipe.preflight.settings import check_adapters
+
+_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a card, as nvidia-smi counts
+_NODE = 8  # cards
+_RANK = 16  # of adapters
+
+
+def excess(config: Config, card: int, host: int) -> str:
+    """What does not fit, in words; empty when all does. host: bytes of the machine, 0 if it is not known."""
+    found = estimate(config, card)
+    together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
+    on_gpu = [memory for memory in found if memory.on_gpu]
+    trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
+    others = [memory for memory in on_gpu if memory not in trainers]
+    for group in [on_gpu] if together else [trainers, others]:
+        needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
+        if group and needed > room:
+            return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
+    for memory in on_gpu:
+        if memory.process.startswith("SGLang"):
+            arch = read_architecture(read_config(resolve(config.rollout_model)))
+            if memory.parts["kv"] < (need := conversation_bytes(arch, config, config.rollout.sglang.tp)):
+                return (
+                    f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
+                    f"conversation takes {need / GIB:.1f}"
+                )
+    needed = sum(memory.total * memory.count for memory in found if not memory.on_gpu)
+    if host and needed > host:
+        return f"{needed / GIB:.1f} GiB on a machine that has {host / GIB:.1f}"
+    return ""
+
+
+def remedy(config: Config, card: int, host: int) -> str:
+    """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
+    for changes in _changes(config, card, host):
+        if not excess(_changed(config, changes), card, host):
+            return " ".join(f"{name}={value}" for name, value in changes.items())
+    return ""
+
+
+def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory, those that cost least first; none where no engine fits by itself."""
+    trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
+    arch = read_architecture(read_config(resolve(config.model.path)))
+    grown = (
+        (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8, 16)
+    )
+    experts = arch.experts.count if arch.experts else 1
+    tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
+    shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
+    worlds = [
+        (tp, cp, pp, ranks // (tp * cp * pp), ep)
+        for pp in (trainer.pp, *(n for n in (2, 4) if n != trainer.pp))
+        for ranks in (trainer.world_size * more for more in grown)
+        for tp in (trainer.tp, *(n for n in (2, 4, 8) if n != trainer.tp))
+        for cp in (trainer.cp, *(n for n in shares if n != trainer.cp))
+        for ep in (trainer.ep, *(n for n in (1, 2, 4, 8) if n != trainer.ep))
+        if not (
+            ranks % (tp * cp * pp)
+            or ranks // (tp * pp) % ep
+            or arch.kv_heads % tp
+            or arch.inner % tp
+            or experts % ep
+            or (arch.delta and arch.delta.key_heads % (tp * cp))
+            or pp > arch.layers
+        )
+    ]
+    servers: list[dict[str, Any]] = [{}]
+    if rollout.engine is EngineKind.SGLANG:
+        if config.cluster.share_gpus:
+            servers += [{"rollout.sglang.memory_fraction": x} for x in (0.5, 0.3, 0.2)]
+        else:
+            servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
+    else:
+        servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
+    if config.run.half.rolls:
+        engine = _changed(config, {"run.half": Half.ROLLOUT})
+        servers = [server for server in servers if not excess(_changed(engine, server), card, host)]
+    cheap = [
+        {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
+    ]
+    for precision, (tp, cp, pp, dp, ep), small, server, saving in product(
+        (trainer.precision, Precision.BF16), worlds, tokens, servers, ({}, *cheap)
+    ):
+        wanted = {
+            "trainer.precision": precision.value,
+            "trainer.tp": tp,
+            "trainer.cp": cp,
+            "trainer.pp": pp,
+            "trainer.dp": dp,
+            "trainer.ep": ep,
+            "trainer.micro_batch_tokens": small,
+            **saving,
+            **server,
+        }
+        yield {name: value for name, value in wanted.items() if value != _value(config, name)}
+
+
+def _value(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    """The configuration with some settings replaced, by their dotted names; those of a part at once."""
+    parts: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        part = getattr(config, first)
+        if rest:
+            parts.setdefault(first, {})[rest] = value
+        else:
+            found[first] = type(part)(value) if isinstance(part, Precision | Recompute) else value
+    found |= {name: _changed(getattr(config, name), inner) for name, inner in parts.items()}
+    return replace(config, **found)
+
+
+def check_memory(config: Config) -> None:
+    """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
+    if config.cluster.mode is ClusterMode.RAY and not config.cluster.address:
+        check_store(config, local_store())
+    card = gpu_bytes(config)
+    host = 0 if card or config.cluster.address else host_bytes()
+    if not (wrong := excess(config, card, host)):
+        return
+    shown = "; ".join(str(memory) for memory in estimate(config, card))
+    raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, card, host)}")
+
+
+def advice(config: Config, card: int, host: int) -> str:
+    """Settings that fit, as a sentence; where none do, what else fits by the same sums."""
+    if change := remedy(config, card, host):
+        return f"Set {change}."
+    several = _cards_of_a_server(config, card)
+    apart = f"One server needs {several} such cards, and it lies on one node, of {_NODE}. " if several else ""
+    ways = [*_ways(config, card, host), "a smaller model"]
+    return f"No layout fits. {apart}Take {', or '.join(ways)}."
+
+
+def _ways(config: Config, card: int, host: int) -> Iterator[str]:
+    """What beside another layout makes a run fit, with its settings; each is tried."""
+
+    def settings(changes: dict[str, Any], size: int) -> str:
+        """All settings that change; empty where none makes it fit."""
+        changed = _changed(config, changes)
+        more = remedy(changed, size, host) if excess(changed, size, host) else " "
+        shown = (f"{name}={str(value).lower()}" for name, value in changes.items())
+        return more and " ".join([*shown, more]).strip()
+
+    apart: dict[str, Any] = {}
+    if card and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
+        apart = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
+        apart |= {"rollout.sglang.memory_fraction": 0}
+        apart = {name: value for name, value in apart.items() if value != _value(config, name)}
+        if found := settings(apart, card):
+            yield f"a GPU for each trainer rank and each server ({found})"
+    sizes = {name: size for name, size in _LARGER.items() if 0 < card < size * GIB}
+    larger = (
+        (name, settings({"cluster.gpu_gb": size, **changes}, size * GIB))
+        for name, size in sizes.items()
+        for changes in ([{}, apart] if apart else [{}])
+    )
+    if fitting := next(((name, found) for name, found in larger if found), None):
+        yield f"{fitting[0]}s ({fitting[1]})"
+    if _may_adapt(config) and (found := settings({"trainer.lora.rank": _RANK}, card)):
+        yield f"adapters in place of all weights ({found})"
+    if host and not card:
+        needed = sum(memory.total * memory.count for memory in estimate(config))
+        yield f"a machine with {needed / GIB:.0f} GiB"
+
+
+def _may_adapt(config: Config) -> bool:
+    """Whether the run trains all weights and could train adapters."""
+    if config.trainer.lora.active or not config.run.half.trains:
+        return False
+    try:
+        adapted = _changed(config, {"trainer.lora.rank": _RANK})
+        check_adapters(adapted, read_config(resolve(config.model.path)))
+    except ValueError:
+        return False
+    return True
+
+
+def _cards_of_a_server(config: Config, card: int) -> int:
+    """Cards of this size that one server needs, where they are more than a node has; else 0."""
+    if not (card and config.run.half.rolls and config.rollout.engine is EngineKind.SGLANG):
+        return 0
+    engine = _changed(config, {"run.half": Half.ROLLOUT, "cluster.share_gpus": False})
+    sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n >= config.rollout.sglang.tp]
+    fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), card, 0))
+    needed = next(fits, 0)
+    return needed if needed > _NODE else 0

@@ -1,0 +1,153 @@
+"""Advice: each rule speaks where it should, is silent where it should be, and does not repeat itself."""
+
+from dataclasses import asdict
+
+import pytest
+
+from rlpipe.config.run import Config
+from rlpipe.diagnosis.advice import Advisor, Setup, advise, better_gamma, better_rule
+
+pytestmark = pytest.mark.unit
+
+
+def lengths(rejection, target_only):
+    return {
+        "probe/fixed/acceptance_length/rejection": rejection,
+        "probe/fixed/acceptance_length/target_only": target_only,
+    }
+
+
+def setup(online=False, draft_cost=0.1, **spec):
+    metrics = {"advice": {"draft_cost": draft_cost}}
+    return Setup.of({"spec": spec, "mtp": {"train": "online" if online else "off"}, "metrics": metrics})
+
+
+def rates(*by_depth):
+    return {f"spec/acceptance_rate/depth_{k}": rate for k, rate in enumerate(by_depth, 1)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "found", "said"),
+    [
+        ("target_only", (3.21, 3.0), "set spec.mode=rejection"),
+        ("rejection", (3.0, 3.21), "set spec.mode=target_only"),
+        ("block", (3.0, 3.21), "set spec.mode=target_only"),
+        ("target_only", (3.05, 3.0), None),
+        ("rejection", (3.21, 3.0), None),
+        ("tree", (3.0, 3.9), None),
+        ("none", (3.9, 3.0), None),
+    ],
+)
+def test_the_better_rule_is_named_when_it_gains_enough(mode, found, said):
+    text = better_rule(setup(mode=mode, gamma=3), [lengths(*found)])
+    assert (said in text) if said else text is None
+
+
+@pytest.mark.parametrize(
+    ("by_depth", "cost", "gamma"),
+    [
+        ((0.98, 0.98, 0.98), 0.1, 4),
+        ((0.6, 0.3, 0.2), 0.1, 2),
+        ((0.8, 0.75, 0.7), 0.1, None),
+        ((0.98, 0.98, 0.98), 2.0, 0),
+    ],
+)
+def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
+    text = better_gamma(setup(mode="rejection", gamma=3, draft_cost=cost), [rates(*by_depth)] * 3)
+    if gamma is None:
+        assert text is None
+    elif gamma == 0:
+        assert "spec.mode=none" in text
+    else:
+        assert f"spec.gamma={gamma}" in text and ("large" if gamma < 3 else "small") in text
+
+
+def test_adaptive_gamma_is_left_alone():
+    assert better_gamma(setup(mode="rejection", gamma=3, adaptive=True), [rates(0.9, 0.9, 0.9)] * 3) is None
+
+
+def probe(alpha, entropy):
+    return {"probe/fixed/rejection/depth_1": alpha, "probe/fixed/target_entropy/depth_1": entropy}
+
+
+@pytest.mark.parametrize(
+    ("alpha", "entropy", "online", "said"),
+    [
+        ((0.9, 0.8), (0.5, 0.5), False, "mtp.train=online"),
+        ((0.9, 0.8), (0.5, 0.5), True, "raise mtp.lr"),
+        ((0.9, 0.8), (0.5, 1.4), False, None),  # entropy explains it
+        ((0.9, 0.89), (0.5, 0.5), False, None),
+    ],
+)
+def test_a_draft_that_no_longer_fits_is_told_apart_from_entropy(alpha, entropy, online, said):
+    draft = setup(mode="rejection", gamma=3, online=online)
+    text = advise(draft, [probe(*pair) for pair in zip(alpha, entropy, strict=True)]).get("stale_draft")
+    assert (said in text) if said else text is None
+
+
+@pytest.mark.parametrize(
+    ("gap", "error", "speaks"), [(-0.1, 0.01, True), (-0.1, 0.1, False), (0.0, 0.01, False)]
+)
+def test_stale_engines_are_named_when_it_is_more_than_chance(gap, error, speaks):
+    found = advise(
+        setup(mode="rejection", gamma=3), [{"probe/staleness": gap, "probe/staleness_se": error}] * 3
+    )
+    assert ("stale_engine" in found) is speaks
+
+
+@pytest.mark.parametrize(("observed", "speaks"), [(0.8, True), (1.2, False)])
+def test_speculation_that_slows_down_is_advised_against(observed, speaks):
+    found = advise(setup(mode="rejection", gamma=3), [{"spec/speedup_observed": observed}] * 3)
+    assert ("no_speedup" in found) is speaks
+
+
+@pytest.mark.parametrize(
+    ("waited", "ran", "busy", "speaks"),
+    [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (3.0, 1.0, 0.3, False)],
+)
+def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(waited, ran, busy, speaks):
+    threads = Setup.of({"env": {"threads": 2}})
+    seen = {
+        "timing_s/sandbox": waited,
+        "env/sandbox/seconds/mean": ran,
+        "perf/utilisation/rollout": busy,
+    }
+    text = advise(threads, [seen] * 3).get("few_env_threads")
+    assert (text is not None) == speaks
+    assert text is None or "env.threads=2" in text
+
+
+@pytest.mark.parametrize(
+    ("mtp", "online"),
+    [
+        ({"train": "online", "objective": "ppow"}, True),
+        ({"train": "ppow", "loss": "kl"}, True),  # a run from before mtp.objective
+        ({"train": "off"}, False),
+        ({"train": "frozen"}, False),
+        ({}, False),
+    ],
+)
+def test_a_draft_that_learns_by_ppow_is_trained_online(mtp, online):
+    draft = Setup.of({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
+    text = advise(draft, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
+    assert ("raise mtp.lr" if online else "mtp.train=online") in text
+
+
+def test_the_advisor_speaks_once_and_again_after_silence():
+    said = []
+    advisor = Advisor(
+        setup(mode="target_only", gamma=3), lambda kind, **fields: said.append((kind, fields["rule"]))
+    )
+    for found in [(3.5, 3.0)] * 3 + [(3.0, 3.0)] * 6 + [(4.5, 3.0)]:
+        advisor.see(lengths(*found))
+    assert said == [("advice", "better_rule")] * 2
+
+
+def test_what_a_run_does_not_say_is_as_in_a_new_run():
+    config = Config()
+    config.metrics.advice.draft_cost, config.spec.gamma = 0.25, 5
+    assert Setup.of({}) == Setup.of(asdict(Config()))
+    assert Setup.of({"spec": {"gamma": 5}, "metrics": {"advice": {"draft_cost": 0.25}}}) == Setup.of(
+        asdict(config)
+    )
+    assert (Setup.of({}).env_threads, Setup.of({}).mode) == (Config().env.threads, Config().spec.mode)

@@ -1,0 +1,184 @@
+"""The probe: which contexts, when, what is written, and that its figures mean what they say."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from rlpipe.config.probe import ProbeConfig
+from rlpipe.diagnosis.probe import (
+    Probe,
+    ProbeTable,
+    predicted_lengths,
+    read_probes,
+    staleness_metrics,
+    table_metrics,
+    verified,
+    within,
+)
+from rlpipe.metrics.names import declared
+from rlpipe.types import TrajectoryStatus
+from tests.helpers.recorded_runs import distributions, recorded_trajectory, recorder, tables_of, verify
+from tests.helpers.trajectories import make_groups
+
+pytestmark = pytest.mark.unit
+RULES = ("rejection", "target_only")
+
+
+def enumerated_length(p, q, rule):
+    """1 + sum_j Pr(num_accepted >= j) for one chain with independent depths: alphas multiply."""
+    best = q.argmax(-1)
+    alpha = np.minimum(p, q).sum(-1) if rule == "rejection" else np.take_along_axis(p, best[:, None], 1)[:, 0]
+    return 1 + np.cumprod(alpha).sum()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_predicted_length_is_exact_in_expectation_over_the_targets_tokens(rule):
+    rng = np.random.default_rng(0)
+    p, q = (distributions(rng, 1, 3, vocab=3) for _ in range(2))
+    total = 0.0
+    for tokens in itertools.product(range(3), repeat=3):
+        weight = np.prod([p[0, k, token] for k, token in enumerate(tokens)])
+        table = tables_of(p, q, np.array([tokens]))
+        total += weight * predicted_lengths([table])[rule][0]
+    assert total == pytest.approx(enumerated_length(p[0], q[0], rule), abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_staleness_the_engine_keeps_what_the_newest_version_would(rule):
+    rng = np.random.default_rng(1)
+    p, q = distributions(rng, 4000, 3), distributions(rng, 4000, 3)
+    tokens, steps = verify(rng, p, q, rule)
+    tables = [tables_of(p, q, tokens)]
+    lines = verified(tables, {"t": steps}, rule)
+    assert len(lines) == sum(min(s.num_accepted + 1, 3) for s in steps)
+    lines = lines[lines[:, 1] == 1]
+    gap = (lines[:, 2] - lines[:, 3]).mean()
+    error = np.sqrt((lines[:, 3] * (1 - lines[:, 3])).sum()) / len(lines)
+    assert abs(gap) < 4 * error
+    assert staleness_metrics(lines)["probe/staleness"].value() == pytest.approx(gap)
+
+
+def test_a_version_that_moved_since_shows_as_staleness():
+    rng = np.random.default_rng(2)
+    p = distributions(rng, 4000, 3)
+    stale = 0.5 * p + 0.5 * distributions(rng, 4000, 3)  # the draft that the engine had
+    tokens, steps = verify(rng, p, stale, "rejection")
+    lines = verified([tables_of(p, p, tokens)], {"t": steps}, "rejection")
+    loss = 1 - np.minimum(p, stale).sum(-1)[:, 0].mean()
+    assert lines[lines[:, 1] == 1][:, 3].mean() == pytest.approx(1.0)
+    assert staleness_metrics(lines)["probe/staleness"].value() == pytest.approx(-loss, abs=0.03)
+
+
+def test_every_metric_is_declared_and_means_leave_out_what_lies_behind_a_turn():
+    rng = np.random.default_rng(3)
+    p, q = distributions(rng, 3, 2), distributions(rng, 3, 2)
+    table = tables_of(p, q, np.zeros((3, 2), dtype=int))
+    for column in table.values.values():
+        column[2, 1] = np.nan
+    found = table_metrics([table], "probe/fixed")
+    for name, value in found.items():
+        assert declared(name).kind.accepts(value)
+    assert found["probe/fixed/rejection/depth_1"].count == 3
+    overlap = np.minimum(p, q).sum(-1)[:2, 1].mean()
+    assert found["probe/fixed/rejection/depth_2"].value() == pytest.approx(overlap)
+    assert found["probe/fixed/acceptance_length/rejection"].count == 2
+
+
+def test_contexts_are_bounded_and_come_from_different_prompts_first(tmp_path):
+    groups = make_groups(groups=3, siblings=2)
+    groups[0].trajectories[0].status = TrajectoryStatus.MASKED
+    asked, metrics = measure(Probe(ProbeConfig(contexts=40), tmp_path, 10, recorder()), 1, groups)
+    assert [t.trajectory_id for t in asked][:2] == ["g1t0", "g2t0"]
+    assert metrics["timing_s/probe"].value() >= 0
+    assert sum(t.response_length for t in asked) <= 40
+
+
+def test_the_set_stays_the_same_for_the_run_and_for_one_that_is_resumed(tmp_path):
+    first, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 1, make_groups(seed=0))
+    probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
+    second, _ = measure(probe, 11, make_groups(seed=5))
+    assert [t.token_ids for t in second] == [t.token_ids for t in first]
+    assert [t.loss_mask for t in second] == [t.loss_mask for t in first]
+    assert [head["step"] for head, _ in read_probes(tmp_path)] == [1, 11]
+    probe.forget_after(5)
+    assert [head["step"] for head, _ in read_probes(tmp_path)] == [1]
+    probe.forget_after(0)
+    third, _ = measure(probe, 1, make_groups(seed=5))
+    assert third[0].token_ids != first[0].token_ids
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 1, make_groups())
+    [(head, tables)] = read_probes(tmp_path)
+    assert head["fixed"] == len(tables) and head["version"] == 0
+    again = ProbeTable.from_json(tables[0].to_json())
+    np.testing.assert_array_equal(again.values["rejection"], tables[0].values["rejection"])
+    assert np.isnan(tables[0].values["rejection"][-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(4, [1, 5, 9, 10]), (1, list(range(1, 11))), (0, []), (100, [1, 10])]
+)
+def test_probes_are_due_at_the_first_every_nth_and_last_step(tmp_path, every, steps):
+    probe = Probe(ProbeConfig(every=every), tmp_path, last_step=10, recorder=recorder())
+    assert [step for step in range(1, 11) if probe.due(step)] == steps
+
+
+def test_three_trajectories_are_kept_even_if_they_are_too_long():
+    some = [t for t in make_groups()[0].trajectories if t.response_length > 1]
+    assert within(some, 2) == some[:3]
+    assert len(some) > 3
+
+
+def measure(probe, step, groups):
+    """Probe with a trainer that says the same of every context; returns what it was asked about."""
+    asked = []
+
+    async def read(trajectories):
+        asked.extend(trajectories)
+        tables = []
+        for t in trajectories:
+            p = np.full((t.response_length, 2, 3), 1 / 3)
+            table = tables_of(p, p, np.zeros(p.shape[:2], dtype=int), t.trajectory_id)
+            for column in table.values.values():
+                column[-1, -1] = np.nan
+            tables.append(table)
+        return tables
+
+    metrics = asyncio.run(probe.measure(step, step - 1, groups, [], read, rule="rejection"))
+    return asked, metrics
+
+
+def test_recorded_rollouts_are_read_besides_and_judged(tmp_path):
+    rng = np.random.default_rng(4)
+    p, q = distributions(rng, 30, 3), distributions(rng, 30, 3)
+    tokens, steps = verify(rng, p, q, "rejection")
+    visited = recorded_trajectory(steps, 3)
+
+    async def read(trajectories):
+        return [
+            tables_of(p, q, tokens, t.trajectory_id) if t is visited else tables_of(p, q, tokens, "other")
+            for t in trajectories
+        ]
+
+    probe = Probe(ProbeConfig(contexts=200), tmp_path, 10, recorder())
+    found = asyncio.run(probe.measure(1, 0, make_groups(), [visited], read, rule="rejection"))
+    kept = sum(s.num_accepted > 0 for s in steps) / len(steps)
+    assert found["probe/visited/observed_rate"].value() == pytest.approx(kept)
+
+
+def test_a_draft_trained_online_is_read_on_contexts_that_are_held_out(tmp_path):
+    probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
+    held_out = within([t for g in make_groups(seed=8) for t in g.trajectories], 20)
+    probe.hold_out(held_out, 0)
+    probe.hold_out(make_groups(seed=9)[0].trajectories, 20)  # a later validation: the set stays
+    asked, metrics = measure(probe, 1, make_groups(seed=0))
+    fixed = len(read_probes(tmp_path)[0][1])
+    assert [t.token_ids for t in asked[fixed:]] == [t.token_ids for t in held_out]
+    assert metrics["probe/held_out/acceptance_length/rejection"].count == sum(
+        t.response_length - 1 for t in held_out
+    )
+    resumed, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 6, make_groups(seed=1))
+    assert [t.token_ids for t in resumed] == [t.token_ids for t in asked]
