@@ -2,16 +2,15 @@
 
     python scripts/bench/decoding_modes.py --json OUT --model DIR --mode none --engine sglang --device cuda
 
-Requests of random prompts, sampled at temperature 1, run to their last token. Four times as many as a batch
-holds are asked for at once; counted are the tokens of those that end while the batch is full, which leaves
-the first and the last batch out. The best of two repeats counts, and one batch goes before as a warm-up. A
+Requests of random prompts, sampled at temperature 1, run to their last token. There are four times as many as
+the batch holds, of which so many run at once; counted are the tokens of the time in which the batch is full
+(`harness.full_batch_rate`). The best of the repeats counts, and one batch goes before as a warm-up. A
 step's time is that of a full batch: batch * tokens a step / tokens a second. Acceptance means something for a
 trained draft alone (`scripts/grow_checkpoint`). --stock runs SGLang without rlpipe's plugin.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from harness import Span, bench_parser, full_batch_rate, write_result
 
 from rlpipe.actors.engines import make_engine
 from rlpipe.config.rollout import EngineKind, RolloutConfig
@@ -32,11 +32,11 @@ PROMPT, QUEUED = 64, 4
 
 
 async def wave(
-    engine: Engine, name: str, count: int, tokens: int
-) -> tuple[list[GenerateResult], list[tuple[float, int]]]:
-    """So many requests at once; and when each one ended, in order, with its tokens."""
+    engine: Engine, name: str, *, count: int, batch: int, tokens: int
+) -> tuple[list[GenerateResult], list[Span]]:
+    """Run `count` requests, `batch` of them at once; return their results and when each ran."""
     rng = np.random.default_rng(count)
-    asked = [
+    requests = [
         GenerateRequest(
             request_id=f"{name}.{i}",
             prompt_ids=rng.integers(0, 64, PROMPT).tolist(),
@@ -44,26 +44,21 @@ async def wave(
         )
         for i in range(count)
     ]
-    ends: list[tuple[float, int]] = []
+    slots, spans = asyncio.Semaphore(batch), []
 
-    async def one(request: GenerateRequest) -> GenerateResult:
-        result = await engine.generate(request)
-        ends.append((time.perf_counter(), len(result.output_ids)))
+    async def run(request: GenerateRequest) -> GenerateResult:
+        async with slots:
+            start = time.perf_counter()
+            result = await engine.generate(request)
+            spans.append(Span(start, time.perf_counter(), len(result.output_ids)))
         return result
 
-    return await asyncio.gather(*map(one, asked)), ends
-
-
-def of_full_batch(ends: list[tuple[float, int]], batch: int) -> float:
-    """Tokens per second of the requests that ended while `batch` of them ran."""
-    middle = ends[batch - 1 : len(ends) - batch + 1]
-    return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
+    return await asyncio.gather(*map(run, requests)), spans
 
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=2)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--mode", default="rejection")
     parser.add_argument("--gamma", type=int, default=3)
@@ -93,15 +88,25 @@ def main() -> int:
         config.rollout.sglang.plugin = not given.stock
         engine = make_engine(config, lambda kind, **fields: print(kind, fields, file=sys.stderr))
         try:
-            asyncio.run(wave(engine, "warm", max(given.batches), 8))
+            widest = max(given.batches)
+            asyncio.run(wave(engine, "warm", count=widest, batch=widest, tokens=8))
             for batch in given.batches:
-                for repeat in range(2):
-                    name = f"{batch}.{repeat}"
-                    found, ends = asyncio.run(wave(engine, name, QUEUED * batch, given.tokens))
-                    speed = round(of_full_batch(ends, batch), 1)
+                for repeat in range(given.repeats):
+                    results, spans = asyncio.run(
+                        wave(
+                            engine,
+                            f"{batch}.{repeat}",
+                            count=QUEUED * batch,
+                            batch=batch,
+                            tokens=given.tokens,
+                        )
+                    )
+                    speed = round(full_batch_rate(spans, batch), 1)
                     speeds[str(batch)] = max(speeds.get(str(batch), 0.0), speed)
-                    tokens = sum(len(result.output_ids) for result in found)
-                    verified = sum(result.spec.verify_steps for result in found)
+
+                    # Tokens per verify step turn the speed into milliseconds of a step.
+                    tokens = sum(len(result.output_ids) for result in results)
+                    verified = sum(result.spec.verify_steps for result in results)
                     steps[str(batch)] = round(tokens / verified if verified else 1.0, 3)
         finally:
             engine.close()
@@ -114,8 +119,7 @@ def main() -> int:
         "ms_per_step": took,
     }
     print(json.dumps(result))
-    if given.json:
-        given.json.write_text(json.dumps(result) + "\n")
+    write_result(given.json, result)
     return 0
 
 

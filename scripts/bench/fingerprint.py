@@ -12,17 +12,13 @@ the megabytes; they lie on the device before the clock starts.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
-from revision import commit
+from harness import Arm, bench_parser, load_average, provenance, take_turns, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -56,41 +52,30 @@ def on_host(tensors: dict[str, Parts]) -> None:
 
 def main() -> None:
     """Time every arm and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--megabytes", type=float, default=3400)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args, load = parser.parse_args(), load_average()
     torch.set_num_threads(args.threads)
     tensors = layers(args.megabytes, args.device)
     host = {name: [part.cpu() for part in parts] for name, parts in tensors.items()}
     num_bytes = sum(part.nbytes for parts in host.values() for part in parts)
-    arms: dict[str, Callable[[], object]] = {
+    arms: dict[str, Arm] = {  # each ends with the digits on the host
         "mix": lambda: fingerprints(tensors, on_gpu=True),
         "sha256": lambda: fingerprints(host, on_gpu=False),
         "hashlib": lambda: on_host(host),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for repeat in range(args.repeats + 1):
-        for name, work in arms.items():
-            started = time.perf_counter()
-            work()  # ends with the digits on the host
-            if repeat:  # the first compiles and warms up
-                seconds[name].append(time.perf_counter() - started)
+    # The first round compiles.
+    samples = take_turns(arms, args.repeats)
     results = {
-        name: {"s": statistics.median(all_s), "gb_per_s": num_bytes / 1e9 / statistics.median(all_s)}
-        for name, all_s in seconds.items()
+        name: {"s": median(seconds), "gb_per_s": num_bytes / 1e9 / median(seconds)}
+        for name, seconds in samples.seconds.items()
     }
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    report = {"commit": commit(), "device": device, "bytes": num_bytes, "results": results}
+    report = {**provenance(args, load, device=args.device), "bytes": num_bytes, "results": results}
     for name, row in results.items():
         print(f"{name:8} {row['gb_per_s']:8.2f} GB/s")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from revision import commit, git
+from harness import commit, git
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("grading wall", "grading cpu", "episode wall", "episode cpu")

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from revision import commit
+from harness import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 import transformers
-from revision import commit, git
+from harness import commit, git
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from revision import commit
+from harness import commit
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig

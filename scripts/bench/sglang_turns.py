@@ -384,7 +384,7 @@ def main() -> int:
     if given.play:
         play(given.play, given.live)
         return 0
-    from revision import commit
+    from harness import commit
 
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from revision import commit, git
+from harness import commit, git
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,15 +23,10 @@ At a large vocabulary both read the same probabilities, which bounds what can be
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
-import platform
-import statistics
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +36,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from revision import commit, git
+from harness import (
+    bench_parser,
+    calls_for,
+    load_average,
+    provenance,
+    repeated,
+    spread,
+    take_turns,
+    write_result,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -183,40 +187,29 @@ def graphed(arm: Arm) -> Arm:
     return run
 
 
-def seconds_per_call(arm: Arm, calls: int, device: str) -> float:
-    """Mean over calls made one after another, the device's work included."""
-    if device != "cpu":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        arm()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / calls
-
-
 def measure(arms: dict[str, Arm], device: str, repeats: int, budget_s: float) -> dict[str, Any]:
     """Each arm: two calls to warm up, one to size the block of calls to budget_s, then rounds of turns."""
+    synchronize = torch.cuda.synchronize if device != "cpu" else lambda: None
     reference = arms["torch"]().cpu()
-    calls = {}
-    agreement = {}
+    calls, agreement = {}, {}
     for name, arm in arms.items():
         agreement[name] = (arm().cpu() == reference).double().mean().item()
         arm()
-        calls[name] = min(200, max(1, int(budget_s / seconds_per_call(arm, 1, device))))
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(repeats):
-        for name, arm in arms.items():
-            times[name].append(1e6 * seconds_per_call(arm, calls[name], device))
-    return {
-        name: {
-            "us_per_call": round(statistics.median(t), 1),
-            "min_max": [round(min(t), 1), round(max(t), 1)],
+        synchronize()
+        calls[name] = calls_for(arm, budget_s, synchronize=synchronize)
+
+    blocks = {name: repeated(arm, calls[name], synchronize) for name, arm in arms.items()}
+    samples = take_turns(blocks, repeats, warm_up=0)
+    rows = {}
+    for name in arms:
+        times = spread([1e6 / rate for rate in samples.rates(name)])
+        rows[name] = {
+            "us_per_call": times["median"],
+            "min_max": times["min_max"],
             "calls": calls[name],
             "agreement": agreement[name],
         }
-        for name, t in times.items()
-    }
+    return rows
 
 
 def bench(
@@ -245,10 +238,7 @@ def bench(
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vocabs", type=int, nargs="+", help="default 151936; on a CPU also 4096 and 300")
@@ -257,11 +247,10 @@ def main() -> None:
     )
     parser.add_argument("--gammas", type=int, nargs="+", help="default 1 3 5; on a CPU 1 3")
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--budget", type=float, default=0.05, help="seconds of calls per arm and repeat")
     parser.add_argument("--quick", action="store_true", help="3 repeats of single calls, at most 32 rows")
     parser.add_argument("--sglang-wheel", type=Path)
-    args = parser.parse_args()
+    args, load = parser.parse_args(), load_average()
     if args.quick:
         args.repeats, args.budget = 3, 0.0
     cpu = args.device == "cpu"
@@ -287,49 +276,19 @@ def main() -> None:
     goal = {size: ratio >= GOAL for size, ratio in loop.items() if ratio is not None}
     report = {
         "question": "time of one verification call: Triton kernels, SGLang's kernel, torch, a Python loop",
-        "commit": commit(),
-        "modified": bool(git("status", "--porcelain", "rlpipe")),
-        "versions": _versions(wheel),
-        "device": _device(args.device),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "config": {
-            "vocabs": args.vocabs,
-            "threads": args.threads,
-            "batches": args.batches,
-            "gammas": args.gammas,
-            "repeats": args.repeats,
-            "seconds_of_calls_per_repeat": args.budget,
-            "warm_up_calls": 2,
-            "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
-        },
+        **provenance(args, load, device=args.device),
+        "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
+        "kernels": _kernel_versions(wheel),
         "skipped": skipped,
         "goal": {f"torch at least {GOAL} times as fast as the python loop": goal},
         "results": results,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
 
-def _versions(wheel: Path | None) -> dict[str, str]:
-    versions = {"torch": torch.__version__}
-    if "triton" in sys.modules:
-        versions["triton"] = sys.modules["triton"].__version__
-    if wheel:
-        versions["sglang"] = wheel.name.split("-")[1]
-    return versions
-
-
-def _device(device: str) -> str:
-    if device != "cpu":
-        return torch.cuda.get_device_name(device)
-    models = [line for line in _cpuinfo() if line.startswith("model name")]
-    return models[0].split(":")[1].strip() if models else platform.processor() or platform.machine()
-
-
-def _cpuinfo() -> list[str]:
-    file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.exists() else []
+def _kernel_versions(wheel: Path | None) -> dict[str, str]:
+    versions = {"triton": sys.modules["triton"].__version__} if "triton" in sys.modules else {}
+    return versions | ({"sglang": wheel.name.split("-")[1]} if wheel else {})
 
 
 if __name__ == "__main__":
