@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlpipe.diagnosis.regression import Estimate
+    from rlpipe.metrics.statistics import Estimate
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
@@ -56,11 +56,11 @@ def by_step(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, with Student's 95% interval; nan of a single seed."""
-    from rlpipe.diagnosis.regression import Estimate  # most studies need nothing of rlpipe but its command
+    from rlpipe.metrics.statistics import Estimate  # most studies need nothing of rlpipe but its command
 
     count = len(values)
     error = statistics.stdev(values) / count**0.5 if count > 1 else math.nan
-    return Estimate(value=statistics.fmean(values), se=error, df=max(1, count - 1), level=0.95)
+    return Estimate(value=statistics.fmean(values), se=error, df=max(1, count - 1))
 
 
 def save(figure: Any, out: Path, fontsize: int) -> None:

@@ -45,7 +45,7 @@ def plain(differences: list[float]) -> dict[str, object]:
     found = over_seeds(differences)
     return {
         "mean": round(found.value, 4),
-        "half_width": round(found.half, 4) if len(differences) > 1 else None,
+        "half_width": round(found.half_width, 4) if len(differences) > 1 else None,
         "by_seed": [round(one, 4) for one in differences],
     }
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.diagnosis.decomposition import ENTROPY, RATE, decompose_each, paired
-from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import RunData, load_run
+from rlpipe.metrics.statistics import Estimate
 
 SHORTEST = 12
 LEVEL = 0.95

@@ -30,8 +30,8 @@ from rlpipe.diagnosis.attribution import cross_section
 from rlpipe.diagnosis.decomposition import decompose, decompose_each, paired
 from rlpipe.diagnosis.fixed_contexts import Pooled, pool
 from rlpipe.diagnosis.probe import read_probes
-from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import load_run
+from rlpipe.metrics.statistics import Estimate
 
 RULES = ("rejection", "target_only")
 RATE, ENTROPY = "spec/acceptance_rate", "rollout/entropy"

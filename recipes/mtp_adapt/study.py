@@ -29,10 +29,11 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from rlpipe.adapt.estimates import LENGTH, RATE, TOKENS, Counts, Estimate, difference, estimate, pooled
+from rlpipe.adapt.estimates import LENGTH, RATE, TOKENS, Counts, difference, estimate, pooled
 from rlpipe.adapt.evaluation import Evaluation
 from rlpipe.adapt.run import evaluation_file
 from rlpipe.config.paths import resolve
+from rlpipe.metrics.statistics import Estimate
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights, write_checkpoint
 
 KINDS = ["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "e2e_chain", "lk"]

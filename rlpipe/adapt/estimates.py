@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from math import fsum, nan, sqrt
+from math import fsum, nan
 from typing import Any
 
+from rlpipe.metrics.statistics import Estimate, cr1_error
 from rlpipe.types import SpecCounts, Trajectory, TrajectoryStatus
 
 RATE, LENGTH, TOKENS = "acceptance_rate", "acceptance_length", "tokens_per_step"
@@ -58,20 +59,6 @@ class PromptCounts:
 Counts = Mapping[str, PromptCounts]  # by instance_id
 
 
-@dataclass(slots=True, kw_only=True)
-class Estimate:
-    """value: nan without observations. se: standard error over `prompts` clusters, None below two."""
-
-    value: float
-    se: float | None
-    prompts: int
-
-    def interval(self, z: float = 1.96) -> tuple[float, float]:
-        """Bounds of a normal interval; nan where there is no error."""
-        half = nan if self.se is None else z * self.se
-        return self.value - half, self.value + half
-
-
 def figures(gamma: int) -> list[str]:
     """Names of all figures: rate (of drafted tokens), length (with drafts behind a turn's end), tokens a
     step (within turns: what speeds decoding up), and the rate by depth, given that the depth before was
@@ -98,7 +85,7 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
 def estimate(counts: Counts, figure: str) -> Estimate:
     """A figure over all prompts."""
     value, terms = _linearised([counts[name].fraction(figure) for name in sorted(counts)])
-    return Estimate(value=value, se=_error(terms), prompts=len(terms))
+    return _estimate(value, terms)
 
 
 def difference(ours: Counts, theirs: Counts, figure: str) -> Estimate:
@@ -107,7 +94,7 @@ def difference(ours: Counts, theirs: Counts, figure: str) -> Estimate:
     a, a_terms = _linearised([ours[name].fraction(figure) for name in common])
     b, b_terms = _linearised([theirs[name].fraction(figure) for name in common])
     terms = [x - y for x, y in zip(a_terms, b_terms, strict=True)]
-    return Estimate(value=a - b, se=_error(terms), prompts=len(terms))
+    return _estimate(a - b, terms)
 
 
 def pooled(several: Iterable[Counts]) -> dict[str, PromptCounts]:
@@ -140,8 +127,6 @@ def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float
     return value, [(n - value * d) / weight for n, d in fractions]
 
 
-def _error(terms: list[float]) -> float | None:
-    clusters = len(terms)
-    if clusters < 2:
-        return None
-    return sqrt(clusters / (clusters - 1) * fsum(term * term for term in terms))
+def _estimate(value: float, terms: list[float]) -> Estimate:
+    """A value whose linearised terms, one a prompt, are independent."""
+    return Estimate(value=value, se=cr1_error(fsum(t * t for t in terms), len(terms)), df=len(terms) - 1)

@@ -91,7 +91,8 @@ class Evaluation:
                     parts = [mine.fraction(figure) for mine in played.counts.values()]
                     found[f"{under}/{figure}"] = Ratio(sum(n for n, _ in parts), sum(d for _, d in parts))
                     if "/" not in figure:
-                        found[f"{under}/{figure}_se"] = Last(estimate(played.counts, figure).se)
+                        error = estimate(played.counts, figure).se if len(played.counts) > 1 else None
+                        found[f"{under}/{figure}_se"] = Last(error)
                 found[f"{under}/tokens_per_s"] = Ratio(played.tokens, played.seconds)
             forced = domain.teacher_forced
             for depth, alpha in enumerate(forced.get("alpha", []), 1):

@@ -26,11 +26,11 @@ from rlpipe.diagnosis.cuts import (
 from rlpipe.diagnosis.decomposition import RATE, decompose_run
 from rlpipe.diagnosis.fixed_contexts import attribute_run, decompose_fixed
 from rlpipe.diagnosis.probe import read_probes
-from rlpipe.diagnosis.regression import Estimate
 from rlpipe.diagnosis.splits import split_run
 from rlpipe.diagnosis.verdict import verdict
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData, load_run
+from rlpipe.metrics.statistics import Estimate
 
 
 def analyse(run: RunData) -> dict[str, Any]:

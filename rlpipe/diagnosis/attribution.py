@@ -33,7 +33,8 @@ from math import hypot
 import numpy as np
 
 from rlpipe.diagnosis.decomposition import LEVEL
-from rlpipe.diagnosis.regression import Estimate, clustered_error, detrended, error_of_mean
+from rlpipe.diagnosis.regression import clustered_error, detrended, error_of_mean
+from rlpipe.metrics.statistics import Estimate
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, sqrt
+from math import isnan
 from statistics import median
 from typing import Any
 
@@ -23,9 +23,10 @@ import numpy as np
 from rlpipe.config.spec import SpecConfig
 from rlpipe.diagnosis.decomposition import ENTROPY, LENGTH, paired
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
-from rlpipe.diagnosis.regression import Estimate, clustered_error, robust_slope
+from rlpipe.diagnosis.regression import clustered_error, robust_slope
 from rlpipe.diagnosis.token_class import sampled_spans, token_classes
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Estimate, cr1_error
 
 POSITION_BUCKET = 32  # sampled tokens
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # nat; the last bin is open
@@ -164,9 +165,8 @@ def _ratio(totals: np.ndarray, weights: np.ndarray, offset: float = 0.0) -> Esti
     """sum totals / sum weights + offset, with the error of a ratio over clusters."""
     value = float(totals.sum() / weights.sum())
     terms = (totals - value * weights) / weights.sum()
-    n = len(terms)
-    se = sqrt(n / (n - 1) * float(terms @ terms))
-    return Estimate(value=value + offset, se=se, df=n - 1, level=0.95)
+    se = cr1_error(float(terms @ terms), len(terms))
+    return Estimate(value=value + offset, se=se, df=len(terms) - 1)
 
 
 def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:

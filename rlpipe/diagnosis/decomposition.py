@@ -22,8 +22,9 @@ from math import hypot
 
 import numpy as np
 
-from rlpipe.diagnosis.regression import Estimate, detrended, error_of_mean, robust_slope
+from rlpipe.diagnosis.regression import detrended, error_of_mean, robust_slope
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Estimate
 
 EARLY = 20  # steps of the early phase, at most half of the run
 WINDOW = 10  # steps that a change is averaged over

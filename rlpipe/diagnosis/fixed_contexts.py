@@ -20,8 +20,9 @@ import numpy as np
 from rlpipe.diagnosis.attribution import Attribution, Evaluations, attribute, cross_section
 from rlpipe.diagnosis.decomposition import LEVEL, Decomposition
 from rlpipe.diagnosis.probe import ProbeTable, read_probes
-from rlpipe.diagnosis.regression import Estimate, clustered_error
+from rlpipe.diagnosis.regression import clustered_error
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Estimate
 
 RULES = ("rejection", "target_only")
 

@@ -7,11 +7,9 @@ standard error (Kish), never more than was played, and the number of instances w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
-from rlpipe.diagnosis.splits import Interval
 from rlpipe.metrics.runs import RunData
-from rlpipe.metrics.statistics import Z95
+from rlpipe.metrics.statistics import Z95, Interval, wilson
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -23,19 +21,6 @@ class HeldOut:
     first: Interval
     last: Interval
     change: Interval | None
-
-
-def wilson(rate: float, size: float) -> Interval:
-    """95% interval of a rate over `size` independent trials (Wilson 1927).
-
-    >>> found = wilson(0.0, 8)
-    >>> round(found.low, 3), round(found.high, 3)
-    (0.0, 0.324)
-    """
-    z = Z95**2 / size
-    middle = (rate + z / 2) / (1 + z)
-    half = sqrt(z * rate * (1 - rate) + z * z / 4) / (1 + z)
-    return Interval(rate, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def held_out_sets(run: RunData) -> list[HeldOut]:

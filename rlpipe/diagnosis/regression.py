@@ -2,51 +2,19 @@
 
 Owns the statistics that the decomposition rests on; knows nothing of acceptance. Series come in order of
 time: neighbours may be correlated, which widens intervals, and a few values may be wild, which must not turn
-the slope. Intervals use Student's t.
+the slope.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import cos, nan, pi, sqrt
-from statistics import NormalDist
+from math import nan, sqrt
 
 import numpy as np
 
+from rlpipe.metrics.statistics import Estimate, cr1_error
+
 HUBER = 1.345  # residuals beyond this many scales are pulled in; 95% efficient for normal noise
 MOST_CORRELATION = 0.9
-
-
-@dataclass(slots=True, kw_only=True)
-class Estimate:
-    """value; se: standard error; df: degrees of freedom; level: of `low`..`high`, 0.99 stands for 99%."""
-
-    value: float
-    se: float
-    df: float
-    level: float
-
-    @property
-    def half(self) -> float:
-        """Half the width of the interval; nan where the error is not known."""
-        return t_quantile((1 + self.level) / 2, self.df) * self.se
-
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.value - self.half
-
-    @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        return self.value + self.half
-
-    def covers(self, truth: float) -> bool:
-        """Whether the interval contains a number."""
-        return self.low <= truth <= self.high
-
-    def __str__(self) -> str:
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: float = 0.99) -> Estimate:
@@ -140,8 +108,8 @@ def error_of_mean(values: np.ndarray, *, fitted: int = 1) -> float:
 def clustered_error(residuals: np.ndarray, clusters: np.ndarray) -> float:
     """Standard error of a sum of residuals that are correlated within clusters (CR1); nan for one cluster."""
     labels, members = np.unique(clusters, return_inverse=True)
-    sums, groups = np.bincount(members, weights=residuals), len(labels)
-    return sqrt(groups / (groups - 1) * float(sums @ sums)) if groups > 1 else nan
+    sums = np.bincount(members, weights=residuals)
+    return cr1_error(float(sums @ sums), len(labels))
 
 
 def detrended(values: np.ndarray) -> np.ndarray:
@@ -149,37 +117,3 @@ def detrended(values: np.ndarray) -> np.ndarray:
     degree = 1 if len(values) > 2 else 0
     time = np.arange(len(values))
     return values - np.polyval(np.polyfit(time, values, degree), time)
-
-
-def t_quantile(probability: float, df: float) -> float:
-    """Quantile of Student's t, to 1e-3 for df >= 3 (Hill, CACM Algorithm 396, 1970); probability > 1/2.
-
-    >>> round(t_quantile(0.975, 10), 3), round(t_quantile(0.995, 27), 3), round(t_quantile(0.975, 1e9), 3)
-    (2.228, 2.771, 1.96)
-    """
-    if not df >= 1:
-        return nan
-    two_tails = 2 * (1 - probability)
-    if df < 2:
-        return cos(two_tails * pi / 2) / sqrt(1 - cos(two_tails * pi / 2) ** 2)
-    if df < 2.5:
-        return sqrt(2 / (two_tails * (2 - two_tails)) - 2)
-    a = 1 / (df - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * sqrt(a * pi / 2) * df
-    y = (d * two_tails) ** (2 / df)
-    if y > 0.05 + a:
-        x = NormalDist().inv_cdf(two_tails / 2)
-        y = x * x
-        if df < 5:
-            c += 0.3 * (df - 4.5) * (x + 0.6)
-        c = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c
-        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
-        y = a * y * y
-        y = y + 0.5 * y * y if y <= 0.002 else np.expm1(y)
-    else:
-        y = ((1 / (((df + 6) / (df * y) - 0.089 * d - 0.822) * (df + 2) * 3) + 0.5 / (df + 4)) * y - 1) * (
-            df + 1
-        ) / (df + 2) + 1 / y
-    return sqrt(df * y)

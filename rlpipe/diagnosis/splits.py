@@ -18,7 +18,7 @@ Rubin 1949; Fieller 1954), so it is right, maybe unbounded, where entropy hardly
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import hypot, inf, isfinite, sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 
@@ -26,43 +26,13 @@ from rlpipe.diagnosis.attribution import cross_section
 from rlpipe.diagnosis.decomposition import ENTROPY, RATE, paired
 from rlpipe.diagnosis.fixed_contexts import pool, rule_of
 from rlpipe.diagnosis.probe import read_probes
-from rlpipe.diagnosis.regression import t_quantile
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Interval, t_quantile
 
 EARLY, WINDOW, FEWEST, LEVEL = 30, 15, 24, 0.95
 SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
 DRIFT = 3  # degree of the polynomial that stands for drift
 MOST_CORRELATION = 0.95
-
-
-@dataclass(slots=True, frozen=True)
-class Interval:
-    """An estimate and its interval, which need not be symmetric or bounded."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def clear(self) -> bool:
-        """Whether 0 is outside."""
-        return self.low > 0 or self.high < 0
-
-    def covers(self, truth: float) -> bool:
-        """Whether the interval contains a number."""
-        return self.low <= truth <= self.high
-
-    def times(self, factor: float) -> Interval:
-        """The interval of a multiple; 0 times an unbounded end is 0."""
-        ends = [end * factor if factor else 0.0 for end in (self.low, self.high)]
-        return Interval(self.value * factor, min(ends), max(ends))
-
-    def __sub__(self, other: Interval) -> Interval:
-        """The interval of a difference of independent estimates (MOVER; of two rates, Newcombe 1998)."""
-        value = self.value - other.value
-        down = hypot(self.value - self.low, other.high - other.value)
-        up = hypot(self.high - self.value, other.value - other.low)
-        return Interval(value, value - down, value + up)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -133,10 +103,9 @@ def _along(
 ) -> Split:
     """Errors of slope and means are independent and added as squares, side by side (MOVER)."""
     along = slope.times(moved)
-    own = contrast(y - slope.value * h, weights, level)
-    down = hypot(own.value - own.low, along.high - along.value)
-    up = hypot(own.high - own.value, along.value - along.low)
-    return Split(slope=slope, along=along, rest=Interval(own.value, own.value - down, own.value + up))
+    rest = contrast(y - slope.value * h, weights, level)
+    rest = rest.widened(down=along.high - along.value, up=along.value - along.low)
+    return Split(slope=slope, along=along, rest=rest)
 
 
 def between_steps(
@@ -233,6 +202,6 @@ def within_contexts(run: RunData, level: float = LEVEL) -> Interval | None:
             slope = cross_section(pooled.alpha, pooled.entropy, pooled.clusters, level)
         except ValueError:  # too few trajectories, or entropies that are all alike
             return None
-        if isfinite(slope.half):
-            return Interval(slope.value, slope.low, slope.high)
+        if isfinite(slope.half_width):
+            return slope.interval
     return None

@@ -17,9 +17,10 @@ import numpy as np
 from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.decomposition import RATE
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets
-from rlpipe.diagnosis.splits import FEWEST, Interval, contrast
+from rlpipe.diagnosis.splits import FEWEST, contrast
 from rlpipe.diagnosis.why import PROBES, Finding, thirds, why_acceptance
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Interval
 
 ENDS = 10  # steps that "at first" and "at the end" stand for
 REWARD = "critic/rewards/mean"

@@ -17,8 +17,9 @@ import numpy as np
 from rlpipe.diagnosis.advice import Setup
 from rlpipe.diagnosis.attribution import Evaluations
 from rlpipe.diagnosis.fixed_contexts import decompose_fixed, probe_series, rule_of
-from rlpipe.diagnosis.splits import LEVEL, Interval, Splits, contrast, split_run
+from rlpipe.diagnosis.splits import LEVEL, Splits, contrast, split_run
 from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Interval
 
 LEAST = 0.015  # change of the acceptance rate that is worth a word
 PROBES = 6
@@ -61,7 +62,7 @@ def _parts(run: RunData, splits: Splits | None) -> dict[str, Interval] | None:
         return None
     evaluations, within = series[0], changes[-1].slope
     measured = measured_slope(run)
-    slopes = [measured or Interval(within.value, within.low, within.high)]
+    slopes = [measured or within.interval]
     if not measured and splits and np.isfinite(splits.by_slope["between steps"].slope.low):
         slopes.append(splits.by_slope["between steps"].slope)
     found = [_of_slope(evaluations, changes[-1], slope) for slope in slopes]
@@ -87,7 +88,7 @@ def _of_slope(e: Evaluations, fixed: object, slope: Interval) -> dict[str, Inter
     moved = float(weights @ e.entropy)
     stays = float(weights @ e.fixed_entropy)
     beyond = float(weights @ (e.entropy - e.fixed_entropy))
-    error = fixed.total.half  # of contexts, the same in every probe
+    error = fixed.total.half_width  # of contexts, the same in every probe
     draft = float(weights @ e.fixed)
     contexts = contrast(e.current - e.fixed, weights, LEVEL)
 

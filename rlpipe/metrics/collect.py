@@ -14,9 +14,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import fsum, sqrt
+from math import fsum
 
 from rlpipe.metrics.distributions import Histogram, Sketch
+from rlpipe.metrics.statistics import cr1_error
 from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
@@ -122,10 +123,9 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: 
 
 
 def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | None:
-    """Standard error of the mean reward when attempts at one instance are correlated.
+    """Return the standard error of the mean reward when attempts at one instance are correlated.
 
-    sqrt(G/(G-1) * sum_i (sum_j (r_ij - mean))^2) / N for G instances and N attempts (the cluster-robust
-    estimator of an intercept, CR1); with one attempt each it is sd / sqrt(N). None below two instances.
+    It is `cr1_error` of r_ij - mean over N, for G instances and N attempts. None below two instances.
 
     >>> clustered_standard_error([("a", 0.0), ("b", 1.0), ("c", 0.0), ("d", 1.0)])
     0.28867513459481287
@@ -138,7 +138,7 @@ def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | No
         return None
     mean = fsum(r for attempts in by_instance.values() for r in attempts) / n
     squares = fsum(fsum(r - mean for r in attempts) ** 2 for attempts in by_instance.values())
-    return sqrt(clusters / (clusters - 1) * squares) / n
+    return cr1_error(squares, clusters) / n
 
 
 def _complete(trajectories: Iterable[Trajectory]) -> list[Trajectory]:

@@ -13,6 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from rlpipe.diagnosis.held_out import interval_at
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import (
     ACCEPTANCE,
@@ -209,8 +210,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def reward_line(run: RunData, name: str, label: str, colour: int) -> list[dict[str, Any]]:
     """The curve of one held-out reward, each reading with its interval."""
-    from rlpipe.diagnosis.held_out import interval_at  # needs numpy, which a run can do without until here
-
     traces = line_with_errors(run, name, label, colour)
     for trace in traces:
         found = [interval_at(run, name, *reading) for reading in zip(*run.series(name), strict=True)]

@@ -16,7 +16,7 @@ from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, bars
 
 if TYPE_CHECKING:
     from rlpipe.diagnosis.decomposition import Decomposition
-    from rlpipe.diagnosis.regression import Estimate
+    from rlpipe.metrics.statistics import Estimate
 
 PARTS = (("total", "change", 6), ("entropy", "along the slope", 1), ("mismatch", "the rest", 2))
 CAUSES = (
@@ -215,7 +215,7 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
 
 def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, colour: int) -> dict[str, Any]:
     """One part in every row, with its interval."""
-    errors = [e.half if isfinite(e.half) else 0.0 for e in estimates]
+    errors = [e.half_width if isfinite(e.half_width) else 0.0 for e in estimates]
     return bars(name, colour, labels, [e.value for e in estimates], errors, across=True)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.diagnosis.splits import Interval, split_change
+from rlpipe.diagnosis.splits import split_change
+from rlpipe.metrics.statistics import Interval
 
 STEPS, EARLY, WINDOW, SIGMA, WOBBLE = 120, 30, 15, 0.01, 0.06
 WITHIN, WITHIN_ERROR = -0.3, 0.02

@@ -12,7 +12,8 @@ import pytest
 
 from rlpipe.diagnosis.attribution import Evaluations, attribute
 from rlpipe.diagnosis.decomposition import decompose
-from rlpipe.diagnosis.regression import Estimate, robust_slope
+from rlpipe.diagnosis.regression import robust_slope
+from rlpipe.metrics.statistics import Estimate
 from tests.helpers.synthetic_runs import NOISES, oracle_half_widths, synthetic_run
 
 pytestmark = pytest.mark.statistical
@@ -39,12 +40,12 @@ def test_each_part_is_recovered_within_its_interval_and_intervals_are_not_wide(n
         by_entropy = run.slope * run.change(run.entropy, EARLY, WINDOW)
         by_mismatch = run.change(run.mismatch, EARLY, WINDOW)
         covered += [
-            found.slope.covers(run.slope),
-            found.entropy.covers(by_entropy),
-            found.mismatch.covers(by_mismatch),
+            found.slope.interval.covers(run.slope),
+            found.entropy.interval.covers(by_entropy),
+            found.mismatch.interval.covers(by_mismatch),
         ]
         oracle = oracle_half_widths(run, EARLY, WINDOW, quantile)
-        widths.append((found.entropy.half / oracle[0], found.mismatch.half / oracle[1]))
+        widths.append((found.entropy.half_width / oracle[0], found.mismatch.half_width / oracle[1]))
         assert abs(found.entropy.value + found.mismatch.value - found.total.value) < 1e-9
     assert covered.min() >= WANTED, covered
     assert np.mean(widths, 0).max() <= 2.0
@@ -60,7 +61,7 @@ def test_without_a_trend_a_growing_mismatch_is_mistaken_for_a_slope():
         for trend in covered:
             covered[trend] += robust_slope(
                 entropy[:EARLY], observed[:EARLY], trend=trend, level=LEVEL
-            ).covers(run.slope)
+            ).interval.covers(run.slope)
     assert covered[True] >= WANTED > covered[False] + 50
 
 
@@ -94,10 +95,10 @@ def test_four_causes_are_told_apart_and_add_up(noise):
         truth = {name: run.change(getattr(run, name), EARLY, WINDOW) for name in covered}
         truth["entropy"] *= run.slope
         for name, part in found.parts().items():
-            covered[name] += part.covers(truth[name])
+            covered[name] += part.interval.covers(truth[name])
         assert abs(sum(p.value for p in found.parts().values()) - found.total.value) < 1e-9
         noise_of = run.sigma * np.sqrt(2 * (1 / EARLY + 1 / WINDOW))
-        widths.append(found.staleness.half / (noise_of * NormalDist().inv_cdf((1 + LEVEL) / 2)))
+        widths.append(found.staleness.half_width / (noise_of * NormalDist().inv_cdf((1 + LEVEL) / 2)))
     assert min(covered.values()) >= WANTED, covered
     assert np.mean(widths) <= 2.0
 

@@ -73,14 +73,14 @@ def test_a_paired_difference_removes_what_the_prompts_have_in_common():
     assert gap.value == pytest.approx(estimate(ours, RATE).value - estimate(theirs, RATE).value)
     assert gap.se < apart / 3
     same = difference(ours, ours, RATE)
-    assert (same.value, same.se, same.prompts) == (0.0, 0.0, 50)
+    assert (same.value, same.se, same.df) == (0.0, 0.0, 49)
 
 
 def test_only_prompts_that_both_have_are_compared():
     ours, theirs = {"a": made(1, 2), "b": made(2, 2)}, {"b": made(1, 2), "c": made(0, 2)}
-    assert difference(ours, theirs, RATE).prompts == 1
+    assert difference(ours, theirs, RATE).df == 0
     assert difference(ours, theirs, RATE).value == 0.5
-    assert difference(ours, theirs, RATE).se is None
+    assert isnan(difference(ours, theirs, RATE).se)
 
 
 def test_seeds_of_one_prompt_stay_one_cluster():

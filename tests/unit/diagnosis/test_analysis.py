@@ -48,7 +48,7 @@ def test_fixed_contexts_tell_entropy_from_mismatch_for_every_rule_and_depth(tmp_
     assert set(found) == {(rule, d) for rule in ("rejection", "target_only") for d in (None, 1, 2)}
     for changes in found.values():
         last = changes[-1]
-        assert last.slope.covers(-0.2)
+        assert last.slope.interval.covers(-0.2)
         assert last.entropy.value == pytest.approx(-0.2 * entropy, abs=0.01)
         assert last.mismatch.value == pytest.approx(mismatch, abs=0.01)
         assert abs(last.entropy.value + last.mismatch.value - last.total.value) < 1e-9

@@ -25,7 +25,7 @@ def records(rng, number, contexts, sharpness=0.6, rule="rejection", depths=3):
 def test_observed_and_predicted_length_agree_within_their_error(rule):
     found = lengths(records(np.random.default_rng(0), 40, 50, rule=rule))
     assert found["verify_steps"] == 2000
-    assert found["difference"].covers(0.0)
+    assert found["difference"].interval.covers(0.0)
     assert found["difference"].se < 0.5 * found["observed"].se or found["difference"].se < 0.05
     difference = found["observed"].value - found["predicted"].value
     assert difference == pytest.approx(found["difference"].value)

@@ -3,9 +3,9 @@
 import pytest
 
 from rlpipe.cli.main import main
-from rlpipe.diagnosis.held_out import wilson
 from rlpipe.diagnosis.verdict import verdict
 from rlpipe.diagnosis.why import why_acceptance
+from rlpipe.metrics.statistics import wilson
 from tests.helpers.planted_runs import PLANTED, planted_run
 
 pytestmark = pytest.mark.unit

@@ -9,8 +9,8 @@ import pytest
 
 from rlpipe.diagnosis import fixed_contexts
 from rlpipe.diagnosis.attribution import Attribution
-from rlpipe.diagnosis.regression import Estimate
 from rlpipe.metrics.runs import load_run
+from rlpipe.metrics.statistics import Estimate
 from rlpipe.report import figures_cuts
 from rlpipe.report.figures import figures
 from rlpipe.report.figures_cuts import cut_figures

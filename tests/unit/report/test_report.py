@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlpipe.diagnosis.held_out import wilson
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.runs import load_run
+from rlpipe.metrics.statistics import wilson
 from rlpipe.report import viewer
 from rlpipe.report.__main__ import main
 from rlpipe.report.drawing import SECTIONS, smooth
