@@ -23,7 +23,7 @@ USAGE = """usage: rlpipe COMMAND ...
   check +recipe=NAME [key=value ...] the same without starting it; plays an environment of your own
   report RUN [RUN ...]               write the HTML report of a run, or comparing several
   runs [DIR]                         a table of the run directories below DIR (runs)
-  analyse RUN [RUN ...]              the verdict of a run in words (--json: acceptance, cut every way)
+  analyse RUN [RUN ...]              the summary of a run in text (--json: acceptance, cut every way)
   doctor [--json] [+recipe=NAME ...] what this machine lacks, with remedies; whether a run would start"""
 
 

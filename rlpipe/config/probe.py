@@ -16,7 +16,7 @@ class ProbeConfig:
     contexts: positions of the fixed set, and as many of the step's own rollouts besides, in whole
     trajectories (three at least); the cost of a reading is a forward pass over them (`timing_s/probe`).
     slope: change of the first draft's acceptance rate per nat of the target's entropy, measured by
-    intervention, with its 95% interval: [value, low, high]. The verdict splits by it in place of slopes that
+    intervention, with its 95% interval: [value, low, high]. The summary splits by it in place of slopes that
     it reads off the run. [] where none was measured (recipes/mtp_adapt/interventional.py measures one).
     """
 

@@ -1,4 +1,4 @@
-"""`rlpipe analyse RUN [RUN...]`: the verdict of a run in words, as at the top of its report.
+"""`rlpipe analyse RUN [RUN...]`: the summary of a run in words, as at the top of its report.
 
 --json    instead, every statistic of acceptance and the advice
 """
@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.diagnosis.advice import Setup, advise
-from rlpipe.diagnosis.cuts import (
+from rlpipe.diagnosis.breakdown import (
     acceptance_by,
     boundary,
     distributions,
     entropy_slope,
-    judged_drafts,
     lengths,
     speedups,
+    verified_drafts,
 )
 from rlpipe.diagnosis.decomposition import RATE, decompose_run
 from rlpipe.diagnosis.fixed_contexts import attribute_run, decompose_fixed
 from rlpipe.diagnosis.probe import read_probes
-from rlpipe.diagnosis.splits import split_run
-from rlpipe.diagnosis.verdict import verdict
+from rlpipe.diagnosis.summary import summarize
+from rlpipe.diagnosis.two_slopes import split_run
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData, load_run
 from rlpipe.metrics.statistics import Estimate
@@ -36,7 +36,7 @@ from rlpipe.metrics.statistics import Estimate
 def analyse(run: RunData) -> dict[str, Any]:
     """Every statistic of acceptance of one run, as plain data."""
     records = list(read_rollouts(run.path))
-    drafts = judged_drafts(run, records)
+    drafts = verified_drafts(run, records)
     probes = read_probes(run.path)
     cuts = {key: acceptance_by(drafts, key) for key in ("depth", "position", "turn", "kind", "entropy")}
     setup = Setup.of(run.settings)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps([analyse(run) for run in runs], indent=1))
     else:
-        print("\n\n".join(f"{run.name} ({run.outcome})\n{verdict(run).text()}" for run in runs))
+        print("\n\n".join(f"{run.name} ({run.outcome})\n{summarize(run).text()}" for run in runs))
     return 0
 
 

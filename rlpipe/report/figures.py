@@ -28,7 +28,7 @@ from rlpipe.report.drawing import (
 )
 from rlpipe.report.figures_acceptance import acceptance_figures
 from rlpipe.report.figures_adapt import adaptation_figures
-from rlpipe.report.figures_cuts import cut_figures
+from rlpipe.report.figures_breakdown import breakdown_figures
 
 MAX_POINTS = 250  # of a curve
 SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
@@ -58,7 +58,7 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
     built += adaptation_figures(runs)
     built += [_lines(plot, runs) for plot in _plots()]
     if any((run.path / "rollouts").is_dir() for run in whole):
-        built += cut_figures(whole)
+        built += breakdown_figures(whole)
     drawn = [figure for figure in built if figure.traces]
     return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
 
@@ -122,7 +122,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         title, section = "Entropy and acceptance", ACCEPTANCE
         note = (
             "From the same tokens, on one axis. Where acceptance falls and entropy does not, it is the "
-            "draft, staleness or other prompts: the verdict says which, as far as this run can tell."
+            "draft, staleness or other prompts: the summary says which, as far as this run can tell."
         )
         layout["yaxis2"]["domain"] = [0.56, 1]
         layout |= {"height": 460, "yaxis": {"domain": [0, 0.47], "title": {"text": "acceptance rate"}}}

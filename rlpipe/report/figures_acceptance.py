@@ -188,7 +188,7 @@ def _over_time(run: RunData, end: Decomposition) -> Figure:
     return Figure(
         title="Change of the acceptance rate since the early phase",
         note=f"Split by Bebop Eq. 16 with a slope of {slope.value:+.3f} ± {slope.se:.3f} per nat from steps "
-        f"{end.early[0]} to {end.early[1]}, one of several: the verdict says what holds whichever is "
+        f"{end.early[0]} to {end.early[1]}, one of several: the summary says what holds whichever is "
         "right. The rest may be the draft, staleness, or prompts whose slope is another.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "change of the rate"}}},

@@ -103,14 +103,14 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def make_content(runs: Sequence[RunData]) -> Content:
     """Everything that is said about the runs."""
-    from rlpipe.diagnosis.verdict import verdict  # needs numpy, which a run can do without until here
+    from rlpipe.diagnosis.summary import summarize  # needs numpy, which a run can do without until here
 
     drawn, trajectories = figures(runs), shown_trajectories(runs)
     body = [
         _head(runs),
         navigation(bool(trajectories), drawn),
         *(_notices(run) for run in runs),
-        verdict(runs[0]).html() if len(runs) == 1 else "",
+        summarize(runs[0]).html() if len(runs) == 1 else "",
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
         *([differences(runs)] if len(runs) > 1 else []),
         _plots(drawn, window(runs)),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlpipe.diagnosis.splits import split_change
+from rlpipe.diagnosis.two_slopes import split_change
 from rlpipe.metrics.statistics import Interval
 
 STEPS, EARLY, WINDOW, SIGMA, WOBBLE = 120, 30, 15, 0.01, 0.06

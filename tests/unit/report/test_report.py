@@ -419,7 +419,7 @@ def test_adaptations_are_compared_with_a_colour_each(tmp_path: Path) -> None:
     page_of(runs, tmp_path / "page.html")
 
 
-def test_sections_come_in_order_behind_the_verdict_and_every_link_leads_somewhere(tmp_path: Path) -> None:
+def test_sections_come_in_order_behind_the_summary_and_every_link_leads_somewhere(tmp_path: Path) -> None:
     run = drafting(tmp_path)
     page = page_of([run], run / "report.html")
     places = [page.source.index(f">{section}</h2>") for section in SECTIONS]

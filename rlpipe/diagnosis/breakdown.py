@@ -34,7 +34,7 @@ SHOWN_DEPTH = 1
 
 
 @dataclass(slots=True, kw_only=True)
-class Judged:
+class VerifiedDrafts:
     """Drafts that verify steps judged, one entry each: depths 1..num_accepted + 1 of every step.
 
     trajectory: index of the record. depth: 1, 2, ... kept: bool. accept: probability that it was kept, given
@@ -63,7 +63,7 @@ class Cut:
     entropy: float
 
 
-def judged(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = False) -> Judged:
+def verified_in(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = False) -> VerifiedDrafts:
     """All judged drafts of records that have them; what lies behind the end of a turn is left out."""
     rows: list[tuple[Any, ...]] = []
     for number, record in enumerate(records):
@@ -85,17 +85,17 @@ def judged(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = False
                 rows.append((number, i + 1, i < num_accepted, accept, before, turn, str(kind), entropy))
     columns = list(zip(*rows, strict=True)) if rows else [()] * 8
     names = ("trajectory", "depth", "kept", "accept", "position", "turn", "kind", "entropy")
-    return Judged(**{name: np.array(column) for name, column in zip(names, columns, strict=True)})
+    return VerifiedDrafts(**{name: np.array(column) for name, column in zip(names, columns, strict=True)})
 
 
-def judged_drafts(run: RunData, records: Iterable[Mapping[str, Any]]) -> Judged:
+def verified_drafts(run: RunData, records: Iterable[Mapping[str, Any]]) -> VerifiedDrafts:
     """The judged drafts of recorded rollouts of a run, whose environment says what a command is."""
     env = run.settings.get("env") or {}
     plain = env.get("name") == "swe" and env.get("action_mode", "plain") == "plain"
-    return judged(records, plain_commands=plain)
+    return verified_in(records, plain_commands=plain)
 
 
-def acceptance_by(drafts: Judged, key: str) -> list[Cut]:
+def acceptance_by(drafts: VerifiedDrafts, key: str) -> list[Cut]:
     """Rates by "depth", "position" (buckets of 32 tokens), "turn", "kind" or "entropy" (bins in nat)."""
     if not len(drafts.kept):
         return []
@@ -120,7 +120,7 @@ def _entropy_bin(number: int) -> str:
     return f"{low}-{ENTROPY_EDGES[number + 1]:g}" if number + 1 < len(ENTROPY_EDGES) else f">{low}"
 
 
-def _cut(drafts: Judged, chosen: np.ndarray, label: str) -> Cut:
+def _cut(drafts: VerifiedDrafts, chosen: np.ndarray, label: str) -> Cut:
     kept, count = drafts.kept[chosen].astype(float), int(chosen.sum())
     rate = float(kept.mean())
     error = clustered_error(kept - rate, drafts.trajectory[chosen])

@@ -1,10 +1,10 @@
-"""The verdict names what was planted in a run, is never sure of anything else, and says it in numbers."""
+"""The summary names what was planted in a run, is never sure of anything else, and says it in numbers."""
 
 import pytest
 
 from rlpipe.cli.main import main
-from rlpipe.diagnosis.verdict import verdict
-from rlpipe.diagnosis.why import why_acceptance
+from rlpipe.diagnosis.explanation import explain_acceptance
+from rlpipe.diagnosis.summary import summarize
 from rlpipe.metrics.statistics import wilson
 from tests.helpers.planted_runs import PLANTED, planted_run
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 def test_the_planted_cause_is_named_and_no_other_with_confidence(tmp_path, cause):
     name, planted = PLANTED[cause]
     for seed in range(2):
-        found = verdict(planted_run(tmp_path / str(seed), seed, **planted)).findings
+        found = summarize(planted_run(tmp_path / str(seed), seed, **planted)).findings
         assert name in {f.name for f in found if f.sure or name == "nothing"}, (seed, found)
         assert {f.name for f in found if f.sure} <= {name}, (seed, found)
 
@@ -24,13 +24,13 @@ def test_steps_alone_never_give_a_cause_for_certain(tmp_path):
     run = planted_run(tmp_path / "run", 3, entropy=0.5)
     for file in (run.path / "probe").iterdir():
         file.unlink()
-    (found,) = verdict(run).findings
+    (found,) = summarize(run).findings
     assert found.name == "entropy" and not found.sure and "probes" in found.text
 
 
-def test_where_analyses_differ_the_verdict_says_which_to_believe(tmp_path):
+def test_where_analyses_differ_the_summary_says_which_to_believe(tmp_path):
     run = planted_run(tmp_path / "run", 0, staleness=-0.1)  # for steps it looks like a draft that fits less
-    (text,) = (text for label, text in verdict(run).lines if label == "Why acceptance moved")
+    (text,) = (text for label, text in summarize(run).lines if label == "Why acceptance moved")
     assert "lag further behind" in text and "Believe the fixed contexts" in text
 
 
@@ -39,14 +39,14 @@ def test_a_slope_that_an_intervention_measured_replaces_those_of_the_run(tmp_pat
     told = {}
     for slope in ([], [-0.25, -0.27, -0.23], [0.0, -0.01, 0.01]):
         run.settings["metrics"] = {"probe": {"slope": slope}}
-        told[str(slope)] = why_acceptance(run)
+        told[str(slope)] = explain_acceptance(run)
     without, right, flat = told.values()
     assert without.name == right.name == "entropy" and right.sure and "by intervention" not in without.text
     assert "measured by intervention, -0.250 [-0.270, -0.230] per nat" in right.text
     assert flat.name != "entropy"  # 13 points fewer, and entropy does not account for them
     for file in (run.path / "probe").iterdir():
         file.unlink()
-    alone = why_acceptance(run)  # settings still have the flat slope: steps leave the whole change
+    alone = explain_acceptance(run)  # settings still have the flat slope: steps leave the whole change
     assert alone.name == "unexplained" and "believe this one" in alone.text and not alone.sure
 
 
@@ -55,15 +55,15 @@ def test_a_short_run_says_what_it_takes_to_know_why(tmp_path):
     del run.records[12:]
     for file in (run.path / "probe").iterdir():
         file.unlink()
-    (text,) = (text for label, text in verdict(run).lines if label == "Why acceptance moved")
+    (text,) = (text for label, text in summarize(run).lines if label == "Why acceptance moved")
     assert "takes 24 steps with drafts, or 6 probes" in text and text.startswith("Acceptance rate 0.")
 
 
 def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, capsys):
     run = planted_run(tmp_path / "run", 0, mismatch=-0.1)
     assert main(["analyse", str(run.path)]) == 0
-    assert verdict(run).text() in capsys.readouterr().out
-    assert "set mtp.train=online" in verdict(run).text().replace("Set", "set")
+    assert summarize(run).text() in capsys.readouterr().out
+    assert "set mtp.train=online" in summarize(run).text().replace("Set", "set")
     assert main(["analyse", str(tmp_path / "nothing")]) == 2
 
 
@@ -72,10 +72,10 @@ def test_an_interval_of_none_solved_is_not_of_width_0():
     assert wilson(1.0, 8).low == pytest.approx(1 - 0.3244, abs=1e-4)
 
 
-def test_a_verdict_exists_after_any_number_of_probes(tmp_path):
+def test_a_summary_exists_after_any_number_of_probes(tmp_path):
     run = planted_run(tmp_path / "run", 0, entropy=0.5)
     files, names = sorted((run.path / "probe").iterdir()), set()
     for last in reversed(files):
-        names |= {f.name for f in verdict(run).findings}
+        names |= {f.name for f in summarize(run).findings}
         last.unlink()
     assert "entropy" in names and len(files) > 6

@@ -23,11 +23,11 @@ CUTS = (
 )
 
 
-def cut_figures(runs: Sequence[RunData]) -> list[Figure]:
+def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
     """A figure per cut with more than one bin; [] for runs that recorded no drafts."""
-    from rlpipe.diagnosis.cuts import acceptance_by, judged_drafts
+    from rlpipe.diagnosis.breakdown import acceptance_by, verified_drafts
 
-    drafts = {run.name: judged_drafts(run, _sample(run)) for run in runs}
+    drafts = {run.name: verified_drafts(run, _sample(run)) for run in runs}
     figures = []
     for key, title, note, axis in CUTS:
         traces = []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlpipe.diagnosis.cuts import acceptance_by, boundary, judged, lengths, speedups
+from rlpipe.diagnosis.breakdown import acceptance_by, boundary, lengths, speedups, verified_in
 from rlpipe.metrics.rollouts import rollout_record
 from rlpipe.metrics.runs import RunData
 from tests.helpers.recorded_runs import distributions, recorded_trajectory, tables_of, verify
@@ -33,7 +33,7 @@ def test_observed_and_predicted_length_agree_within_their_error(rule):
 
 def test_rates_by_depth_are_kept_over_judged():
     some = records(np.random.default_rng(1), 5, 40)
-    cuts = {cut.label: cut for cut in acceptance_by(judged(some), "depth")}
+    cuts = {cut.label: cut for cut in acceptance_by(verified_in(some), "depth")}
     kept = [n for record in some for _, n, *_ in record["drafts"]]
     for depth in (1, 2, 3):
         reached = sum(n >= depth - 1 for n in kept)
@@ -47,7 +47,7 @@ def test_positions_turns_and_entropy_bins_find_what_was_planted():
         draft[1] = 3 if draft[0] < 65 else 0
         for place in range(draft[0], draft[0] + 3):
             record["entropies"][place] = 0.05 if draft[0] < 65 else 1.5
-    drafts = judged([record])
+    drafts = verified_in([record])
     position = {cut.label: cut.rate for cut in acceptance_by(drafts, "position")}
     assert position["0-31"] == position["32-63"] == 1.0 and position["96-127"] == 0.0
     entropy = {cut.label: cut.rate for cut in acceptance_by(drafts, "entropy")}
@@ -62,8 +62,8 @@ def test_drafts_behind_the_end_of_a_turn_are_left_out():
     last[1] = 3
     cut = record["tokens"][: last[0] + 1]  # the turn ends with the first accepted draft
     short = record | {"tokens": cut, "policy_versions": [[-1, 1], [0, len(cut) - 1]]}
-    assert (judged([record]).position >= last[0]).sum() >= 1
-    assert (judged([short]).position > last[0] - 1).sum() == 0
+    assert (verified_in([record]).position >= last[0]).sum() >= 1
+    assert (verified_in([short]).position > last[0] - 1).sum() == 0
 
 
 def test_the_boundary_is_the_margin_between_the_two_rules():

@@ -17,7 +17,7 @@ import numpy as np
 from rlpipe.diagnosis.advice import Setup
 from rlpipe.diagnosis.attribution import Evaluations
 from rlpipe.diagnosis.fixed_contexts import decompose_fixed, probe_series, rule_of
-from rlpipe.diagnosis.splits import LEVEL, Splits, contrast, split_run
+from rlpipe.diagnosis.two_slopes import LEVEL, Splits, contrast, split_run
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
@@ -36,7 +36,7 @@ class Finding:
     sure: bool = True
 
 
-def why_acceptance(run: RunData) -> Finding | None:
+def explain_acceptance(run: RunData) -> Finding | None:
     """The one statement; None for a run without drafts, or too short for any."""
     splits = split_run(run, LEVEL)
     parts = _parts(run, splits)

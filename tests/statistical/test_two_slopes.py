@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.diagnosis.splits import between_steps, contrast
+from rlpipe.diagnosis.two_slopes import between_steps, contrast
 
 pytestmark = pytest.mark.statistical
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "coverage.py"))

@@ -1,8 +1,8 @@
-"""The verdict of a run, in words and numbers: what came out, what bound it, why, and what to set.
+"""The summary of a run: what came out, what bound it, why acceptance moved, and what to set.
 
-Owns the reading of everything but acceptance, which is why.py's. Flow: RunData -> `verdict` -> lines for the
-top of the report and for `rlpipe analyse`. Rules here look at a whole run, after the fact, and are slow to
-speak; `alarms` and `advice` have those that ring while it goes on.
+Owns the reading of everything except acceptance, which `explanation` has. Flow: RunData -> `summarize` ->
+lines for the top of the report and for `rlpipe analyse`. Rules here look at a finished run; `alarms` and
+`advice` have those that are evaluated while it runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.decomposition import RATE
+from rlpipe.diagnosis.explanation import PROBES, Finding, explain_acceptance, thirds
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets
-from rlpipe.diagnosis.splits import FEWEST, contrast
-from rlpipe.diagnosis.why import PROBES, Finding, thirds, why_acceptance
+from rlpipe.diagnosis.two_slopes import FEWEST, contrast
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
 ENDS = 10  # steps that "at first" and "at the end" stand for
 REWARD = "critic/rewards/mean"
-SAID_ELSEWHERE = ("stale_draft", "stale_engine")  # of acceptance: why.py has the one statement
+EXPLAINED = ("stale_draft", "stale_engine")  # of acceptance: explanation.py has the one statement
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Verdict:
+class Summary:
     """lines: (label, sentence), in order. findings: what they rest on, the surest first."""
 
     lines: list[tuple[str, str]]
@@ -41,10 +41,10 @@ class Verdict:
     def html(self) -> str:
         """For the top of the page; "" when nothing is known."""
         items = "".join(f"<dt>{escape(label)}</dt><dd>{escape(words)}</dd>" for label, words in self.lines)
-        return f'<section class="verdict" id="verdict"><dl>{items}</dl></section>' if items else ""
+        return f'<section class="summary" id="summary"><dl>{items}</dl></section>' if items else ""
 
 
-def verdict(run: RunData) -> Verdict:
+def summarize(run: RunData) -> Summary:
     """Everything that can be said for this run; without records, only what its events say."""
     sets = held_out_sets(run)
     findings = list(_problems(run, sets))
@@ -57,7 +57,7 @@ def verdict(run: RunData) -> Verdict:
     lines.append(("Bound by", bound.text if bound else ""))
     if bound and bound.remedy:
         findings.append(bound)
-    if why := why_acceptance(run):
+    if why := explain_acceptance(run):
         findings.append(why)
         text = ("" if why.sure or why.name == "nothing" else "Not certain. ") + why.text
         lines.append(("Why acceptance moved", text))
@@ -70,12 +70,12 @@ def verdict(run: RunData) -> Verdict:
     lines += [("Problem" if f.sure else "Look at", f.text) for f in findings if f not in (bound, why)]
     advised = advise(Setup.of(run.settings), run.records)
     changes = [f.remedy for f in findings if f.remedy]
-    changes += [text for name, text in advised.items() if name not in SAID_ELSEWHERE]
+    changes += [text for name, text in advised.items() if name not in EXPLAINED]
     lines += [("What to change", f"{text[0].upper()}{text[1:]}.") for text in changes]
     if run.records and not changes:
         lines.append(("What to change", "Nothing that these numbers call for."))
     findings.sort(key=lambda f: not f.sure)
-    return Verdict(lines=[line for line in lines if line[1]], findings=findings)
+    return Summary(lines=[line for line in lines if line[1]], findings=findings)
 
 
 def _ends(run: RunData, name: str) -> tuple[float, float] | None:

@@ -11,9 +11,9 @@ from rlpipe.diagnosis import fixed_contexts
 from rlpipe.diagnosis.attribution import Attribution
 from rlpipe.metrics.runs import load_run
 from rlpipe.metrics.statistics import Estimate
-from rlpipe.report import figures_cuts
+from rlpipe.report import figures_breakdown
 from rlpipe.report.figures import figures
-from rlpipe.report.figures_cuts import cut_figures
+from rlpipe.report.figures_breakdown import breakdown_figures
 from tests.helpers.long_run import make_long_run
 
 pytestmark = pytest.mark.unit
@@ -38,14 +38,14 @@ def test_bars_are_sums_over_sums_of_the_judged_drafts(run: Path) -> None:
                 reached = min(accepted + 1, len(tokens), ends[turn][1] - position)
                 kept[turn] += min(accepted, reached)
                 judged[turn] += reached
-    (bars,) = figure(cut_figures([load_run(run)]), "Acceptance by turn").traces
+    (bars,) = figure(breakdown_figures([load_run(run)]), "Acceptance by turn").traces
     assert bars["x"] == ["0", "1"]
     assert bars["y"] == pytest.approx([kept[n] / judged[n] for n in (0, 1)], abs=1e-4)
 
 
 def test_long_runs_are_sampled_over_their_whole_length(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures_cuts, "MAX_FILES", 5)
-    steps = {record["step"] for record in figures_cuts._sample(load_run(run))}
+    monkeypatch.setattr(figures_breakdown, "MAX_FILES", 5)
+    steps = {record["step"] for record in figures_breakdown._sample(load_run(run))}
     assert steps == {1, 5, 9, 13, 17}
 
 
@@ -53,7 +53,7 @@ def test_runs_without_recorded_drafts_have_no_cuts(run: Path) -> None:
     for file in (run / "rollouts").iterdir():
         lines = [json.loads(line) | {"drafts": None} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cut_figures([load_run(run)]) == []
+    assert breakdown_figures([load_run(run)]) == []
 
 
 def test_causes_are_drawn_with_their_intervals_for_runs_with_probes(
