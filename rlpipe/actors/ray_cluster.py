@@ -141,7 +141,7 @@ class RayCluster:
         if self._group is None or servers != self._members or {m.group for m in members} - {self._group.name}:
             opening = trainer.open_group.remote(self._trainer_host, len(members))
             await self._on_trainers("__ray_ready__")  # behind it
-            self._group, self._pieces = await opening
+            self._group, self._buckets = await opening
             self._members = servers
         sending = [t.broadcast.remote(version) for t in self._trainers]
         offer = Offer(
@@ -149,7 +149,7 @@ class RayCluster:
             group=self._group,
             members=servers,
             ranks=self._config.rollout.sglang.tp,
-            pieces=self._pieces,
+            buckets=self._buckets,
             sent=partial(_asked, "does not tell of its broadcast", sending[0]),
             weights=partial(_given, trainer, version, sending[0]),
         )

@@ -187,7 +187,7 @@ class Config:
         rollout = self.rollout
         return (
             rollout.engine is EngineKind.SGLANG
-            and rollout.sglang.weight_transfer in (WeightTransfer.COLLECTIVE, WeightTransfer.IPC)
+            and rollout.sglang.weight_transfer.is_broadcast
             and self.cluster.mode is ClusterMode.RAY
             and self.run.half is Half.BOTH
             and not (self.injection.active() or self.decoupled.active)

@@ -12,11 +12,15 @@ class WeightTransfer(Choice):
     """How new weights reach a server."""
 
     AUTO = "auto"  # shared, collective or ipc: see `run.with_weight_transfer`
-    SHARED = "shared"  # through memory that the worker lays them into and its server maps
-    TENSOR = "tensor"  # in the body of requests, in pieces; small models
+    SHARED = "shared"  # through memory that the worker writes and its server maps
     COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
     IPC = "ipc"  # through memory of the trainer that servers of its GPU map (CUDA IPC), or of its host
     DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether the trainer brings weights to all servers at once."""
+        return self in (WeightTransfer.COLLECTIVE, WeightTransfer.IPC)
 
 
 class CanaryReaction(Choice):

@@ -53,13 +53,13 @@ def check_shared_gpus(config: Config) -> None:
     if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
         raise ValueError(
             "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
-            "per GPU. Set weight_transfer=auto, shared, tensor or disk."
+            "per GPU. Set weight_transfer=auto, shared or disk."
         )
     if rollout.sglang.weight_transfer is WeightTransfer.IPC and ranks > 1:
         raise ValueError(
             f"cluster.share_gpus=true with rollout.sglang.weight_transfer=ipc and {ranks} trainer ranks: the "
             "weights are gathered on the first rank's GPU, which only one server shares. Set "
-            "weight_transfer=auto, shared, tensor or disk."
+            "weight_transfer=auto, shared or disk."
         )
 
 

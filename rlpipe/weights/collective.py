@@ -1,14 +1,14 @@
 """Weights by collective broadcast: who holds them is rank 0, the ranks of the servers are the others.
 
     once per membership:  Root and its store  <--/init_weights_update_group-->  each rank joins
-    for each piece:       its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
+    for each bucket:       its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
 
 NCCL returns before it is done, and then hangs instead of raising. So each call is made on a thread of its own
 and waited for up to a deadline of the host; after that the communicator is aborted and the thread left
 behind, and whoever holds the weights goes on.
 
 Two holders: the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
-worker), and a rollout worker, for the ranks of its own server. Owns the group and what is said about pieces;
+worker), and a rollout worker, for the ranks of its own server. Owns the group and what is said about buckets;
 sessions, versions and checks are `sync.py`'s.
 """
 
@@ -97,7 +97,7 @@ class Offer:
     """One update that the trainer broadcasts to all servers, as its rollout workers are told of it.
 
     members: ids of the servers in the group, in the order of their ranks. ranks: of each server.
-    pieces: names, types and shapes (on the meta device) of what comes, in order.
+    buckets: names, types and shapes (on the meta device) of what comes, in order.
     sent: waits for the end of it. weights: the same weights from the trainer's memory, for a server that
         could not take part; waits for the end too, raises RuntimeError when they are gone.
     """
@@ -106,7 +106,7 @@ class Offer:
     group: Rendezvous
     members: Sequence[str]
     ranks: int
-    pieces: Sequence[Bucket]
+    buckets: Sequence[Bucket]
     sent: Callable[[], Awaitable[Sent]]
     weights: Callable[[], Awaitable[Mapping[str, torch.Tensor]]]
 
@@ -193,8 +193,8 @@ class Root:
         """Whether there is no group any more."""
         return self._left or self._group.ended
 
-    def send(self, pieces: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Send pieces to every rank, one after the other; the first ever waits for all ranks to join.
+    def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
+        """Send buckets to every rank, one after the other; the first ever waits for all ranks to join.
 
         deadline: of the monotonic clock, until which the ranks have all of them. Leaves the group and raises
         GroupBroken when a rank is missing, and when there was no group any more.
@@ -206,8 +206,8 @@ class Root:
             if not self._joined:
                 self._wait(self._group.join(), until)
                 self._joined = True
-            for piece in pieces:
-                self._wait(self._group.broadcast(self._flat(piece)), until)
+            for bucket in buckets:
+                self._wait(self._group.broadcast(self._flat(bucket)), until)
         except (RuntimeError, dist.DistError, TimeoutError) as error:
             self.close()
             reason = str(error) or "a rank did not answer in time"
@@ -216,9 +216,9 @@ class Root:
     def _wait(self, call: Future[None], until: float) -> None:
         call.result(max(0.0, until - time.monotonic()))
 
-    def _flat(self, piece: Bucket) -> torch.Tensor:
+    def _flat(self, bucket: Bucket) -> torch.Tensor:
         flat = torch.cat(
-            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(piece)]
+            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(bucket)]
         )
         return flat if self.rendezvous.backend == "nccl" else flat.cpu()
 
@@ -254,18 +254,18 @@ def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
     return future
 
 
-def described(piece: Bucket, group: str) -> dict[str, Any]:
-    """What a server is told of a piece that `Root.broadcast` sends; the tensors may be on the meta device."""
-    piece = _aligned(piece)
+def described(bucket: Bucket, group: str) -> dict[str, Any]:
+    """Describe a bucket that `Root.send` broadcasts to a server; the tensors may be on the meta device."""
+    bucket = _aligned(bucket)
     return {
-        "names": [name for name, _ in piece],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in piece],
-        "shapes": [list(tensor.shape) for _, tensor in piece],
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
         "group_name": group,
         "load_format": "flattened_bucket",
     }
 
 
-def _aligned(piece: Bucket) -> Bucket:
+def _aligned(bucket: Bucket) -> Bucket:
     """Largest types first: SGLang wants each tensor aligned to its type."""
-    return sorted(piece, key=lambda pair: -pair[1].itemsize)
+    return sorted(bucket, key=lambda pair: -pair[1].itemsize)

@@ -1,6 +1,6 @@
 """Weights in memory of the process that holds them, which servers of the same GPU, or of the same host, map.
 
-    trainer, in turn with the servers:  lay piece n, say where  ...  every server has it: lay piece n + 1
+    trainer, in turn with the servers:  lay bucket n, say where  ...  every server has it: lay bucket n + 1
     a server's rollout worker:          ask where  -->  have the server load it  -->  say so
 
 No byte passes through a worker, nor, on a GPU, through the host. Says both by a store that the trainer opens;
@@ -34,7 +34,7 @@ class MappedRoot:
     """The holder's end, with the interface of `collective.Root`.
 
     members: ranks of the servers in the group, each server's first. device: where the memory is. plan: the
-    pieces of an update, on the meta device: the memory is as large as the largest.
+    buckets of an update, on the meta device: the memory is as large as the largest.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class MappedRoot:
             backend=BACKEND,
         )
         self._memory = DeviceMemory(device) if device.type == "cuda" else HostMemory()
-        self._memory.grow(max(laid(piece)["bytes"] for piece in plan))
+        self._memory.grow(max(laid(bucket)["bytes"] for bucket in plan))
         self._number = 0
         self.left = False
 
-    def send(self, pieces: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Bring pieces to every server, one after the other; see `Root.send`."""
+    def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
+        """Bring buckets to every server, one after the other; see `Root.send`."""
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
             if self.left:
                 raise RuntimeError("it was left")
-            for piece in pieces:
+            for bucket in buckets:
                 self._number += 1
-                said = laid(piece)
-                fill(self._memory.bytes, piece, said)
+                said = laid(bucket)
+                fill(self._memory.bytes, bucket, said)
                 self._store.set(str(self._number), json.dumps(self._memory.where()))
                 self._wait(until)
         except (RuntimeError, dist.DistError) as error:
@@ -77,7 +77,7 @@ class MappedRoot:
             raise GroupBroken(f"the group of {self.rendezvous.size} broke off: {error}") from error
 
     def _wait(self, until: float) -> None:
-        """For all servers to have the piece."""
+        """For all servers to have the bucket."""
         answers = [f"{self._number} {member}" for member in self._members]
         self._store.wait(answers, timedelta(seconds=max(0.001, until - time.monotonic())))
         if failures := {self._store.get(answer) for answer in answers} - {b""}:
@@ -98,7 +98,7 @@ class Taker:
         self._rank, self._number = rank, 0
 
     async def where(self) -> dict[str, Any]:
-        """Memory of the next piece, when it is laid. Raises ServerError when its holder is gone."""
+        """Memory of the next bucket, when it is laid. Raises ServerError when its holder is gone."""
         self._number += 1
         try:
             while not await asyncio.to_thread(self._store.check, [str(self._number)]):

@@ -17,15 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
 from rlpipe.weights.canary import is_served, rank_fingerprints
-from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Root, Sent
-from rlpipe.weights.mapped import MappedRoot
+from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Sent
 from rlpipe.weights.payload import WeightPayload, pack_weights
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
+from rlpipe.weights.transports import TRANSPORTS
+from rlpipe.weights.transports.base import Audience, BroadcastRoot
 
 
 class WeightSender:
@@ -49,7 +49,7 @@ class WeightSender:
         self._drafter = drafter if drafter is not Drafter.MTP or has_mtp(self._model) else None
         self._form = {"megabytes": config.sglang.bucket_mb, "dtype": getattr(torch, config.dtype)}
         self._on_gpu = on_gpu
-        self._root: Root | MappedRoot | None = None
+        self._root: BroadcastRoot | None = None
         self._newest: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def open(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
@@ -62,12 +62,17 @@ class WeightSender:
         sglang, device = self._config.sglang, self._trainer.device
         draft = [[(name, tensor.to("meta")) for name, tensor in bucket] for bucket in self._draft_buckets()]
         plan = [*draft, *self._served(self._trainer.bucket_plan(**self._form))]
-        if sglang.weight_transfer is WeightTransfer.IPC:
-            first_ranks = range(1, 1 + servers * sglang.tp, sglang.tp)
-            self._root = MappedRoot(host, first_ranks, sglang.update_timeout, device, plan)
-        else:
-            backend = "nccl" if self._on_gpu and device.type == "cuda" else "gloo"
-            self._root = Root(host, servers * sglang.tp, sglang.update_timeout, backend)
+
+        audience = Audience(
+            host=host,
+            servers=servers,
+            ranks=sglang.tp,
+            on_gpu=self._on_gpu,
+            timeout=sglang.update_timeout,
+            device=device,
+            buckets=plan,
+        )
+        self._root = TRANSPORTS[sglang.weight_transfer].open_root(audience)
         return self._root.rendezvous, plan
 
     def send(self, version: int) -> Sent:

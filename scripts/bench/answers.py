@@ -284,7 +284,8 @@ def sglang_turns(r: Any) -> str:
 def weight_sync(r: Any) -> str:
     """One update of two servers."""
     labels = {
-        "tensor": "`tensor`: each worker to its server",
+        "tensor": "in request bodies (removed since): each worker to its server",
+        "shared": "`shared`: each worker to its server",
         "collective": "gloo: each worker to its server",
         "disk": "`disk`: each worker for its server",
         "trainer": "`collective`: the trainer to both at once",

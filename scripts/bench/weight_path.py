@@ -8,7 +8,7 @@ otherwise, by every way in turn, repeat by repeat; between them the floor on the
 Seconds are of one update until the server serves it, pausing and canary included. Parts overlap, so that
 their sum exceeds the whole:
 
-    hand over  lay into shared memory, serialise or broadcast; for ipc, until the server has taken it
+    hand over  write into shared memory, or broadcast; for ipc, until the server has taken it
     load       what the server was asked for
     our hash, server hash  both sides of the canary
     pause      until the server goes on
@@ -58,7 +58,7 @@ from rlpipe.weights.mapped import MappedRoot  # noqa: E402
 from rlpipe.weights.payload import pack_weights, unpack_weights  # noqa: E402
 from tests.helpers.broadcasts import CPU, Trainer  # noqa: E402
 
-WAYS = ("shared", "ipc", "tensor", "collective")
+WAYS = ("shared", "ipc", "collective")
 PATIENCE_S = 60.0  # a way that has taken longer is not repeated
 COMMON = {"kv_heads": 2, "vocab": 151936}
 SIZES = {
@@ -98,7 +98,6 @@ class Profile:
         shared.SharedBuckets.lay = self.timed(shared.SharedBuckets.lay, "hand over")
         MappedRoot.send = self.timed(MappedRoot.send, "hand over")
         sender.rank_fingerprints = self.timed(sender.rank_fingerprints, "our hash")
-        sync.serialize = self.timed(sync.serialize, "hand over")
         Root.send = self.timed(Root.send, "hand over")
         sync.WeightSync._checksums = self.timed(sync.WeightSync._checksums, "our hash")
         client = engine._http

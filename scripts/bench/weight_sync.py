@@ -2,7 +2,7 @@
 
 Real servers of the shipped model, every way in turn, so that what else the machine does falls on all alike:
 
-    tensor, collective, disk  each rollout worker sends to its own server, all at once
+    shared, collective, disk  each rollout worker sends to its own server, all at once
     trainer                   the trainer's sender broadcasts to all in one group (weight_transfer=collective)
 
 Seconds are of one update until the last server serves it, pausing, canary and checksums included.
@@ -45,7 +45,7 @@ from rlpipe.trainer.megatron import MegatronTrainer  # noqa: E402
 from rlpipe.weights.collective import Offer  # noqa: E402
 from rlpipe.weights.sender import WeightSender  # noqa: E402
 
-ALONE = ("tensor", "collective", "disk")
+ALONE = ("shared", "collective", "disk")
 
 
 class Servers:
@@ -68,7 +68,7 @@ class Servers:
 
     def together(self, sender: WeightSender, opened: Any, version: int) -> None:
         """All take part in one broadcast."""
-        group, pieces = opened
+        group, buckets = opened
         sending = self.threads.submit(sender.send, version)
 
         async def sent() -> Any:
@@ -79,7 +79,7 @@ class Servers:
             group=group,
             members=[engine.membership().server for engine in self.engines],
             ranks=1,
-            pieces=pieces,
+            buckets=buckets,
             sent=sent,
             weights=sent,  # nobody asks for them: a broadcast that breaks off ends the bench
         )
@@ -93,7 +93,10 @@ def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: i
     version = 0
     for _ in range(repeats):
         for way, found in seconds.items():
-            opened = sender.open("127.0.0.1", len(servers.engines)) if way == "trainer" else None
+            opened = None
+            if way == "trainer":
+                servers.config.sglang.weight_transfer = WeightTransfer.COLLECTIVE
+                opened = sender.open("127.0.0.1", len(servers.engines))
             for _ in range(2):
                 version += 1
                 started = time.perf_counter()
@@ -129,7 +132,7 @@ def main() -> None:
         stack.callback(sender.close)
         seconds = measure(servers, sender, weights, args.repeats)
     size = sum(tensor.nbytes for tensor in weights.values())
-    sent = {"tensor": size * args.servers * 4 / 3, "collective": size * args.servers}
+    sent = {"shared": size * args.servers, "collective": size * args.servers}
     sent |= {"disk": size * args.servers, "trainer": size}
     results = {
         way: {

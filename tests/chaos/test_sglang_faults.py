@@ -93,7 +93,7 @@ def test_turns_of_a_server_that_is_lost_are_played_by_the_next(disturbed, versio
     check_served(disturbed, results, 1, versions[1])
 
 
-@pytest.mark.parametrize("way", ["tensor", "trainer"])
+@pytest.mark.parametrize("way", ["worker", "trainer"])
 def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(disturbed, versions, way):
     """trainer: the weights are on their way from there, by broadcast."""
     pieces, new = [], versions[2][0]
@@ -106,14 +106,15 @@ def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(
 
     def update(engine):
         lossy(engine, killing)  # of this server's client; the next one has its own
-        if way == "tensor":
+        if way == "worker":
             engine.update_weights(new, 2)
             return
-        trainer = Trainer.of(engine._config, read_config(TINY))
-        offer = trainer.offer(new, 2, [engine.membership().server])
-        engine.receive_weights(offer)
-        assert "broke off" in asyncio.run(offer.sent()).failure
-        trainer.close()
+        with configured(engine, weight_transfer="collective"):
+            trainer = Trainer.of(engine._config, read_config(TINY))
+            offer = trainer.offer(new, 2, [engine.membership().server])
+            engine.receive_weights(offer)
+            assert "broke off" in asyncio.run(offer.sent()).failure
+            trainer.close()
 
     results = turns_through(disturbed, update)
     assert len(pieces) == 3

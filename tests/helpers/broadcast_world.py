@@ -18,6 +18,7 @@ from rlpipe.actors import ray_cluster, workers
 from rlpipe.actors.ray_cluster import RayCluster
 from rlpipe.actors.workers import Workers
 from rlpipe.config.run import Config
+from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.sglang import arguments, replica, updates
@@ -28,9 +29,12 @@ from rlpipe.rollout.sglang.updates import Updates
 from rlpipe.weights import canary, collective, sender
 from rlpipe.weights.collective import Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.session import WeightSession
 from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports import TRANSPORTS
 from tests.helpers.cli import ROOT
 from tests.helpers.played_actors import Actor
+from tests.helpers.tensor_transport import TensorTransport
 from tests.helpers.virtual_time import VirtualLoop
 
 TINY = ROOT / "models" / "tiny"
@@ -63,7 +67,7 @@ class Call:
 
 
 class SimGroup:
-    """In place of `collective.Group`: a piece is over when all ranks have it; some hang, some raise."""
+    """In place of `collective.Group`: a bucket is over when all ranks have it; some hang, some raise."""
 
     ended = False  # by no trainer of this process
 
@@ -74,7 +78,7 @@ class SimGroup:
         world.by_name[self.place.name] = self
         self.members: set[Server] = set()
         self.joining: Call | None = None
-        self.pieces: list[tuple[Call, torch.Tensor]] = []
+        self.buckets: list[tuple[Call, torch.Tensor]] = []
         self.left = False
 
     def _soon(self, function: Any) -> Call:
@@ -93,7 +97,7 @@ class SimGroup:
         return self._soon(joined)
 
     def broadcast(self, flat: torch.Tensor) -> Call:
-        return self._soon(lambda call: (self.pieces.append((call, flat.clone())), self.check()))
+        return self._soon(lambda call: (self.buckets.append((call, flat.clone())), self.check()))
 
     def leave(self) -> Call:
         def leave(call: Call) -> None:
@@ -107,19 +111,19 @@ class SimGroup:
         """Whether what is waited for has happened."""
         if self.joining and len(self.members) == self.ranks and not self.joining.future.done():
             self.joining.future.set_result(None)
-        for number, (call, _) in enumerate(self.pieces):
+        for number, (call, _) in enumerate(self.buckets):
             there = [server for server in self.members if server.taken.get(self.place.name, 0) > number]
             if len(there) == self.ranks and not call.future.done():
                 call.future.set_result(None)
 
     async def receive(self, server: Server, number: int) -> torch.Tensor:
-        while len(self.pieces) <= number:
+        while len(self.buckets) <= number:
             if self.left and self.world.raises:
                 raise ServerError("400: connection closed by peer")
             await asyncio.sleep(1.0)  # a group that hangs is one whose root is gone
         server.taken[self.place.name] = number + 1
         self.check()
-        return self.pieces[number][1]
+        return self.buckets[number][1]
 
 
 class Server:
@@ -341,7 +345,8 @@ class World:
         monkeypatch.setattr(arguments, "command", lambda config, spec, path, **_: [str(path)])
         monkeypatch.setattr(arguments, "server_environment", lambda *_: {})
         monkeypatch.setattr(arguments, "check_server_info", lambda *_: None)
-        monkeypatch.setattr(WeightSync, "checkpoint", lambda _, weights: self.checkpoint(weights))
+        monkeypatch.setattr(WeightSession, "checkpoint", lambda _, weights: self.checkpoint(weights))
+        monkeypatch.setitem(TRANSPORTS, WeightTransfer.COLLECTIVE, TensorTransport)
 
         def sums(weights: Any, *_: Any, **__: Any) -> Any:
             return [{name: str(float(tensor[0])) for name, tensor in weights.items()}]

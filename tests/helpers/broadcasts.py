@@ -77,7 +77,7 @@ class Trainer:
         self.sender._trainer.weights = weights
         if not again:
             self.plan = self.sender.open("127.0.0.1", len(members))
-        group, pieces = self.plan
+        group, buckets = self.plan
         sending = self.thread.submit(self.sender.send, version)
 
         async def sent() -> Sent:
@@ -89,7 +89,13 @@ class Trainer:
 
         ranks = self.sender._config.sglang.tp
         return Offer(
-            version=version, group=group, members=members, ranks=ranks, pieces=pieces, sent=sent, weights=kept
+            version=version,
+            group=group,
+            members=members,
+            ranks=ranks,
+            buckets=buckets,
+            sent=sent,
+            weights=kept,
         )
 
     def close(self) -> None:
@@ -100,7 +106,7 @@ class Trainer:
 class Receiver:
     """An SGLang server of one rank as far as broadcasts go; in place of an HTTP client.
 
-    weights: what arrived. asked: paths, in order. die_at: the piece before which its process ends.
+    weights: what arrived. asked: paths, in order. die_at: the bucket before which its process ends.
     """
 
     def __init__(self, die_at: int = 0) -> None:

@@ -29,7 +29,7 @@ def open_files():
 
 
 class Server:
-    """Loads as SGLang does, after the next piece had the time to be laid; `fails` at one request."""
+    """Loads as SGLang does, after the next bucket had the time to be laid; `fails` at one request."""
 
     def __init__(self, fails=-1):
         self.asked, self.weights, self.fails = [], {}, fails

@@ -147,7 +147,7 @@ def test_acceptance_by_depth_is_that_of_the_embedded_engine_before_and_after_an_
     assert np.abs(acceptance_scores(first[0], second[1])).max() > bound
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "collective"])
+@pytest.mark.parametrize("transfer", ["shared", "collective"])
 def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(served, target, transfer):
     weights = read_weights(target)
     new = perturbed(weights, 0.02) | trained(target, seed=5)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def weights():
     return read_weights(TINY)
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "shared", "collective", "disk"])
+@pytest.mark.parametrize("transfer", ["shared", "collective", "disk"])
 def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang, weights, transfer):
     new = perturbed(weights, 0.02)
     with configured(sglang, weight_transfer=transfer, bucket_mb=1):
@@ -60,7 +61,7 @@ def test_weights_that_a_trainer_broadcasts_are_bit_equal_on_the_server(sglang, t
         assert sglang.membership().group == offer.group.name
         print(f"broadcast: {asyncio.run(offer.sent()).num_bytes} bytes, {sglang.stats().sync}")
     offer = trainer.offer(versions[7], 7, members, again=True)
-    lossy(sglang, target_only, times=len(offer.pieces))
+    lossy(sglang, target_only, times=len(offer.buckets))
     sglang.receive_weights(offer)
     assert [kind for kind, _ in sglang.events] == ["canary_failed"]
     assert "11 of the draft" in sglang.events[0][1]["what"]
@@ -113,7 +114,7 @@ def test_requests_can_end_at_an_update_with_what_they_have(sglang, weights):
     assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions == [3] * 4
 
 
-@pytest.mark.parametrize("transfer", ["tensor", "shared", "collective"])
+@pytest.mark.parametrize("transfer", ["shared", "collective"])
 def test_a_dropped_draft_update_trips_the_canary_in_the_same_step(sglang, weights, transfer):
     """Eleven of the draft's thirteen: embedding and head are the target's own tensors."""
     lossy(sglang, target_only)
@@ -140,10 +141,10 @@ def test_one_corrupted_number_trips_the_canary(sglang, weights, monkeypatch, nam
     wrong[name][1, 1] += 1e-3
     send = sglang._sync.send
 
-    async def corrupted(client, _, version, **options):
-        await send(client, wrong, version, **options)
+    async def corrupted(client, update):
+        await send(client, replace(update, weights=wrong))
 
-    monkeypatch.setattr(type(sglang._sync), "send", lambda self, *a, **o: corrupted(*a, **o))
+    monkeypatch.setattr(type(sglang._sync), "send", lambda self, *arguments: corrupted(*arguments))
     with (
         configured(sglang, on_canary_failure="stop"),
         pytest.raises(RuntimeError, match=f"1 of the {role} .first {served}"),

@@ -23,7 +23,7 @@ SEEDS, REFITS = 200, 2
 @pytest.fixture
 def config():
     config = Config()
-    config.rollout.sglang.weight_transfer = WeightTransfer.TENSOR  # in which the others are told
+    config.rollout.sglang.weight_transfer = WeightTransfer.COLLECTIVE
     for name, seconds in {"update": 60.0, "health": 5.0, "start": 30.0, "request": 600.0}.items():
         setattr(config.rollout.sglang, f"{name}_timeout", seconds)
     config.rollout.sglang.max_restarts = 50

@@ -85,7 +85,7 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
         if rollout.sglang.weight_transfer is WeightTransfer.DISK:  # one checkpoint is read into both models
             raise ValueError(
                 f"rollout.sglang.weight_transfer=disk with spec.drafter={spec.drafter}: SGLang reads one "
-                "checkpoint into target and draft. Set weight_transfer=auto, shared, tensor or collective."
+                "checkpoint into target and draft. Set weight_transfer=auto, shared or collective."
             )
         spec.drafter.kind.check_sglang(spec, target, rollout.sglang)
         return

@@ -5,7 +5,7 @@
 | who              | waits for                           | woken by                                 |
 | `generate`       | its answer                          | the server, or `abort` (partial answer)  |
 |                  | a server, while one is replaced     | the new one's first check, or `abort`    |
-| `update_weights` | pause, pieces, canary, continue     | the server                               |
+| `update_weights` | pause, buckets, canary, continue    | the server                               |
 
 Owns the thread, and turns across servers: one that dies or hangs is replaced (`replica.py`), and turns it had
 are asked of the next one. New weights are `updates.py`'s.
@@ -215,7 +215,7 @@ class SglangEngine:
         same weights alone. Raises as `update_weights`.
         """
         self._require_open()
-        weights = {name: tensor for piece in offer.pieces for name, tensor in piece}
+        weights = {name: tensor for bucket in offer.buckets for name, tensor in bucket}
         self._sync.require_fitting(weights, draft=self._replica.drafts)
         self._call(self._updates.bring(Goal(weights=offer.weights, version=offer.version, offer=offer)))
 

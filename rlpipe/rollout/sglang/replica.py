@@ -309,7 +309,7 @@ class Replica:
         with contextlib.ExitStack() as stack:
             folder = self._model_path
             if weights is not None:  # the draft of the goal, not the one that was started with
-                folder = stack.enter_context(self._sync.checkpoint(weights))
+                folder = stack.enter_context(self._sync.session.checkpoint(weights))
                 config = replace(config, sglang=replace(config.sglang, draft_path=""))
                 if spec.needs_draft and (folder / "draft").is_dir():
                     spec = replace(spec, draft_path=str(folder / "draft"))

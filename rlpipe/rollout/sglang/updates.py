@@ -23,6 +23,7 @@ from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.collective import Checksums, Member
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports.base import WeightUpdate
 
 CONTINUE = "/continue_generation", {"torch_empty_cache": False}
 _ATTEMPTS = 3  # with servers that live and yet do not answer
@@ -55,7 +56,7 @@ class Updates:
         if replica.is_serving() and not self._sync.pads:
             client, server = replica.client, replica.server_id
             if await client.answers(PROBE, self._sglang.health_timeout) and server == replica.server_id:
-                return Member(server=server, group=self._sync.group_of(client))
+                return Member(server=server, group=self._sync.transport.group_of(client))
         return Member(server="", group="")
 
     async def bring(self, goal: Goal) -> None:
@@ -102,7 +103,7 @@ class Updates:
                 if self._sync.on_gpu:
                     await asyncio.wait([hashing])
                 weights = await goal.weights()
-                staged = await asyncio.to_thread(stack.enter_context, self._sync.staged(weights))
+                staged = await asyncio.to_thread(stack.enter_context, self._sync.transport.staged(weights))
             started, mode = time.monotonic(), self._pause_mode
             async with replica.pausing:
                 await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
@@ -141,7 +142,7 @@ class Updates:
     async def _send(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
         """Get `goal` into the server, by the broadcast it is part of, which brings its checksums, or alone.
 
-        staged: the weights as `WeightSync.staged` laid them ready.
+        staged: the checkpoint that `Transport.staged` wrote, if it did.
         """
         takes_part, offer, goal.offer = self._takes_part(goal), goal.offer, None
         if takes_part:
@@ -154,7 +155,8 @@ class Updates:
             except ServerError as error:
                 self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
         weights = await goal.weights()
-        await self._sync.send(client, weights, goal.version, flush=flush, staged=staged)
+        update = WeightUpdate(weights=weights, version=goal.version, flush=flush, checkpoint=staged)
+        await self._sync.send(client, update)
 
     @property
     def _pause_mode(self) -> str:

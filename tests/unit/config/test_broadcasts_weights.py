@@ -21,7 +21,7 @@ def put(config, name, setting):
     ("other", "value"),
     [
         ("rollout.engine", "embedded"),
-        ("rollout.sglang.weight_transfer", "tensor"),
+        ("rollout.sglang.weight_transfer", "shared"),
         ("cluster.mode", "inline"),
         ("run.half", "rollout"),
         ("injection.stale_steps", 2),  # the worker holds older weights back

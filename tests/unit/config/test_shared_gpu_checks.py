@@ -42,7 +42,7 @@ def test_the_embedded_engine_needs_no_share_of_memory():
         ({"half": Half.TRAIN}, "run.half=train"),
         ({"tp": 2}, "tp=2"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.4"),
-        ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, shared, tensor or disk"),
+        ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, shared or disk"),
         ({"weight_transfer": WeightTransfer.IPC}, "ipc and 4 trainer ranks"),
     ],
 )

@@ -15,6 +15,7 @@ from rlpipe.weights.collective import GroupBroken, Root, described
 from rlpipe.weights.fingerprint import fingerprints
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports.base import WeightUpdate
 from tests.helpers.broadcasts import Receiver, Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.sglang import perturbed
@@ -75,14 +76,14 @@ def test_one_broadcast_brings_the_same_weights_to_all_servers(config, trainer, w
         for receiver in receivers:
             assert_holds(receiver, new)
     for receiver in receivers:
-        pieces = (len(receiver.versions)) // 2
+        buckets = (len(receiver.versions)) // 2
         update = [
             "/begin_weight_update",
-            *["/update_weights_from_distributed"] * pieces,
+            *["/update_weights_from_distributed"] * buckets,
             "/end_weight_update",
         ]
-        assert receiver.asked == ["/init_weights_update_group", *update, *update] and pieces > 5
-        assert receiver.versions == [None] * (pieces - 1) + ["4"] + [None] * (pieces - 1) + ["5"]
+        assert receiver.asked == ["/init_weights_update_group", *update, *update] and buckets > 5
+        assert receiver.versions == [None] * (buckets - 1) + ["4"] + [None] * (buckets - 1) + ["5"]
 
 
 def test_a_server_that_dies_is_said_to_all_and_they_leave_the_group(config, trainer, weights, tmp_path):
@@ -93,10 +94,10 @@ def test_a_server_that_dies_is_said_to_all_and_they_leave_the_group(config, trai
     told, died = receive(offer, parties)
     assert time.monotonic() - started < config.sglang.update_timeout
     assert isinstance(died, ServerUnreachable) and isinstance(told, ServerError)
-    assert "/destroy_weights_update_group" in living.asked and stays.group_of(living) == ""
+    assert "/destroy_weights_update_group" in living.asked and stays.transport.group_of(living) == ""
     kept = asyncio.run(offer.weights())  # what came after the break as well
     assert kept.keys() == weights.keys() and all(torch.equal(kept[n], weights[n]) for n in weights)
-    assert lost.group_of(dying) == ""
+    assert lost.transport.group_of(dying) == ""
 
 
 def test_only_the_newest_version_is_given_out(config, trainer, weights, tmp_path):
@@ -124,7 +125,7 @@ def test_a_worker_broadcasts_to_its_own_server_in_the_same_way(config, weights, 
     (sync,), receiver = syncs(config, tmp_path, 1), Receiver()
     try:
         for version in (1, 2):
-            asyncio.run(sync.send(receiver, weights, version, flush=False))
+            asyncio.run(sync.send(receiver, WeightUpdate(weights=weights, version=version, flush=False)))
             assert_holds(receiver, weights)
     finally:
         sync.close()
@@ -135,8 +136,8 @@ def test_a_worker_whose_broadcast_broke_off_makes_another_group(config, weights,
     (sync,), receiver = syncs(config, tmp_path, 1), Receiver(die_at=2)
     try:
         with pytest.raises(ServerUnreachable):
-            asyncio.run(sync.send(receiver, weights, 1, flush=False))
-        asyncio.run(sync.send(receiver, weights, 1, flush=False))
+            asyncio.run(sync.send(receiver, WeightUpdate(weights=weights, version=1, flush=False)))
+        asyncio.run(sync.send(receiver, WeightUpdate(weights=weights, version=1, flush=False)))
     finally:
         sync.close()
     assert_holds(receiver, weights)
@@ -145,10 +146,10 @@ def test_a_worker_whose_broadcast_broke_off_makes_another_group(config, weights,
 def test_a_worker_whose_group_was_ended_with_a_trainer_makes_another(config, weights, tmp_path):
     (sync,), receiver = syncs(config, tmp_path, 1), Receiver()
     try:
-        asyncio.run(sync.send(receiver, weights, 1, flush=False))
+        asyncio.run(sync.send(receiver, WeightUpdate(weights=weights, version=1, flush=False)))
         for group in list(c10d._world.pg_map):  # as a trainer in this process does when it stops
             torch.distributed.destroy_process_group(group)
-        asyncio.run(sync.send(receiver, weights, 2, flush=False))
+        asyncio.run(sync.send(receiver, WeightUpdate(weights=weights, version=2, flush=False)))
     finally:
         sync.close()
     assert_holds(receiver, weights)
@@ -161,13 +162,15 @@ def test_a_broadcast_that_fails_does_not_wait_for_the_server(config, weights, tm
             if path == "/update_weights_from_distributed":
                 await asyncio.Event().wait()
 
-    def fails(root, pieces):
+    def fails(root, buckets):
         raise GroupBroken("a rank was lost")
 
     monkeypatch.setattr(Root, "send", fails)
     (sync,) = syncs(config, tmp_path, 1)
     with pytest.raises(ServerUnreachable, match="a rank was lost"):
-        asyncio.run(asyncio.wait_for(sync.send(Waiting(), weights, 1, flush=False), 60))
+        asyncio.run(
+            asyncio.wait_for(sync.send(Waiting(), WeightUpdate(weights=weights, version=1, flush=False)), 60)
+        )
 
 
 def test_a_rank_that_does_not_join_is_missed():
@@ -180,7 +183,7 @@ def test_a_rank_that_does_not_join_is_missed():
 
 
 def test_a_piece_is_described_as_it_is_laid_out():
-    piece = [("half", torch.ones(3, dtype=torch.float16)), ("wide", torch.ones(2, 2).to("meta"))]
-    told = described(piece, "g")
+    bucket = [("half", torch.ones(3, dtype=torch.float16)), ("wide", torch.ones(2, 2).to("meta"))]
+    told = described(bucket, "g")
     assert told["names"] == ["wide", "half"] and told["dtypes"] == ["float32", "float16"]
     assert told["shapes"] == [[2, 2], [3]] and told["group_name"] == "g"

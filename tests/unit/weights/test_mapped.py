@@ -76,11 +76,11 @@ def test_all_servers_map_the_same_weights_update_after_update(config, trainer, w
             assert_holds(server, new)
     for sync, server in pairs:
         asked = [path for path, _, _ in server.asked]
-        pieces = asked.count("/update_weights_from_tensor") // 2
-        update = ["/begin_weight_update", *["/update_weights_from_tensor"] * pieces, "/end_weight_update"]
-        assert asked == [*update, *update] and pieces > 5
+        buckets = asked.count("/update_weights_from_tensor") // 2
+        update = ["/begin_weight_update", *["/update_weights_from_tensor"] * buckets, "/end_weight_update"]
+        assert asked == [*update, *update] and buckets > 5
         assert {kind for path, _, kind in server.asked if path == update[1]} == {LOADER}
-        assert sync.group_of(server) == trainer.plan[0].name
+        assert sync.transport.group_of(server) == trainer.plan[0].name
 
 
 def test_a_server_that_refuses_ends_the_update_for_all_at_once(config, trainer, weights, tmp_path):
@@ -92,7 +92,7 @@ def test_a_server_that_refuses_ends_the_update_for_all_at_once(config, trainer, 
     assert time.monotonic() - started < config.sglang.update_timeout  # nobody waited for the deadline
     assert isinstance(told, ServerError) and "a server did not take it" in str(told)
     assert isinstance(refused, ServerError) and "refused" in str(refused)
-    assert [sync.group_of(server) for sync, server in pairs] == ["", ""] and open_files() == []
+    assert [sync.transport.group_of(server) for sync, server in pairs] == ["", ""] and open_files() == []
     kept = asyncio.run(offer.weights())
     assert kept.keys() == weights.keys() and all(torch.equal(kept[n], weights[n]) for n in weights)
     for told in receive(trainer.offer(weights, 2, ["0", "1"]), pairs):

@@ -18,6 +18,7 @@ from rlpipe.weights.fingerprint import cpu_hash
 from rlpipe.weights.protocols import ServerError
 from rlpipe.weights.shared import LOADER, SERVED, SharedBuckets
 from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports.base import WeightUpdate
 from tests.helpers.cli import ROOT
 from tests.helpers.mapped import Server, open_files, served
 from tests.helpers.sglang import perturbed
@@ -162,7 +163,7 @@ def sync(tmp_path):
 
 def test_an_update_brings_every_tensor_and_the_version_last(sync):
     server, weights = Server(), perturbed(read_weights(TINY), 0.02)
-    asyncio.run(sync.send(server, weights, 7, flush=True))
+    asyncio.run(sync.send(server, WeightUpdate(weights=weights, version=7, flush=True)))
     assert server.weights.keys() == weights.keys()
     assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
     (begin, *pieces, end) = server.asked
@@ -177,9 +178,9 @@ def test_an_update_brings_every_tensor_and_the_version_last(sync):
 def test_both_sides_keep_their_buckets_from_one_update_to_the_next(sync):
     for version in (7, 8, 9):  # either bucket has held the largest piece after two
         server, weights = Server(), perturbed(read_weights(TINY), 0.02, seed=version)
-        asyncio.run(sync.send(server, weights, version, flush=True))
+        asyncio.run(sync.send(server, WeightUpdate(weights=weights, version=version, flush=True)))
         assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
-        memory = [memory.bytes.data_ptr() for memory in sync._memory._memory]
+        memory = [memory.bytes.data_ptr() for memory in sync.transport._memory._memory]
         mapped = {inode: tensor.data_ptr() for inode, tensor in served._mapped.items()}
         if version == 8:
             before = set(memory), mapped
@@ -191,7 +192,7 @@ def test_both_sides_keep_their_buckets_from_one_update_to_the_next(sync):
 def test_an_update_that_is_refused_ends_its_session_and_frees_the_memory(sync):
     server = Server(fails=4)
     with pytest.raises(ServerError, match="refused"):
-        asyncio.run(sync.send(server, read_weights(TINY), 7, flush=True))
+        asyncio.run(sync.send(server, WeightUpdate(weights=read_weights(TINY), version=7, flush=True)))
     assert server.asked[-1][0] == "/end_weight_update" and open_files() == []
 
 

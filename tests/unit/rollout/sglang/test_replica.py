@@ -25,6 +25,7 @@ from rlpipe.weights import sync
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.collective import Member, Offer, Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
+from rlpipe.weights.session import WeightSession
 from tests.helpers import fake_sglang
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, request
@@ -209,9 +210,9 @@ def offered(fake, weights, version, members):
         return weights
 
     group = Rendezvous(host="", port=1, name="g", size=2, backend="gloo")
-    pieces = [list(read_weights(TINY).items())]
+    buckets = [list(read_weights(TINY).items())]
     return Offer(
-        version=version, group=group, members=members, ranks=1, pieces=pieces, sent=kept, weights=kept
+        version=version, group=group, members=members, ranks=1, buckets=buckets, sent=kept, weights=kept
     )
 
 
@@ -467,7 +468,7 @@ def recorded(fake, monkeypatch):
         monkeypatch.setattr(owner, name, wrapped)
 
     note(sync.WeightSync, "_checksums", "hash")
-    note(sync.WeightSync, "checkpoint", "write")
+    note(WeightSession, "checkpoint", "write")
     note(sync.WeightSync, "check", "check")
     note(SglangClient, "post", "")
     return calls
@@ -485,7 +486,7 @@ def test_a_server_is_paused_only_after_weights_are_written_and_for_a_gpu_hashed(
     fake.update_weights(weights, 4)
     assert calls == ["hash", *served]
     calls.clear()
-    fake.settings.sglang.weight_transfer = WeightTransfer.TENSOR
+    fake.settings.sglang.weight_transfer = WeightTransfer.SHARED
     fake.update_weights(weights, 5)
     begun = ["pause_generation", "begin_weight_update", "update_weights_from_tensor"]
     assert calls == ["hash", *begun, "end_weight_update", "check", "continue_generation"]

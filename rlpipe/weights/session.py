@@ -1,0 +1,134 @@
+"""Update sessions with one server: what every transport shares, whichever way the bytes travel.
+
+    begin -> buckets of target and draft, the version on the last -> end
+
+Owns the names, buckets and checkpoints of a model and its draft, and the requests that open and close a
+session. How a bucket reaches the server is a transport's (`transports/`); which transport, and the check that
+the weights arrived, are `sync.py`'s.
+
+An MTP layer is part of its target's checkpoint, and each model of the server picks the weights that it knows.
+A draft with a checkpoint of its own may use the same names for other tensors, so each bucket is for one of
+the two. A draft that is not trained is not sent; the server is checked to hold the one it was started with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.models.checkpoint import read_config, read_weights, stored_name, write_checkpoint
+from rlpipe.weights.buckets import Bucket, buckets, serialize
+from rlpipe.weights.canary import is_served
+from rlpipe.weights.protocols import Server, ServerError
+from rlpipe.weights.shared import LOADER
+
+
+class WeightSession:
+    """The model and the draft that one server holds, and the requests that bring new weights to it.
+
+    spec: names the draft. folder: where checkpoints for the server are written.
+    """
+
+    def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: Path, *, folder: Path) -> None:
+        self.config, self.model_path = config, model_path
+        self.drafter = spec.drafter if spec.needs_draft else Drafter.MTP
+        self.draft_path = resolve(spec.draft_path) if spec.needs_draft else None
+        self.draft_prefix = self.drafter.kind.served.prefix
+        self.hf_config = read_config(model_path)
+        self._folder = folder
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one request of an update may take."""
+        return self.config.sglang.update_timeout
+
+    @contextlib.asynccontextmanager
+    async def open(self, client: Server) -> AsyncIterator[None]:
+        """Open an update session, and close it also when it fails, so that another can be opened."""
+        timeout = self.config.sglang.health_timeout
+        await client.post("/begin_weight_update", {"selector": "all"}, timeout)
+
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServerError):  # the first failure is the one to report
+                await client.post("/end_weight_update", {}, timeout)
+            raise
+
+        await client.post("/end_weight_update", {}, timeout)
+
+    def buckets(self, weights: Mapping[str, torch.Tensor]) -> list[Bucket]:
+        """Split `weights` into buckets in the order of sending: those of a separate draft come first."""
+        megabytes = self.config.sglang.bucket_mb
+        if self.draft_path is None:
+            return list(buckets(weights, megabytes))
+
+        served = {name: tensor for name, tensor in weights.items() if is_served(name, self.drafter)}
+        target, draft = self._split(served)
+        return [*buckets(draft, megabytes), *buckets(target, megabytes)]
+
+    def requests(
+        self, sent: Sequence[Bucket], *, version: int, flush: bool
+    ) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+        """Yield each bucket under the names of its model, and the request body that all transports share.
+
+        The last body completes the update: it carries the version. flush: it also drops all cached keys and
+        values.
+        """
+        for number, bucket in enumerate(sent, 1):
+            selector, last = "all", number == len(sent)
+            if self.draft_path is not None:
+                selector = "draft" if bucket[0][0].startswith(self.draft_prefix) else "target"
+                bucket = [(name.removeprefix(self.draft_prefix), tensor) for name, tensor in bucket]
+
+            bucket = [(stored_name(name, self.hf_config), tensor) for name, tensor in bucket]
+            body = {
+                "selector": selector,
+                "flush_cache": flush and last,
+                "weight_version": str(version) if last else None,
+            }
+            yield bucket, body
+
+    async def load_mapped(self, client: Server, description: torch.Tensor, body: dict[str, Any]) -> None:
+        """Have every rank of the server load a bucket from memory that it maps.
+
+        description: where the memory and the tensors in it are (`shared.encoded`).
+        """
+        body["load_format"] = LOADER
+        serialized = serialize([("bucket", description)])
+        body["serialized_named_tensors"] = [serialized] * self.config.sglang.tp
+        await client.post("/update_weights_from_tensor", body, self.timeout)
+
+    @contextlib.contextmanager
+    def checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+        """Write `weights` as a Hugging Face directory, a separate draft into its `draft`; removed at exit."""
+        folder = self._folder / f"sglang-weights-{uuid.uuid4().hex[:8]}"
+        target, draft = self._split(weights)
+        write_checkpoint(folder, target, like=self.model_path)
+        if draft:
+            trained = {name.removeprefix(self.draft_prefix): tensor for name, tensor in draft.items()}
+            start = read_weights(self.draft_path)
+            write_checkpoint(folder / "draft", start | trained, like=self.draft_path)
+
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+    def _split(
+        self, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Separate the weights of the target, an MTP layer among them, from those of a separate draft."""
+        if self.draft_path is None:
+            return dict(weights), {}
+        draft = {name: tensor for name, tensor in weights.items() if name.startswith(self.draft_prefix)}
+        return {name: tensor for name, tensor in weights.items() if name not in draft}, draft

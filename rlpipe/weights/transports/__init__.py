@@ -1,0 +1,16 @@
+"""The ways for weights to reach a server, by `rollout.sglang.weight_transfer`: one file and one row each."""
+
+from rlpipe.config.sglang import WeightTransfer
+from rlpipe.weights.transports.base import Transport
+from rlpipe.weights.transports.broadcast import BroadcastTransport
+from rlpipe.weights.transports.disk import DiskTransport
+from rlpipe.weights.transports.ipc import IpcTransport
+from rlpipe.weights.transports.shared import SharedMemoryTransport
+
+TRANSPORTS: dict[WeightTransfer, type[Transport]] = {
+    WeightTransfer.AUTO: SharedMemoryTransport,  # for an engine outside a run; a run decides at its launch
+    WeightTransfer.SHARED: SharedMemoryTransport,
+    WeightTransfer.COLLECTIVE: BroadcastTransport,
+    WeightTransfer.IPC: IpcTransport,
+    WeightTransfer.DISK: DiskTransport,
+}

@@ -1,0 +1,106 @@
+"""What a transport implements: one way for new weights to reach the server of a rollout worker.
+
+A worker sends weights of its process (`send`). Where the trainer broadcasts to all servers at once
+(`WeightTransfer.is_broadcast`), the trainer opens the group (`open_root`) and each worker has its server take
+what comes (`receive`); `send` is then the way for a server that could not take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.collective import Offer, Rendezvous, Sent
+from rlpipe.weights.protocols import Server
+
+if TYPE_CHECKING:
+    from rlpipe.weights.session import WeightSession
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightUpdate:
+    """Weights of one version on their way from a rollout worker to its server.
+
+    weights: of target and draft, by their Hugging Face names. flush: drop all cached keys and values.
+    checkpoint: the directory that `Transport.staged` prepared, if it did.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    version: int
+    flush: bool
+    checkpoint: Path | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Audience:
+    """The servers to which a trainer broadcasts, and what each broadcast consists of.
+
+    host: how the servers reach the trainer. ranks: of each server. on_gpu: whether the servers are on GPUs.
+    timeout: seconds for joining and sending. device: where the trainer's weights are.
+    buckets: of one update, on the meta device.
+    """
+
+    host: str
+    servers: int
+    ranks: int
+    on_gpu: bool
+    timeout: float
+    device: torch.device
+    buckets: Sequence[Bucket]
+
+
+class BroadcastRoot(Protocol):
+    """The trainer's end of a broadcast."""
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where the servers join."""
+        ...
+
+    def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
+        """Bring buckets to every server, one after the other; see `collective.Root.send`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Transport(Protocol):
+    """One way of bringing weights to a server; a worker makes one and uses it for every update."""
+
+    def __init__(self, session: WeightSession) -> None: ...
+
+    async def send(self, client: Server, update: WeightUpdate) -> None:
+        """Replace target and draft together. Raises ServerError."""
+        ...
+
+    @contextlib.contextmanager
+    def staged(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path | None]:
+        """Do what can be done before the server is paused; yields `WeightUpdate.checkpoint`."""
+        yield None
+
+    def close(self) -> None:
+        """Free what the transport keeps between two updates."""
+
+    @classmethod
+    def open_root(cls, audience: Audience) -> BroadcastRoot:
+        """Open the trainer's end of a broadcast to all servers."""
+        raise NotImplementedError(f"{cls.__name__} has no broadcasts")
+
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+        """Have the server, `member` of the group, take what the trainer broadcasts.
+
+        Raises ServerError when either breaks off: some of its weights may be new then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no broadcasts")
+
+    def group_of(self, client: Server) -> str:
+        """Return the name of the group that the server is in; empty for none."""
+        return ""

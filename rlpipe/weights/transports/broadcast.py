@@ -1,0 +1,83 @@
+"""`weight_transfer=collective`: by broadcast in a process group (NCCL, or gloo).
+
+The trainer is rank 0 for all servers at once, or a worker for the ranks of its own server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.collective import GroupBroken, Rendezvous, Root, described
+from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
+from rlpipe.weights.session import WeightSession
+from rlpipe.weights.transports.base import Audience, BroadcastRoot, WeightUpdate
+from rlpipe.weights.transports.group import GroupTransport
+
+
+class BroadcastTransport(GroupTransport):
+    """Has the ranks of the server receive buckets in a group of torch.distributed."""
+
+    def __init__(self, session: WeightSession) -> None:
+        super().__init__(session)
+        self._root: Root | None = None  # of the group with this server only
+
+    @classmethod
+    def open_root(cls, audience: Audience) -> BroadcastRoot:
+        """Open the group: nccl where weights and servers are on GPUs, else gloo."""
+        backend = "nccl" if audience.on_gpu and audience.device.type == "cuda" else "gloo"
+        return Root(audience.host, audience.servers * audience.ranks, audience.timeout, backend)
+
+    async def send(self, client: Server, update: WeightUpdate) -> None:
+        """Broadcast target and draft as rank 0 of a group with this server only. Raises ServerError."""
+        session = self._session
+        sent = session.buckets(update.weights)
+        root = await self._own_root(client)
+
+        requests = session.requests(sent, version=update.version, flush=update.flush)
+        sending = asyncio.ensure_future(asyncio.to_thread(root.send, sent))
+        loading = asyncio.ensure_future(self._load_all(client, requests, group=root.rendezvous, first_rank=1))
+        try:
+            await asyncio.wait({sending, loading}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in (sending, loading):
+                if task.done():
+                    await task
+        except BaseException as error:
+            self.close()  # first, so that neither waits for the other
+            for task in (sending, loading):
+                task.cancel()
+            await asyncio.gather(sending, loading, return_exceptions=True)
+            if isinstance(error, GroupBroken):
+                raise ServerUnreachable(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        """Leave the group with the server, if this process is its rank 0."""
+        if self._root is not None:
+            self._root.close()
+            self._root = None
+
+    async def _own_root(self, client: Server) -> Root:
+        """Return rank 0 of the group with this server, made anew when the server is not in that group."""
+        if self._root is None or self._root.left or self.group_of(client) != self._root.rendezvous.name:
+            self.close()
+            sglang = self._session.config.sglang
+            self._root = await asyncio.to_thread(Root, sglang.host, sglang.tp, self._session.timeout)
+        return self._root
+
+    async def _join(self, client: Server, group: Rendezvous, first_rank: int) -> None:
+        await client.post("/init_weights_update_group", group.body(first_rank), self._session.timeout)
+
+    async def _leave(self, client: Server) -> None:
+        if group_name := self.group_of(client):
+            with contextlib.suppress(ServerError):
+                timeout = self._session.config.sglang.health_timeout
+                await client.post("/destroy_weights_update_group", {"group_name": group_name}, timeout)
+        self._joined = None
+
+    async def _load(self, client: Server, bucket: Bucket, body: dict[str, Any]) -> None:
+        assert self._joined is not None
+        body |= described(bucket, self._joined[1])
+        await client.post("/update_weights_from_distributed", body, self._session.timeout)

@@ -1,0 +1,78 @@
+"""A server as a member of a group in which another process has the weights: what such transports share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.collective import Offer, Rendezvous, Sent
+from rlpipe.weights.protocols import Server, ServerError
+from rlpipe.weights.session import WeightSession
+from rlpipe.weights.transports.base import Transport
+
+
+class GroupTransport(Transport):
+    """Receives broadcasts of the trainer; a subclass joins and leaves its kind of group and loads buckets."""
+
+    def __init__(self, session: WeightSession) -> None:
+        self._session = session
+        self._joined: tuple[Server, str] | None = None  # the server, and the group it is in
+
+    async def _join(self, client: Server, group: Rendezvous, first_rank: int) -> None:
+        raise NotImplementedError
+
+    async def _leave(self, client: Server) -> None:
+        """Leave the group; one that broke off cannot always be left in order."""
+        raise NotImplementedError
+
+    async def _load(self, client: Server, bucket: Bucket, body: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def group_of(self, client: Server) -> str:
+        """Return the name of the group that the server is in; empty for none."""
+        return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
+
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+        """Have the server take what the trainer broadcasts; see `Transport.receive`."""
+        requests = self._session.requests(offer.buckets, version=offer.version, flush=flush)
+        first_rank = offer.first_rank(member)
+        loading = asyncio.ensure_future(
+            self._load_all(client, requests, group=offer.group, first_rank=first_rank)
+        )
+        sending = asyncio.ensure_future(offer.sent())
+
+        try:
+            await asyncio.wait({loading, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                await loading
+            sent = await sending
+            if sent.failure:  # the buckets that the server still waits for do not come
+                raise ServerError(f"the trainer's broadcast of version {offer.version}: {sent.failure}")
+            await loading
+        except BaseException:
+            for task in (loading, sending):
+                task.cancel()
+            await asyncio.gather(loading, sending, return_exceptions=True)
+            await self._leave(client)
+            raise
+        return sent
+
+    async def _load_all(
+        self,
+        client: Server,
+        requests: Iterable[tuple[Bucket, dict[str, Any]]],
+        *,
+        group: Rendezvous,
+        first_rank: int,
+    ) -> None:
+        """Join the group if the server is not in it, then have the server load bucket after bucket."""
+        if self.group_of(client) != group.name:
+            await self._leave(client)
+            await self._join(client, group, first_rank)
+            self._joined = client, group.name
+
+        async with self._session.open(client):
+            for bucket, body in requests:
+                await self._load(client, bucket, body)

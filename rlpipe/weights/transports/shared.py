@@ -1,0 +1,50 @@
+"""`weight_transfer=shared`: through memory that the worker writes and its server maps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import torch
+
+from rlpipe.models import family_of
+from rlpipe.weights.protocols import Server
+from rlpipe.weights.session import WeightSession
+from rlpipe.weights.shared import SharedBuckets
+from rlpipe.weights.transports.base import Transport, WeightUpdate
+
+
+class SharedMemoryTransport(Transport):
+    """Writes a bucket into shared memory while the server loads the one before."""
+
+    def __init__(self, session: WeightSession) -> None:
+        self._session = session
+        self._memory: SharedBuckets | None = None
+
+    async def send(self, client: Server, update: WeightUpdate) -> None:
+        """Replace target and draft together. Raises ServerError."""
+        session = self._session
+        sent = session.buckets(update.weights)
+        requests = list(session.requests(sent, version=update.version, flush=update.flush))
+
+        if self._memory is None:
+            dtype = getattr(torch, session.config.dtype)
+            self._memory = SharedBuckets(dtype, family_of(session.hf_config).float32)
+        memory = self._memory
+
+        try:
+            async with session.open(client):
+                loading: Awaitable[None] = asyncio.sleep(0)
+                for bucket, body in requests:
+                    description, _ = await asyncio.gather(asyncio.to_thread(memory.lay, bucket), loading)
+                    loading = session.load_mapped(client, description, body)
+                await loading
+        except BaseException:
+            self.close()  # memory that the server still reads must not be written over
+            raise
+
+    def close(self) -> None:
+        """Free the memory shared with the server."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
