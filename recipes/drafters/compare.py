@@ -116,14 +116,15 @@ def engine_of(arm: str, trained: Path | None, args: argparse.Namespace) -> tuple
 
 def measure(engines: dict[str, tuple[Path, SpecConfig]], args: argparse.Namespace) -> dict[str, Any]:
     """By cell and arm: speeds of each repeat, and counts of each conversation."""
-    running = {}
-    for arm, (model, spec) in engines.items():
-        make = partial(rollout_speed.EngineArm, model, spec, args.eval_batch, args.threads, "float32")
-        running[arm] = rollout_speed.ArmProcess(make, args.threads)
+    makers = {
+        arm: partial(rollout_speed.EngineArm, model, spec, args.eval_batch, args.threads, "float32")
+        for arm, (model, spec) in engines.items()
+    }
+    running = rollout_speed.start_arms(makers, args.threads)
     found: dict[str, Any] = {}
     for cell, work in bench.workloads(resolve(args.model), args.conversations).items():
         print(f"measuring {cell}", flush=True)
-        speeds, counts = rollout_speed.take_turns(running, work, args.eval_batch, args.repeats)
+        speeds, counts = rollout_speed.decode_in_turns(running, work, args.eval_batch, args.repeats)
         found[cell] = {arm: (speeds[arm], counts[arm]) for arm in engines}
     for arm in running.values():
         arm.close()
@@ -332,7 +333,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(args).items() if name not in ("runs", "out")}
     results = {
         "question": "acceptance, speed and cost by drafter and objective, at equal steps",
-        **rollout_speed.provenance(args, load),
+        **rollout_speed.decoding_provenance(args, load),
         "config": settings,
         "columns": ["value", "standard error, clustered by conversation"],
         "cost": price(seconds, args.gamma),

@@ -61,7 +61,7 @@ def main() -> None:
         question = "tokens per second and acceptance of rollouts, before and after adaptation"
         report = {
             "question": question,
-            **bench.provenance(args, load),
+            **bench.decoding_provenance(args, load),
             "arms": rows,
             "after / before": ratios,
         }

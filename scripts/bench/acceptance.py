@@ -20,11 +20,8 @@ conversations, which play at every temperature.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -33,12 +30,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import commit, git
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rollout_speed import TURN_TOKENS, Workload, device_name, swe_workloads  # noqa: E402
+from rollout_speed import TURN_TOKENS, Workload, swe_workloads  # noqa: E402
 
 from recipes.theory import block_reach_drafted, chain_reach_drafted  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
@@ -248,13 +245,10 @@ def seen(lines: dict[str, Any], gap: dict[str, list[float]]) -> str:
 
 def main() -> None:
     """Play, judge, and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--model", type=Path, default=resolve("shipped:models/tiny"))
-    args = parser.parse_args()
+    args, load = parser.parse_args(), load_average()
     torch.set_num_threads(1)
     started = time.perf_counter()
     work = swe_workloads(args.model)["turns"]
@@ -284,14 +278,9 @@ def main() -> None:
     show(results)
     report = {
         "question": "acceptance of the shipped model's drafts by rule, depth and temperature",
-        "commit": commit(),
-        "modified": bool(git("status", "--porcelain", "rlpipe", "models")),
-        "versions": {"torch": torch.__version__},
-        "device": device_name(),
-        "load_average": os.getloadavg(),
+        **provenance(args, load),
         "seconds": round(time.perf_counter() - started),
-        "config": {
-            "conversations": len(work.conversations),
+        "fixed": {
             "turns": sum(map(len, work.conversations)),
             "turn_tokens": TURN_TOKENS,
             "temperatures": TEMPERATURES,
@@ -301,8 +290,7 @@ def main() -> None:
         },
         "results": results,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,6 @@ and of adaptive to each fixed gamma over the whole range (geometric mean over ce
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 from dataclasses import replace
@@ -30,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 from drafters import reasoning  # noqa: E402
+from harness import bench_parser, load_average, paired_ratio, write_result  # noqa: E402
 from rollout_speed import (  # noqa: E402
     NEW_TOKENS,
     EngineArm,
+    decoding_provenance,
     measure,
-    paired_ratio,
-    provenance,
     summary,
     swe_workloads,
     total,
@@ -66,10 +63,7 @@ def arms(model: Path, batch: int, threads: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=8, help="of each launch")
@@ -77,7 +71,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
-    load = os.getloadavg()
+    load = load_average()
     workloads = {
         "swe": swe_workloads(args.shipped)["fixed"],
         "reasoning": replace(reasoning(args.shipped), stops=(), max_new_tokens=NEW_TOKENS),
@@ -120,12 +114,11 @@ def main() -> None:
         over_all = {arm: round(statistics.geometric_mean(values), 3) for arm, values in ratios.items()}
         report = {
             "question": "adaptive gamma against each fixed gamma over batch sizes, in- and out-of-domain",
-            **provenance(args, load),
+            **decoding_provenance(args, load),
             "results": results,
             "adaptive / fixed over all cells": over_all,
         }
-        if args.json:  # after each cell, as one takes minutes
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)  # after each cell, as one takes minutes
     print("adaptive / fixed, geometric mean over cells:", over_all)
 
 

@@ -146,7 +146,6 @@ def main() -> None:
     parser.add_argument("spans", nargs="+", metavar="BEFORE..AFTER")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(args.workers) as pool:

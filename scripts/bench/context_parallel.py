@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import bench_parser, load_average, provenance, write_result
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -116,14 +117,13 @@ def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--delta", action="store_true", help="three of four layers are gated delta nets")
     parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     if given.rank:
         print(json.dumps(step(given.folder, *given.rank, given.tokens)))
         return 0
@@ -146,10 +146,8 @@ def main() -> int:
             found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
             arms.append({"cp": ranks, "peak_mb": max(one["peak_mb"] for one in found), "ranks": found})
             print(json.dumps(arms[-1]), flush=True)
-    if given.json:
-        versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-        told = {"model": model, "tokens": given.tokens, **versions, "arms": arms}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    about = provenance(given, load)
+    write_result(given.json, {**about, "model": model, "tokens": given.tokens, "arms": arms})
     return 0
 
 

@@ -9,7 +9,6 @@ slope leaves, given that slope; `either` is the hull over both slopes, which mus
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:50s}", "  ".join(f"{key} {value:.3f}" for key, value in case.items()))
     print(f"lowest {lowest:.4f}")
     if given.json:
-        from harness import commit  # beside this file, which a test reads by its path
+        from harness import commit, write_result  # beside this file, which a test reads by its path
 
         report = {
             "commit": commit(),
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "lowest": lowest,
             "cases": cases,
         }
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.json, report)
     return 0
 
 

@@ -11,9 +11,6 @@ tasks (what they were not). Acceptance length counts; tokens per second need a q
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,13 +20,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+from harness import bench_parser, load_average, paired_ratio, write_result  # noqa: E402
 from rollout_speed import (  # noqa: E402
     TURN_TOKENS,
     EngineArm,
     Workload,
+    decoding_provenance,
     measure,
-    paired_ratio,
-    provenance,
     summary,
     swe_workloads,
 )
@@ -74,19 +71,15 @@ def workloads(model: Path, conversations: int) -> dict[str, Workload]:
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     parser.add_argument("--draft", type=Path, help="an EAGLE-3 draft, for a further arm")
     args = parser.parse_args()
-    load, results = os.getloadavg(), {}
+    load, results = load_average(), {}
     drafters = ["none", "mtp", "suffix", *(["eagle3"] if args.draft else [])]
     arms = {
         name: partial(
@@ -110,11 +103,10 @@ def main() -> None:
             print(f"  {arm:8s} {row}", flush=True)
     report = {
         "question": "acceptance length and speed by drafter",
-        **provenance(args, load),
+        **decoding_provenance(args, load),
         "results": results,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, in pla
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -52,10 +52,7 @@ async def turns(engine: SglangEngine, count: int, copies: int) -> np.ndarray:
 
 def main() -> int:
     """Returns the exit status: 1 where the law does not hold."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--copies", type=int, default=256)
     parser.add_argument("--mode", default="rejection")
@@ -63,7 +60,7 @@ def main() -> int:
     parser.add_argument("--off", type=float, default=0.0, help="0: 16 / sqrt(turns)")
     parser.add_argument("--reduced", action="store_true", help="an EAGLE-3 draft that knows four tokens")
     parser.add_argument("--stock", action="store_true", help="a server without rlpipe's plugin")
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     count = -(-given.tokens // DEPTH)
     off = given.off or 16 / count**0.5
     with tempfile.TemporaryDirectory() as folder:
@@ -98,8 +95,7 @@ def main() -> int:
         "judged": state.get("rlpipe_plugin", {}).get("judged"),
     }
     print(json.dumps(result))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(given.json, provenance(given, load, device=given.device) | result)
     return int(max(scores) > 4.1 or max(wrong) < 4.1)
 
 

@@ -8,16 +8,13 @@ real sandboxes and a time limit of 60 s. Exits with 1 when a repair fails or a b
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness import commit
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -29,12 +26,9 @@ from tests.helpers.shipped_tasks import SETS, graded_both, shipped  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--threads", type=int, default=4)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     runner, started, result = TreeRunner(SandboxConfig()), time.monotonic(), {}
     for name in SETS:
         instances = shipped(name)
@@ -49,9 +43,9 @@ def main() -> int:
         }
         print(name, result[name], flush=True)
     wrong = sum(len(one["wrong"]) for one in result.values())
-    about = {"commit": commit(), "python": platform.python_version(), "threads": given.threads}
+    about = provenance(given, load, packages=())
     document = about | {"seconds": round(time.monotonic() - started), "wrong": wrong, "sets": result}
-    given.json.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(given.json, document)
     return int(wrong > 0)
 
 

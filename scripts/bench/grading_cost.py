@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -23,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import commit, git
+from harness import bench_parser, git, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("grading wall", "grading cpu", "episode wall", "episode cpu")
@@ -96,14 +95,11 @@ def measured(checkouts: dict[str, Path], instances: int) -> dict[str, list[list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--baseline", default="8f2a9b6")
     parser.add_argument("--instances", type=int, default=60)
     parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     if given.arm:
         work()
         return
@@ -115,11 +111,9 @@ def main() -> None:
         finally:
             git("worktree", "remove", "--force", str(old))
     result = {
-        "commit": commit(),
+        **provenance(given, load, packages=()),
         "baseline": given.baseline,
-        "python": platform.python_version(),
         "instances": given.instances,
-        "load at the end": [round(load, 1) for load in os.getloadavg()],
     }
     for n, figure in enumerate(FIGURES):
         here, then = ([row[n] for row in rows[arm]] for arm in ("here", "baseline"))
@@ -130,7 +124,7 @@ def main() -> None:
             "ratio": round(statistics.median(ratios), 2),
             "quartiles": [round(q, 2) for q in statistics.quantiles(ratios, n=4)[::2]],
         }
-    given.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(given.json, result)
     print(json.dumps(result, indent=2))
 
 

@@ -12,11 +12,13 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +151,58 @@ def calls_for(
     arm()
     synchronize()
     return min(most, max(1, int(budget_s / max(clock() - started, 1e-9))))
+
+
+class ArmProcess:
+    """An arm in a process of its own, as pools of threads and caches of one arm slow another down.
+
+    `make` is called there and returns an object with a method `run`; between calls the process sleeps. Each
+    is started before the next, so that one that measures its own costs is not disturbed.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, prepare: Callable[[], None] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, remote = context.Pipe()
+        self._process = context.Process(target=_serve_arm, args=(remote, make, prepare), daemon=True)
+        self._process.start()
+        self._receive()
+
+    def run(self, *arguments: Any) -> Any:
+        """Call `run` there and return what it returns.
+
+        Raises:
+            RuntimeError: it raised, with its traceback.
+        """
+        self._pipe.send(arguments)
+        return self._receive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+    def _receive(self) -> Any:
+        failure, value = self._pipe.recv()
+        if failure:
+            raise RuntimeError(f"an arm failed in its process:\n{failure}")
+        return value
+
+
+def _serve_arm(pipe: Any, make: Callable[[], Any], prepare: Callable[[], None] | None) -> None:
+    """Make the arm, then run it once for every order, until None."""
+    arm = None
+    try:
+        if prepare is not None:
+            prepare()
+        arm = make()
+        pipe.send((None, None))
+        while (arguments := pipe.recv()) is not None:
+            pipe.send((None, arm.run(*arguments)))
+    except Exception:
+        pipe.send((traceback.format_exc(), None))
+    finally:
+        if hasattr(arm, "close"):
+            arm.close()
 
 
 @dataclass(slots=True, frozen=True)

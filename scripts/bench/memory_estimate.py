@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import bench_parser, load_average, provenance, write_result
 from omegaconf import OmegaConf
 
 from rlpipe.config.mtp import MtpConfig
@@ -221,11 +222,10 @@ def measure(case: dict[str, Any]) -> int:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one of these")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     if given.case:
         print(measure(CASES[given.case]))
         return 0
@@ -244,11 +244,8 @@ def main() -> int:
         print(json.dumps(row), flush=True)
     worst = max(abs(row["ratio"] - 1) for row in rows)
     print(f"worst: {worst:.1%}")
-    if given.json:
-        versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-        given.json.write_text(
-            json.dumps({"model": MODEL, **versions, "worst": round(worst, 4), "rows": rows}, indent=1) + "\n"
-        )
+    result = {**provenance(given, load), "model": MODEL, "worst": round(worst, 4), "rows": rows}
+    write_result(given.json, result)
     return 0
 
 

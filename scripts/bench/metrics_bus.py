@@ -12,10 +12,7 @@ The page is made of a synthetic run of 1,000 steps with 4,000 recorded trajector
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import commit
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -101,19 +98,12 @@ def page(repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__)
     parser.add_argument("--reports", type=int, default=50_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     few = given.reports // 20
     result = {
-        "commit": commit(),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "plotly": importlib.metadata.version("plotly"),
+        **provenance(given, load, packages=("plotly",)),
         "reports": given.reports,
         "repeats": given.repeats,
         "one value per emit": measured(on_the_bus, ONE, given.reports, given.repeats),
@@ -122,7 +112,7 @@ def main() -> None:
         "baseline: one value merged without a bus": measured(merged_alone, ONE, given.reports, given.repeats),
         "report page": page(3),
     }
-    given.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(given.json, result)
     print(json.dumps(result, indent=2))
 
 

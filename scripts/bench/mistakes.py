@@ -9,7 +9,6 @@ all of them, each under 10 s.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,11 +17,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness import commit
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -58,19 +56,15 @@ def play(mistake: Mistake) -> dict[str, Any]:
 
 def main() -> None:
     """Play all, print the table, write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    args = parser.parse_args()
-    load = os.getloadavg()[0]
+    args, load = parser.parse_args(), load_average()
     with ThreadPoolExecutor(args.processes) as threads:
         rows = list(threads.map(play, mistakes()))
     seconds = [row["seconds"] for row in rows]
     result = {
-        "date": date.today().isoformat(),
-        "commit": commit(),
+        **provenance(args, load, packages=()),
         "processes": args.processes,
-        "load before": round(load, 1),
         "mistakes": len(rows),
         "caught": sum(row["caught"] for row in rows),
         "with what, value and remedy": sum(not row["lacks"] for row in rows),
@@ -83,8 +77,7 @@ def main() -> None:
         marks = ("caught" if row["caught"] else "NOT CAUGHT", f"lacks {row['lacks']}" if row["lacks"] else "")
         print(f"{row['seconds']:6.2f} s  {' '.join(marks):<28} {row['mistake'][:70]}")
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

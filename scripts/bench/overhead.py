@@ -18,13 +18,10 @@ if it is not less than the noise.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import inspect
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -36,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import commit
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
@@ -219,14 +216,10 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         child(out, steps)
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    load = [round(one, 2) for one in os.getloadavg()]
+    load = load_average()
     runs: dict[str, list[dict[str, Any]]] = {"usual": [], "off": []}
     for seed in range(given.repeats):
         for arm, overrides in (("usual", []), ("off", OFF)):
@@ -235,10 +228,7 @@ def main() -> None:
     means = {arm: statistics.fmean(arms[arm]["step_mean_s_of_runs"]) for arm in arms}
     report = {
         "question": "share of step time spent in ledger and metrics, percent (goal: less than 2)",
-        "commit": commit(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load_average_before": load,
+        **provenance(given, load),
         "warm_up_steps": WARM_UP,
         "job": [*JOB, *QUIET],
         "switched_off": OFF,
@@ -247,10 +237,8 @@ def main() -> None:
         "wall_share_percent": round(statistics.fmean(arms["usual"]["wall_share_percent_of_runs"]), 3),
         "usual_against_off_percent": round(100 * (means["usual"] / means["off"] - 1), 2),
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    print(json.dumps(report, indent=1))
+    write_result(given.json, report)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ The goal is 720 seconds on two cores.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import re
@@ -18,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 MINE = ("RLPIPE_", "PYTHONPATH", "VIRTUAL_ENV")  # what a newcomer's shell does not have
@@ -47,11 +47,10 @@ def held_out(run: Path) -> list[float]:
 
 def main() -> None:
     """Clone, run, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    before = os.getloadavg()
+    before = load_average()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"
         home.mkdir()
@@ -59,17 +58,12 @@ def main() -> None:
         installed = re.search(r"\[ *(\d+)s\] installed", output)
         report: dict[str, Any] = {
             "question": "seconds of scripts/quickstart in a fresh clone with an empty HOME (goal: 720)",
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "commit": subprocess.check_output(["git", "-C", clone, "rev-parse", "HEAD"], text=True).strip(),
-            "cores": os.cpu_count(),
-            "load_average_before": before,
-            "load_average_after": os.getloadavg(),
-            "overrides": args.overrides,
+            **provenance(args, before, packages=()),
             "seconds": round(seconds, 1),
             "installation_s": int(installed[1]) if installed else None,
             "val_reward": held_out(clone / "run"),
         }
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
     print(output[-600:], json.dumps(report, indent=1))
 
 

@@ -24,9 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
-import os
-import platform
 import random
 import statistics
 import sys
@@ -40,7 +37,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness import commit, git
+from harness import ArmProcess, Load, bench_parser, load_average, paired_ratio, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -197,38 +194,27 @@ class EngineArm:
         self._engine.close()
 
 
-class ArmProcess:
-    """An arm in a process of its own; it sleeps while the others run."""
+class TimedArm:
+    """An arm whose runs return tokens per second, and counts of drafts of each conversation."""
 
-    def __init__(self, make: Callable[[], Any], threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve_arm, args=(theirs, make, threads), daemon=True)
-        self._process.start()
-        self._pipe.recv()  # one after another: an engine that measures its costs must not be disturbed
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._arm = make()
 
     def run(self, work: Workload, batch: int) -> tuple[float, list[SpecCounts]]:
-        """Tokens per second, and counts of drafts of each conversation."""
-        self._pipe.send((work, batch))
-        return self._pipe.recv()
+        """Run once and return the speed and the counts."""
+        started = time.perf_counter()
+        tokens, counts = self._arm.run(work, batch)
+        return tokens / (time.perf_counter() - started), counts
 
     def close(self) -> None:
-        """End the process."""
-        self._pipe.send(None)
-        self._process.join()
+        """Stop the arm."""
+        self._arm.close()
 
 
-def serve_arm(pipe: Any, make: Callable[[], Any], threads: int) -> None:
-    """What the process of an arm does."""
+def prepare_process(make: Callable[[], Any], threads: int) -> None:
+    """Set the threads of an arm's process; the engine's thread sets its own."""
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(threads if make.func is TransformersArm else 1)  # the engine's thread sets its own
-    arm = make()
-    pipe.send(None)
-    while (order := pipe.recv()) is not None:
-        started = time.perf_counter()
-        tokens, counts = arm.run(*order)
-        pipe.send((tokens / (time.perf_counter() - started), counts))
-    arm.close()
+    torch.set_num_threads(threads if make.func is TransformersArm else 1)
 
 
 def measure(
@@ -243,25 +229,33 @@ def measure(
 
     learning: arms that run so many times more before anything is measured.
     """
-    running = {name: ArmProcess(make, threads) for name, make in arms.items()}
+    running = start_arms(arms, threads)
     for name, runs in (learning or {}).items():
         for _ in range(runs):
             running[name].run(work, batch)
-    speeds, counts = take_turns(running, work, batch, repeats)
+    speeds, counts = decode_in_turns(running, work, batch, repeats)
     for arm in running.values():
         arm.close()
     return speeds, {name: total(mine) for name, mine in counts.items()}
 
 
-def take_turns(
+def start_arms(arms: Mapping[str, Callable[[], Any]], threads: int) -> dict[str, ArmProcess]:
+    """Start every arm in a process of its own."""
+    return {
+        name: ArmProcess(partial(TimedArm, make), prepare=partial(prepare_process, make, threads))
+        for name, make in arms.items()
+    }
+
+
+def decode_in_turns(
     running: dict[str, ArmProcess], work: Workload, batch: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[SpecCounts]]]:
     """Speeds of each arm by repeat, and counts of each conversation added over repeats; see `measure`."""
     speeds: dict[str, list[float]] = {name: [] for name in running}
     counts: dict[str, list[SpecCounts]] = {name: [] for name in running}
     for repeat in range(repeats + 1):
-        for name, arm in running.items():
-            speed, found = arm.run(work, batch)
+        for name in list(running)[:: 1 if repeat % 2 else -1]:
+            speed, found = running[name].run(work, batch)
             if repeat:
                 speeds[name].append(speed)
                 before = counts[name] or [SpecCounts() for _ in found]
@@ -275,11 +269,6 @@ def total(counts: Iterable[SpecCounts]) -> SpecCounts:
     for mine in counts:
         whole.add(mine)
     return whole
-
-
-def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median over repeats of the ratio within a repeat."""
-    return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 2)
 
 
 def summary(speeds: list[float], spec: SpecCounts) -> dict[str, Any]:
@@ -327,12 +316,8 @@ def bench_model(model: Path, dtype: str, workloads: dict[str, Workload], args: A
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="prompts per row and repeat")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
@@ -340,7 +325,7 @@ def main() -> None:
     )
     parser.add_argument("--shipped", type=Path, default=resolve("shipped:models/tiny"))
     args = parser.parse_args()
-    load, results = os.getloadavg(), {}
+    load, results = load_average(), {}
     if "shipped" in args.models:
         results["shipped float32"] = bench_model(args.shipped, "float32", swe_workloads(args.shipped), args)
     if "random27m" in args.models:
@@ -352,39 +337,18 @@ def main() -> None:
             results["random 27M bfloat16"] = bench_model(model, "bfloat16", {"fixed": work}, args)
     report = {
         "question": "tokens per second of the embedded engine and of transformers generate",
-        **provenance(args, load),
+        **decoding_provenance(args, load),
         "results": results,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.json, report)
 
 
-def provenance(args: argparse.Namespace, load: tuple[float, float, float]) -> dict[str, Any]:
-    """Where figures come from: commit, versions, device, settings, the load before the run."""
-    return {
-        "commit": commit(),
-        "modified": bool(git("status", "--porcelain", "rlpipe")),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "device": device_name(),
-        "cores": os.cpu_count(),
-        "load_average_before": load,
-        "config": {
-            "threads": args.threads,
-            "temperature": 1.0,
-            "gamma": GAMMA,
-            "new_tokens": NEW_TOKENS,
-            "turn_tokens": TURN_TOKENS,
-            "repeats": args.repeats,
-            "warm_up_runs": 1,
-        },
-    }
-
-
-def device_name() -> str:
-    """The processor, as the system names it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-    return names[0] if names else platform.machine()
+def decoding_provenance(args: argparse.Namespace, load: Load) -> dict[str, Any]:
+    """Return where figures of decoding come from, with what all such benches hold fixed."""
+    report = provenance(args, load, packages=("torch", "transformers"))
+    fixed = {"temperature": 1.0, "gamma": GAMMA, "new_tokens": NEW_TOKENS, "turn_tokens": TURN_TOKENS}
+    report["config"] = fixed | report["config"]
+    return report
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ the trainer would have chosen otherwise.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import bench_parser, load_average, provenance, write_result
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -122,19 +121,15 @@ def flipped(trainer: MegatronTrainer, batch: PackedBatch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--instances", type=int, default=24)
     parser.add_argument("--model", default="shipped:models/tiny_moe")
-    args = parser.parse_args()
+    args, load = parser.parse_args(), load_average()
     torch.set_num_threads(1)
     model = resolve(args.model)
     stop = AutoTokenizer.from_pretrained(model).eos_token_id
     result: dict[str, Any] = {"model": args.model, "instances": args.instances, "arms": {}}
-    result["load average"] = os.getloadavg()[0]
     for name, (dtype, precision) in ARMS.items():
         config = TrainerConfig(precision=precision)
         trainer = MegatronTrainer(config, AlgoConfig(), MtpConfig(), str(model), total_steps=1)
@@ -157,7 +152,7 @@ def main() -> None:
         arm["flipped"] = statistics.fmean(s["flipped"] for s in pick["with"])
         result["arms"][name] = arm
         print(name, json.dumps({k: v for k, v in arm.items() if k != "seeds"}), flush=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.json, provenance(args, load) | result)
 
 
 if __name__ == "__main__":

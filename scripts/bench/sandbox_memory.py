@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
+
+from harness import bench_parser, load_average, provenance, write_result
 
 from rlpipe.config.env import SandboxConfig
 from rlpipe.envs.sandbox import cgroup, make_tree_runner
@@ -196,13 +197,10 @@ def measured(arm: str, attack: str) -> dict[str, float | str | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--attack", choices=[*ATTACKS], help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     if given.arm:
         print(json.dumps(play(given.arm, given.attack)))
         return
@@ -210,7 +208,7 @@ def main() -> None:
         sys.exit("no memory controller here: nothing counts what an attack takes (scripts/doctor).")
     attacks = {name: {arm: measured(arm, name) for arm in ARMS} for name in ATTACKS}
     result = {
-        "date": date.today().isoformat(),
+        **provenance(given, load, packages=()),
         "kernel": platform.release(),
         "limit_mib": LIMIT_MB,
         "controllers": sorted(cgroup.controllers()),
@@ -221,7 +219,7 @@ def main() -> None:
         },
         "attacks": attacks,
     }
-    given.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(given.json, result)
     print(json.dumps(result, indent=2))
 
 

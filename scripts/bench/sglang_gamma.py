@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -39,7 +38,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 from adaptive_gamma import median_interval  # noqa: E402
 from drafters import reasoning  # noqa: E402
-from rollout_speed import paired_ratio, provenance, summary, swe_workloads, total  # noqa: E402
+from harness import Load as MachineLoad  # noqa: E402
+from harness import bench_parser, load_average, paired_ratio, write_result  # noqa: E402
+from rollout_speed import decoding_provenance, summary, swe_workloads, total  # noqa: E402
 
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
@@ -156,10 +157,7 @@ def measure(bench: Bench, load: Load, batch: int, args: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="at least, of each cell")
     parser.add_argument("--seconds", type=float, default=30, help="at least, of each cell")
@@ -171,7 +169,7 @@ def main() -> None:
     parser.add_argument("--median", type=int, default=12, help="of the lengths, in tokens")
     parser.add_argument("--queued", type=int, default=2, help="requests, as a multiple of the batch")
     args = parser.parse_args()
-    before, results = os.getloadavg(), {}
+    before, results = load_average(), {}
     with tempfile.TemporaryDirectory() as folder:
         model = grown(args.model, args.grow, Path(folder) / "model") if args.grow else args.model
         bench = Bench(model, args.threads, Path(folder))
@@ -195,7 +193,7 @@ def main() -> None:
             bench.engine.close()
 
 
-def write(args: argparse.Namespace, load: tuple[float, float, float], results: dict[str, Any]) -> None:
+def write(args: argparse.Namespace, load: MachineLoad, results: dict[str, Any]) -> None:
     """The JSON of the cells so far. load: the machine's before the run."""
     spent = {arm: sum(cell["arms"][arm]["seconds"] for cell in results.values()) for arm in ARMS}
     whole = {arm: round(took / spent["adaptive"], 3) for arm, took in spent.items() if arm != "adaptive"}
@@ -203,12 +201,12 @@ def write(args: argparse.Namespace, load: tuple[float, float, float], results: d
     if args.json:
         report = {
             "question": "an SGLang server's adaptive drafts against each fixed gamma, by batch and domain",
-            **provenance(args, load),
+            **decoding_provenance(args, load),
             "results": results,
             "adaptive / fixed over the whole load": whole,
         }
         report["config"] |= {"new_tokens": [SHORTEST, LONGEST], "grow": args.grow, "median": args.median}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(args.json, report)
 
 
 if __name__ == "__main__":

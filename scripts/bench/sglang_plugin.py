@@ -4,7 +4,7 @@
 
 Two servers of the same settings, one of them without the plugin, are asked for the same requests in turns, in
 an order that changes with each repeat. Four batches are queued, of which one runs; counted are the tokens of
-those that end while the batch is full, which leaves the first and the last batch out. Prompts are 16 tokens
+the time in which the batch is full. Prompts are 16 tokens
 of their own behind --context tokens that all share, as siblings do. CPU: seconds per 1,000 tokens of the
 server's processes, over the whole wave; with --py-spy PROGRAM (pip install py-spy, anywhere) also those of
 the scheduler by part, from samples of it.
@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -30,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from harness import commit
+from harness import Span, bench_parser, full_batch_rate, load_average, provenance, write_result
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
@@ -91,21 +88,21 @@ def sampling(engine: SglangEngine, program: str, file: Path) -> Iterator[None]:
 async def wave(engine: SglangEngine, batch: int, context: int, tokens: int, name: str) -> float:
     """Tokens per second of the middle of one wave."""
     rng = np.random.default_rng(0)
-    ends: list[tuple[float, int]] = []
-    room = asyncio.Semaphore(batch)
+    spans: list[Span] = []
+    slots = asyncio.Semaphore(batch)
 
     async def one(number: int, prompt: list[int]) -> None:
         sampling = SamplingParams(max_new_tokens=tokens)
         request = GenerateRequest(request_id=f"{name}.{number}", prompt_ids=prompt, sampling=sampling)
-        async with room:
+        async with slots:
+            start = time.perf_counter()
             result = await engine.generate(request)
-        ends.append((time.perf_counter(), len(result.output_ids)))
+            spans.append(Span(start, time.perf_counter(), len(result.output_ids)))
 
     prompts = rng.integers(3, 64, (QUEUED * batch, PROMPT)).tolist()
     shared = rng.integers(3, 64, context).tolist()
     await asyncio.gather(*(one(i, shared + prompt) for i, prompt in enumerate(prompts)))
-    middle = ends[batch - 1 : len(ends) - batch + 1]
-    return sum(length for _, length in middle[1:]) / (middle[-1][0] - middle[0][0])
+    return full_batch_rate(spans, batch)
 
 
 @contextmanager
@@ -165,33 +162,25 @@ def measured(
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--py-spy", default="", help="the program, for CPU by part")
     parser.add_argument("--dtype", help="bfloat16 on a GPU, float32 elsewhere, unless given")
-    given = parser.parse_args()
-    settings = {
-        name: str(value).removeprefix(f"{ROOT}/") if isinstance(value, Path) else value
-        for name, value in vars(given).items()
-    }
-    result = {"commit": commit(), "settings": settings, "batches": {}}
+    given, load = parser.parse_args(), load_average()
+    batches: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name, servers(given, Path(name)) as engines:
         for batch in given.batches:
-            arms = result["batches"][str(batch)] = measured(given, engines, batch, Path(name))
+            arms = batches[str(batch)] = measured(given, engines, batch, Path(name))
             plugin, stock = (statistics.median(arms[arm]["tokens_per_s"]) for arm in ARMS)
             arms["plugin / stock"] = round(plugin / stock, 3)
             print(f"batch {batch}: {arms}", flush=True)
-            python = platform.python_version()
-            result["machine"] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": python}
-            if given.json:
-                given.json.write_text(json.dumps(result, indent=1) + "\n")
+            result = provenance(given, load, device=given.device) | {"batches": batches}
+            write_result(given.json, result)
     return 0
 
 

@@ -20,7 +20,6 @@ import asyncio
 import base64
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,8 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP, CONTEXT, TURN_TOKENS, EVERY = 8, 512, 48, 256
@@ -365,14 +366,12 @@ def compared(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--before", default="86ed5e3", help="the earlier commit")
     parser.add_argument("--python", default="", help="SGLang's interpreter; empty: as a run finds it")
     parser.add_argument("--python-before", default="", help="the earlier commit's, if it is another")
     parser.add_argument("--live", type=int, default=64, help="trajectories at once")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a play")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=["turns", "answers"], default=["turns", "answers"])
     for internal in ("--play", "--answers"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
@@ -384,19 +383,15 @@ def main() -> int:
     if given.play:
         play(given.play, given.live)
         return 0
-    from harness import commit
-
-    load = os.getloadavg()[0]
+    load = load_average()
     with tempfile.TemporaryDirectory() as folder:
         results = compared(given, Path(folder))
-    settings = {n: str(v) if isinstance(v, Path) else v for n, v in vars(given).items()}
+    settings = vars(given).copy()
     for internal in ("play", "answers", "serve", "python", "python_before"):
         settings.pop(internal)  # paths of this machine say nothing
-    machine = {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()[0]}
-    machine["python"] = platform.python_version()
-    result = {"commit": commit(), "settings": settings, "machine": machine, "results": results}
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = provenance(settings, load, packages=()) | {"settings": settings, "results": results}
+    result["settings"].pop("json")
+    write_result(given.json, result)
     return 0
 
 

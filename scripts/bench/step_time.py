@@ -41,7 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import commit
+from harness import bench_parser, load_average, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny"
@@ -233,13 +233,9 @@ def _summary(kept: list[float]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the arms one after another and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=1)
     parser.add_argument("--steps", type=int, default=15)
     usual = ["async", "sync", "async_none", "sync_none", "trl"]
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--arms", nargs="+", choices=[*OURS, *TRL], default=usual)
     parser.add_argument("--trl-child", choices=TRL, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -250,7 +246,7 @@ def main() -> None:
     if set(TRL) & set(arms) and not _installed("trl"):
         print("trl is not installed: its arms are left out (pip install trl)")
         arms = [arm for arm in arms if arm not in TRL]
-    load = [round(one, 2) for one in os.getloadavg()]
+    load = load_average()
     results = {arm: measure(arm, args.steps, args.repeats) for arm in arms}
     for trl, ours in RATIOS:
         if trl in TRL and {trl, ours} <= results.keys():
@@ -259,13 +255,9 @@ def main() -> None:
     packages = ("torch", "transformers", "megatron-core", "verl", "ray", "trl")
     report = {
         "question": "seconds per training step (of all but `trained_*` arms: 64 completions of 128 tokens)",
-        "commit": commit(),
-        "versions": {name: importlib.metadata.version(name) for name in packages if _installed(name)},
-        "cores": os.cpu_count(),
-        "device": "cpu",
+        **provenance(args, load, packages=[name for name in packages if _installed(name)]),
         "warm_up_steps": WARM_UP,
         "cool_down_steps": COOL_DOWN,
-        "load_average_before": load,
         "overrides": {arm: OURS.get(arm, []) for arm in arms},
         "arms": results,
         "ratios": {
@@ -277,10 +269,8 @@ def main() -> None:
             for kind in ("median", "mean")
         },
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    print(json.dumps(report, indent=1))
+    write_result(args.json, report)
 
 
 def _installed(package: str) -> bool:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import bench_parser, load_average, provenance, write_result
 
 from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.layers import BranchLayout
@@ -144,8 +145,7 @@ def _anonymous() -> int:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=3)
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)
@@ -156,9 +156,8 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--head-tokens", type=int, nargs="*", default=[512, 1024, 2048])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--arm", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, load = parser.parse_args(), load_average()
     if given.arm:
         print(json.dumps(measure(given.arm, given, given.tokens[0])))
         return 0
@@ -174,11 +173,7 @@ def main() -> int:
         row["ratio"] = {name: round(mine[name] / other[name], 3) for name in mine}
         rows.append(row)
         print(json.dumps(row), flush=True)
-    if given.json:
-        settings = {name: value for name, value in vars(given).items() if name not in ("json", "arm")}
-        given.json.write_text(
-            json.dumps({"settings": settings, "torch": torch.__version__, "rows": rows}, indent=1)
-        )
+    write_result(given.json, {**provenance(given, load), "rows": rows})
     return 0
 
 

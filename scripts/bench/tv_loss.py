@@ -24,20 +24,19 @@ losses of all arms are compared with ours.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import commit, git
+from harness import ArmProcess, bench_parser, load_average, provenance, take_turns, write_result
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,47 +88,53 @@ def fused(weight: Tensor) -> Loss:
     return loss
 
 
-def run_arm(args: argparse.Namespace) -> dict[str, Any]:
-    """Time and peak memory of one arm, in this process."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    dtype, from_hidden = getattr(torch, args.dtype), args.arm in HIDDEN_ARMS
-    kind = {"device": args.device, "dtype": dtype}
-    width = args.hidden if from_hidden else args.vocab
-    target = 2 * torch.randn(args.rows, width, **kind)
-    draft = (target + 0.5 * torch.randn(args.rows, width, **kind)).requires_grad_()
-    arms: dict[str, Loss] = {"ours": ours, "eager": eager, "speculators": speculators, "liger": liger}
-    arms["compile"] = torch.compile(eager)
-    if from_hidden:
-        weight = torch.randn(args.vocab, args.hidden, **kind) / args.hidden**0.5
-        arms["eager_head"] = lambda z, y: eager(z @ weight.T, y @ weight.T)
-        arms["fused"] = fused(weight)
-    loss = arms[args.arm]
-    memory = _Memory(args.device)
-    seconds, value = [], 0.0
-    for repeat in range(args.repeats + 1):
-        draft.grad = None
-        if repeat == 1:
-            memory.reset()
-        started = _now(args.device)
-        result = loss(draft, target)
+class LossArm:
+    """One loss and its gradient, in this process; each run is timed, and its peak memory noted."""
+
+    def __init__(self, arm: str, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        dtype, from_hidden = getattr(torch, args.dtype), arm in HIDDEN_ARMS
+        kind = {"device": args.device, "dtype": dtype}
+        width = args.hidden if from_hidden else args.vocab
+        self._target = 2 * torch.randn(args.rows, width, **kind)
+        noise = 0.5 * torch.randn(args.rows, width, **kind)
+        self._draft = (self._target + noise).requires_grad_()
+
+        arms: dict[str, Loss] = {"ours": ours, "eager": eager, "speculators": speculators, "liger": liger}
+        arms["compile"] = torch.compile(eager)
+        if from_hidden:
+            weight = torch.randn(args.vocab, args.hidden, **kind) / args.hidden**0.5
+            arms["eager_head"] = lambda z, y: eager(z @ weight.T, y @ weight.T)
+            arms["fused"] = fused(weight)
+        self._loss, self._device, self._memory = arms[arm], args.device, _Memory(args.device)
+
+    def run(self, what: str) -> Any:
+        """Run once: seconds, bytes of the peak, and the loss; or the bandwidth of a copy of the input."""
+        if what == "copy":
+            return _copy_bandwidth(self._draft.detach(), self._device)
+        self._draft.grad = None
+        self._memory.reset()
+        started = _now(self._device)
+        result = self._loss(self._draft, self._target)
         result.backward()
-        elapsed = _now(args.device) - started
-        if repeat:
-            seconds.append(elapsed)
-        value = result.item()
+        return _now(self._device) - started, self._memory.peak(), result.item()
+
+
+def summary(arm: str, runs: list[tuple[float, int, float]], copy_rate: float, args: Any) -> dict[str, Any]:
+    """One arm's row: times, peak memory, and for ours the share of the floor that moving bytes sets."""
+    seconds, peaks, losses = zip(*runs, strict=True)
     row = {
         "ms": round(1e3 * statistics.median(seconds), 2),
         "min_max_ms": [round(1e3 * min(seconds), 2), round(1e3 * max(seconds), 2)],
-        "peak_mb": round(memory.peak() / 1e6, 1),
-        "loss": value,
+        "peak_mb": round(max(peaks) / 1e6, 1),
+        "loss": losses[-1],
     }
-    if args.arm == "ours":
-        moved = args.rows * args.vocab * (6 * draft.element_size() + 0.25)
+    if arm == "ours":
+        element = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()
+        moved = args.rows * args.vocab * (6 * element + 0.25)
         row["bytes_moved_gb"] = round(moved / 1e9, 3)
-        row["copy_gb_per_s"] = round(_copy_bandwidth(draft.detach(), args.device) / 1e9, 1)
-        floor = moved / (1e9 * row["copy_gb_per_s"])
-        row["share_of_byte_floor"] = round(floor / statistics.median(seconds), 3)
+        row["copy_gb_per_s"] = round(copy_rate / 1e9, 1)
+        row["share_of_byte_floor"] = round(moved / copy_rate / statistics.median(seconds), 3)
     return row
 
 
@@ -174,20 +179,36 @@ def _copy_bandwidth(source: Tensor, device: str) -> float:
     return 2 * source.numel() * source.element_size() / best
 
 
-def _spawn(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One arm in a fresh process, or why it cannot run."""
+def _unavailable(arm: str, device: str) -> str:
+    """Return why an arm cannot run here; empty where it can."""
     module = GPU_ONLY.get(arm)
-    if module and args.device != "cuda":
-        return {"skipped": "its kernel needs a GPU"}
-    if module and subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode:
-        return {"skipped": f"{module} is not installed"}
-    command = [sys.executable, __file__, "--arm", arm]
-    for name in ("device", "dtype", "rows", "vocab", "hidden", "threads", "repeats"):
-        command += [f"--{name}", str(getattr(args, name))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"arm {arm} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if module and device != "cuda":
+        return "its kernel needs a GPU"
+    return f"{module} is not installed" if module and importlib.util.find_spec(module) is None else ""
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Rows of all arms: each in a process of its own, taking turns."""
+    rows: dict[str, dict[str, Any]] = {}
+    running: dict[str, ArmProcess] = {}
+    for arm in (*LOGIT_ARMS, *HIDDEN_ARMS):
+        if reason := _unavailable(arm, args.device):
+            rows[arm] = {"skipped": reason}
+        else:
+            threads = partial(torch.set_num_threads, args.threads)
+            running[arm] = ArmProcess(partial(LossArm, arm, args), prepare=threads)
+
+    runs: dict[str, list[tuple[float, int, float]]] = {arm: [] for arm in running}
+    turns = {arm: partial(lambda a: runs[a].append(running[a].run("loss")), arm) for arm in running}
+    take_turns(turns, args.repeats)
+    copy_rate = running["ours"].run("copy")
+    for process in running.values():
+        process.close()
+
+    for arm, measured in runs.items():
+        rows[arm] = summary(arm, measured[1:], copy_rate, args)  # the first warmed up
+        print(f"  {arm:12s} {rows[arm]}", flush=True)
+    return rows
 
 
 def _ratios(arms: dict[str, dict[str, Any]], own: str, base: str) -> dict[str, float]:
@@ -199,12 +220,9 @@ def _ratios(arms: dict[str, dict[str, Any]], own: str, base: str) -> dict[str, f
 
 
 def main() -> None:
-    """Run all arms and write one JSON, or one arm and print it."""
+    """Run all arms and write one JSON."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--rows", type=int, default=8192 if cuda else 192)
@@ -212,15 +230,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096 if cuda else 128)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=20 if cuda else 5)
-    parser.add_argument("--arm", choices=[*LOGIT_ARMS, *HIDDEN_ARMS], help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.arm:
-        print(json.dumps(run_arm(args)))
-        return
-    arms = {}
-    for arm in (*LOGIT_ARMS, *HIDDEN_ARMS):
-        arms[arm] = _spawn(arm, args)
-        print(f"  {arm:12s} {arms[arm]}", flush=True)
+    args, load = parser.parse_args(), load_average()
+    arms = measure(args)
     size = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()
     logits_mb = args.rows * args.vocab * size / 1e6
     ratios = _ratios(arms, "ours", "eager") | _ratios(arms, "fused", "eager_head")
@@ -228,31 +239,12 @@ def main() -> None:
     print(f"  {ratios}")
     report = {
         "question": "time and peak memory of a TV loss and its gradient",
-        "commit": commit(),
-        "modified": bool(git("status", "--porcelain", "rlpipe")),
-        "versions": {name: _version(name) for name in ("torch", "triton", "speculators", "liger-kernel")},
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else _processor(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "config": {
-            "device": args.device,
-            "dtype": args.dtype,
-            "rows": args.rows,
-            "vocab": args.vocab,
-            "hidden": args.hidden,
-            "threads": args.threads,
-            "repeats": args.repeats,
-            "warm_up_runs": 1,
-            "logits_mb": round(logits_mb, 1),
-        },
+        **provenance(args, load, device=args.device),
+        "packages": {name: _version(name) for name in ("triton", "speculators", "liger-kernel")},
+        "logits_mb": round(logits_mb, 1),
         "results": {"arms": arms, "ratios": ratios},
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _processor() -> str:
-    return platform.processor() or platform.machine()
+    write_result(args.json, report)
 
 
 def _version(package: str) -> str | None:

@@ -21,12 +21,10 @@ Memory is what our process and the server's add to what they held before, in an 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -44,7 +42,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from rollout_speed import provenance  # noqa: E402
+from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
 
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.sglang import WeightTransfer  # noqa: E402
@@ -242,19 +240,15 @@ def measure(
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--model", type=Path, help="a checkpoint to take instead of growing one")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of trainer and server")
     args = parser.parse_args()
-    load = os.getloadavg()
+    load = load_average()
     torch.set_num_threads(args.threads)
     config = RolloutConfig(
         engine="sglang",
@@ -273,8 +267,7 @@ def main() -> None:
         stack.callback(engine.close)
         report = measure(engine, config, weights, args.repeats, model, args.ways, torch.device(args.device))
         size = sum(tensor.nbytes for tensor in weights.values())
-    used = {name: getattr(args, name) for name in ("size", "repeats", "threads", "bucket_mb", "device")}
-    report = provenance(args, load) | {"config": used, "weights_bytes": size} | report
+    report = provenance(args, load, device=args.device) | {"weights_bytes": size} | report
     if ours := report["results"].get("shared"):
         reached = {"seconds": ours["of_goal"] <= 1, "memory": round(ours["buckets_added"], 2) <= 2}
         report["goals"] = {name: "held" if well else "not held" for name, well in reached.items()}
@@ -285,8 +278,7 @@ def main() -> None:
             f"memory {result['memory_added'] / 1e6:.0f} MB = {result['buckets_added']:.1f} pieces"
         )
     print(f"floors {report['floors_s']}, goal {report['goal_s']:.2f} s, {size / 1e9:.2f} GB")
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    write_result(args.json, report)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ Seconds are of one update until the last server serves it, pausing, canary and c
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -31,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from rollout_speed import provenance  # noqa: E402
+from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
 
 from rlpipe.config.algo import AlgoConfig  # noqa: E402
 from rlpipe.config.mtp import MtpConfig  # noqa: E402
@@ -110,16 +107,12 @@ def measure(servers: Servers, sender: WeightSender, weights: Mapping, repeats: i
 
 def main() -> None:
     """Run what was asked for and write one JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser(__doc__)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=4)
     args = parser.parse_args()
-    load, model = os.getloadavg(), resolve("shipped:models/tiny")
+    load, model = load_average(), resolve("shipped:models/tiny")
     config = RolloutConfig(engine="sglang", device="cpu", threads=args.threads, max_running=8)
     config.sglang.bucket_mb = args.bucket_mb
     with ExitStack() as stack:
@@ -145,10 +138,7 @@ def main() -> None:
     for way, result in results.items():
         spread = f"{result['all_s'][0]:.2f} to {result['all_s'][-1]:.2f}"
         print(f"{way:10} {result['median_s']:.2f} s ({spread}), {result['bytes_handed_over'] / 1e6:.1f} MB")
-    if args.json:
-        used = {name: getattr(args, name) for name in ("servers", "repeats", "threads", "bucket_mb")}
-        report = provenance(args, load) | {"config": used, "weights_bytes": size, "results": results}
-        args.json.write_text(json.dumps(report, indent=1, default=str))
+    write_result(args.json, provenance(args, load) | {"weights_bytes": size, "results": results})
 
 
 if __name__ == "__main__":
