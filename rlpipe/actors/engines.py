@@ -1,42 +1,78 @@
-"""Which engine a rollout worker has: the one that `make` of `rlpipe.rollout.NAME` starts."""
+"""The table of rollout engines, and the engine that a rollout worker starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.paths import resolve
-from rlpipe.config.rollout import EngineKind
+from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run import Config
-from rlpipe.config.spec import SpecMode
+from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import has_mtp, read_config
 from rlpipe.rollout.engine import Engine
 
 
+@dataclass(slots=True, kw_only=True)
+class EngineEntry:
+    """One row of `ENGINES`.
+
+    make: starts the engine on a checkpoint; log_dir and on_event are for engines that have logs and faults.
+    check: raises ValueError for what is wrong with the settings or this machine, before anything is started.
+    """
+
+    make: Callable[..., Engine]
+    check: Callable[[RolloutConfig, SpecConfig, Path], object] | None = None
+
+
+def _make_embedded(config: RolloutConfig, spec: SpecConfig, model_path: Path, **_: Any) -> Engine:
+    from rlpipe.rollout.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(config, spec, model_path)
+
+
+def _make_sglang(config: RolloutConfig, spec: SpecConfig, model_path: Path, **options: Any) -> Engine:
+    from rlpipe.rollout.sglang import SglangEngine
+
+    return SglangEngine(config, spec, model_path, **options)
+
+
+def _check_sglang(config: RolloutConfig, spec: SpecConfig, model_path: Path) -> None:
+    from rlpipe.rollout.sglang import check_launch
+
+    check_launch(config, spec, model_path)
+
+
+# torch and the engines are imported on first use: `rlpipe check` needs neither
+ENGINES: dict[EngineKind, EngineEntry] = {
+    EngineKind.EMBEDDED: EngineEntry(make=_make_embedded),
+    EngineKind.SGLANG: EngineEntry(make=_make_sglang, check=_check_sglang),
+}
+
+
 def check_engine(config: Config) -> None:
-    """What can be known to be wrong with the engine on this machine, before anything is started.
+    """Check on this machine what can be known to be wrong with the engine before anything is started.
 
     Nothing is checked for a Ray cluster that runs elsewhere. Raises ValueError.
     """
-    if config.rollout.engine is EngineKind.SGLANG and not config.cluster.address:
-        from rlpipe.rollout.sglang import check_launch
-
-        check_launch(config.rollout, config.spec, resolve(config.rollout_model))
+    check = ENGINES[config.rollout.engine].check
+    if check is not None and not config.cluster.address:
+        check(config.rollout, config.spec, resolve(config.rollout_model))
 
 
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
-    """The engine of `config.rollout`, running. on_event: told of its faults (kind, fields).
+    """Start the engine of `config.rollout`.
 
-    model: path of what it serves, if not the model that generates; without a draft where it has no MTP layer.
+    on_event: called with each of its faults (kind, fields). model: path of the model to serve, if not the one
+    that generates; without a draft where it has no MTP layer.
     Raises ValueError for settings, models or environments it cannot work with.
     """
     path: Path = resolve(model or config.rollout_model)
     spec = config.spec
     if model and spec.needs_mtp and not has_mtp(read_config(path)):
         spec = replace(spec, mode=SpecMode.NONE)
-    made_by = import_module(f"rlpipe.rollout.{config.rollout.engine.value}")
-    return made_by.make(
-        config.rollout, spec, path, log_dir=resolve(config.run.dir) / "logs", on_event=on_event
-    )
+
+    make = ENGINES[config.rollout.engine].make
+    return make(config.rollout, spec, path, log_dir=resolve(config.run.dir) / "logs", on_event=on_event)

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: objectives and drafters are one file each, an engine is one and one edit."""
+"""What CONTRIBUTING promises: each of these is one file, an engine or a transport also a row of its table."""
 
 import json
 import shutil
@@ -170,9 +170,94 @@ class ConstantEngine:
     def pause(self): pass
     def resume(self): pass
     def close(self): pass
-make = ConstantEngine
 '''
-ENGINE_EDIT = ('    EMBEDDED = "embedded"', '    CONSTANT = "constant"\n    EMBEDDED = "embedded"')
+ENGINE_EDITS = {
+    "rlpipe/config/rollout.py": {
+        '    EMBEDDED = "embedded"': '    CONSTANT = "constant"\n    EMBEDDED = "embedded"'
+    },
+    "rlpipe/actors/engines.py": {
+        "from rlpipe.rollout.engine import Engine\n": (
+            "from rlpipe.rollout.constant import ConstantEngine\nfrom rlpipe.rollout.engine import Engine\n"
+        ),
+        "    EngineKind.EMBEDDED: ": (
+            "    EngineKind.CONSTANT: EngineEntry(make=ConstantEngine),\n    EngineKind.EMBEDDED: "
+        ),
+    },
+}
+
+TRANSPORT = '''
+"""Tensors by value, in the bodies of requests."""
+from rlpipe.weights.buckets import serialize
+from rlpipe.weights.transports.base import Transport
+class BodyTransport(Transport):
+    def __init__(self, session):
+        self._session = session
+    async def send(self, client, update):
+        session = self._session
+        buckets = session.buckets(update.weights)
+        async with session.open(client):
+            for bucket, body in session.requests(buckets, version=update.version, flush=update.flush):
+                body["serialized_named_tensors"] = [serialize(bucket)]
+                await client.post("/update_weights_from_tensor", body, session.timeout)
+'''
+TRANSPORT_EDITS = {
+    "rlpipe/config/sglang.py": {'    DISK = "disk"': '    BODY = "body"\n    DISK = "disk"'},
+    "rlpipe/weights/transports/__init__.py": {
+        "from rlpipe.weights.transports.disk ": (
+            "from rlpipe.weights.transports.body import BodyTransport\nfrom rlpipe.weights.transports.disk "
+        ),
+        "    WeightTransfer.DISK: ": "    WeightTransfer.BODY: BodyTransport,\n    WeightTransfer.DISK: ",
+    },
+}
+SEND = """
+import sys
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.sglang import SglangConfig
+settings = SglangConfig(weight_transfer="body", bucket_mb=1)
+config = RolloutConfig(engine="sglang", device="cpu", sglang=settings)
+
+import asyncio
+import base64
+import pickle
+from pathlib import Path
+import torch
+from rlpipe.config.spec import SpecConfig
+from rlpipe.models.checkpoint import read_weights
+from rlpipe.weights.canary import rank_fingerprints
+from rlpipe.weights.sync import WeightSync
+from rlpipe.weights.transports.base import WeightUpdate
+
+class Server:
+    def __init__(self):
+        self.weights, self.paths, self.versions = {}, [], []
+    async def post(self, path, body, timeout=None):
+        self.paths.append(path)
+        if path == "/update_weights_from_tensor":
+            self.weights |= pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+            self.versions.append(body["weight_version"])
+    async def read(self, path, body):
+        drafter, model = sync.session.drafter, sync.session.hf_config
+        (sums,) = rank_fingerprints(self.weights, config, model, drafter=drafter, on_gpu=False)
+        return {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": sums}]}
+
+model, server = Path(sys.argv[1]), Server()
+weights = read_weights(model)
+sync = WeightSync(config, SpecConfig(), model, on_gpu=False, folder=Path("out"))
+asyncio.run(sync.send(server, WeightUpdate(weights=weights, version=3, flush=False)))
+assert server.weights.keys() == weights.keys()
+assert all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+assert server.versions == [None] * (len(server.versions) - 1) + ["3"] and len(server.versions) > 5
+begin, *loads, end = server.paths
+assert {*loads} == {"/update_weights_from_tensor"}
+assert (begin, end) == ("/begin_weight_update", "/end_weight_update")
+
+def check():
+    return asyncio.run(sync.check(server, sync.checksums(weights), draft=True))
+
+assert check().passed
+server.weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+assert check().target == ["model.norm.weight"]
+"""
 RUN = "import sys; from rlpipe.cli.run import main; sys.exit(main())"
 
 
@@ -230,13 +315,20 @@ def test_a_file_with_a_small_model_is_a_drafter_that_learns_drafts_and_is_checke
         assert done.returncode == 0, done.stderr
 
 
-def test_a_file_and_one_edit_are_a_rollout_engine(package):
+def edit(package, edits):
+    """Replace texts that occur once, by file."""
+    for name, replacements in edits.items():
+        file = package / name
+        for old, new in replacements.items():
+            assert file.read_text().count(old) == 1, old
+            file.write_text(file.read_text().replace(old, new))
+
+
+def test_a_file_a_name_and_a_row_are_a_rollout_engine(package):
     for shipped in ("configs", "models", "data"):
         (package / shipped).symlink_to(ROOT / shipped)
     (package / "rlpipe/rollout/constant.py").write_text(ENGINE)
-    settings = package / "rlpipe/config/rollout.py"
-    assert settings.read_text().count(ENGINE_EDIT[0]) == 1
-    settings.write_text(settings.read_text().replace(*ENGINE_EDIT))
+    edit(package, ENGINE_EDITS)
     job = ["+recipe=swe_rl", "cluster=inline", "rollout.engine=constant", "spec.mode=none", *SMALL]
     done = run(package, RUN, *job, "run.dir=out", "run.steps=1", "env.max_turns=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -246,3 +338,13 @@ def test_a_file_and_one_edit_are_a_rollout_engine(package):
         for version, count in played["policy_versions"]:
             assert version < 0 or played["tokens"][place : place + count] == [7] * count
             place += count
+
+
+def test_a_file_a_name_and_a_row_are_a_weight_transport(package):
+    """It brings a model to a server bit for bit, and the canary sees one tensor that differs."""
+    model = str(ROOT / "models/tiny")
+    assert "'body'" in run(package, SEND, model).stderr
+    (package / "rlpipe/weights/transports/body.py").write_text(TRANSPORT)
+    edit(package, TRANSPORT_EDITS)
+    done = run(package, SEND, model)
+    assert done.returncode == 0, done.stderr

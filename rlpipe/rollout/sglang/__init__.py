@@ -20,5 +20,4 @@ What travels, how, and the check that it arrived are `rlpipe.weights`.
 
 from rlpipe.rollout.sglang.engine import SglangEngine, check_launch
 
-make = SglangEngine
-__all__ = ["SglangEngine", "check_launch", "make"]
+__all__ = ["SglangEngine", "check_launch"]
