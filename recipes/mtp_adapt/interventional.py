@@ -35,8 +35,8 @@ from runs import over_seeds, play  # noqa: E402
 from recipes.tiny_model.layer import MtpLayer  # noqa: E402
 from recipes.tiny_model.mtp import draft  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
-from rlpipe.diagnosis.attribution import cross_section  # noqa: E402
 from rlpipe.diagnosis.decomposition import decompose, paired  # noqa: E402
+from rlpipe.diagnosis.regression import cross_section  # noqa: E402
 from rlpipe.metrics.runs import load_run  # noqa: E402
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights  # noqa: E402
 

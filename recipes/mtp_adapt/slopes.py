@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runs import play
 
-from rlpipe.diagnosis.attribution import cross_section
 from rlpipe.diagnosis.decomposition import decompose, decompose_each, paired
 from rlpipe.diagnosis.fixed_contexts import Pooled, pool
 from rlpipe.diagnosis.probe import read_probes
+from rlpipe.diagnosis.regression import cross_section
 from rlpipe.metrics.runs import load_run
 from rlpipe.metrics.statistics import Estimate
 

@@ -1,23 +1,22 @@
-"""Why acceptance changed: the part that entropy explains, and the part it does not (Bebop Eq. 16).
+"""The part of a change of acceptance that entropy explains, and the part it does not (Bebop Eq. 16).
 
     Delta alpha_t = slope (H_t - H_0)  +  [Delta alpha_t - slope (H_t - H_0)]
                     entropy part          mismatch part
 
 alpha is an acceptance rate (or a length; the unit carries through), H the mean entropy of the target in nat
-per token, slope is signed, in alpha per nat between *steps*, and comes from the early phase by robust
+per token. The slope is signed, in alpha per nat between *steps*, and comes from the early phase by robust
 regression. Index 0 is the mean over the early phase and t the mean over a window of steps: single steps are
 too noisy to be a reference. The parts add up to the observed change exactly; their errors are of the slope
 (times the change of entropy) and of the two means.
 
-Deviation from the paper: the early regression has a linear trend in time as well (`trend=False` leaves it
-out), otherwise a mismatch that grows while entropy falls is mistaken for a slope. Assumptions: the relation
-is linear in the range of H, and the slope stays the early one. Whether it did is what fixed contexts can tell
-(`attribution`).
+Deviation from the paper: the early regression has a linear trend in time as well, otherwise a mismatch that
+grows while entropy falls is mistaken for a slope. Assumptions: the relation is linear in the range of H, and
+the slope stays the early one. Fixed contexts can show whether it did (`attribution`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import hypot
 
 import numpy as np
@@ -36,10 +35,12 @@ LENGTH = "spec/acceptance_length"
 
 @dataclass(slots=True, kw_only=True)
 class Decomposition:
-    """Parts of the change between two spans of steps, (first, last) each.
+    """Parts of the change between two spans of steps.
 
-    slope: acceptance per nat. total = entropy + mismatch, exactly; their errors are correlated.
+    early, window: first and last step of the two spans.
+    slope: acceptance per nat.
     entropy_change: H of the window minus H of the early phase, nat.
+    total: entropy + mismatch, exactly; the errors of the two are correlated.
     """
 
     early: tuple[int, int]
@@ -60,17 +61,21 @@ def decompose(
     window: int = WINDOW,
     at: int | None = None,
     slope: Estimate | None = None,
-    trend: bool = True,
     level: float = LEVEL,
 ) -> Decomposition:
     """Split the change of acceptance between the early phase and a window of steps.
 
-    steps, acceptance, entropy: [n], ascending. early: steps of the early phase, None for `EARLY` or half of
-    what there is. window: steps averaged, ending with index `at` (None: the last). slope: from elsewhere;
-    None: from the early phase. Raises ValueError for fewer than 6 early points, or an entropy without
-    variation, when the slope is to be found.
+    Args:
+        steps, acceptance, entropy: [n], ascending in steps; entropy in nat.
+        early: steps of the early phase; None: `EARLY`, or half of the run if that is less.
+        window: steps averaged, ending with index `at` (None: the last).
+        slope: from another source; None: of the early phase.
+        level: of the intervals.
+    Raises:
+        ValueError: for fewer than 6 early points, or an entropy that does not vary, when the slope is to be
+            estimated; for lengths that differ, or an `early` outside 1..n.
     """
-    steps, y, h = (np.asarray(a, dtype=float) for a in (steps, acceptance, entropy))
+    steps, y, h = (np.asarray(series, dtype=float) for series in (steps, acceptance, entropy))
     n = len(steps)
     if not len(y) == len(h) == n or n < 2:
         raise ValueError(
@@ -79,81 +84,86 @@ def decompose(
     first = min(EARLY, n // 2) if early is None else early
     if not 1 <= first <= n:
         raise ValueError(f"early={first} must be between 1 and the {n} steps there are.")
-    slope = robust_slope(h[:first], y[:first], trend=trend, level=level) if slope is None else slope
-    last = n if at is None else at + 1
-    late = slice(max(0, last - window), last)
-    moved, total = h[late].mean() - h[:first].mean(), y[late].mean() - y[:first].mean()
-    noise = hypot(_error(y[:first], h[:first], slope), _error(y[late], h[late], slope))
-    of_slope = abs(moved) * slope.se
+
+    if slope is None:
+        slope = robust_slope(h[:first], y[:first], level=level)
+    df = slope.df
+    end = n if at is None else at + 1
+    late = slice(max(0, end - window), end)
+
+    entropy_change = h[late].mean() - h[:first].mean()
+    total = y[late].mean() - y[:first].mean()
+    by_entropy = slope.value * entropy_change
+
+    error_of_means = hypot(_error(y[:first], h[:first], slope), _error(y[late], h[late], slope))
+    error_of_slope = abs(entropy_change) * slope.se
 
     def part(value: float, se: float) -> Estimate:
-        return Estimate(value=float(value), se=se, df=slope.df, level=level)
+        return Estimate(value=float(value), se=se, df=df, level=level)
 
-    by_entropy = slope.value * moved
     return Decomposition(
         early=(int(steps[0]), int(steps[first - 1])),
         window=(int(steps[late][0]), int(steps[late][-1])),
         slope=slope,
-        entropy_change=float(moved),
-        total=part(total, noise),
-        entropy=part(by_entropy, of_slope),
-        mismatch=part(total - by_entropy, hypot(noise, of_slope)),
+        entropy_change=float(entropy_change),
+        total=part(total, error_of_means),
+        entropy=part(by_entropy, error_of_slope),
+        mismatch=part(total - by_entropy, hypot(error_of_means, error_of_slope)),
     )
 
 
 def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> float:
-    """Error of a span's mean acceptance, given its entropy; drift within the span is no error."""
-    left = detrended(acceptance - slope.value * entropy)
-    if len(left) > 2:
-        return error_of_mean(left, fitted=min(3, len(left) - 1))
-    return error_of_mean(left)
+    """Error of a span's mean acceptance at its entropy; drift within the span is no error."""
+    residuals = detrended(acceptance - slope.value * entropy)
+    if len(residuals) > 2:
+        return error_of_mean(residuals, fitted=min(3, len(residuals) - 1))
+    return error_of_mean(residuals)
 
 
 def decompose_each(
-    steps: np.ndarray, acceptance: np.ndarray, entropy: np.ndarray, **options: object
+    steps: np.ndarray, acceptance: np.ndarray, entropy: np.ndarray, *, level: float = LEVEL
 ) -> list[Decomposition]:
-    """The decomposition at every step from the end of the first window on, with one slope (Bebop Fig. 3)."""
-    whole = decompose(steps, acceptance, entropy, **options)
-    window = int(options.get("window", WINDOW))
-    kept = {key: value for key, value in options.items() if key not in ("slope", "at")}
+    """Decompose at every step from the end of the first window on, with one slope (Bebop Fig. 3)."""
+    slope = decompose(steps, acceptance, entropy, level=level).slope
     return [
-        decompose(steps, acceptance, entropy, at=at, slope=replace(whole.slope), **kept)
-        for at in range(min(window, len(steps)) - 1, len(steps))
+        decompose(steps, acceptance, entropy, at=at, slope=slope, level=level)
+        for at in range(min(WINDOW, len(steps)) - 1, len(steps))
     ]
 
 
 def acceptance_names(run: RunData) -> dict[str, str]:
-    """Label -> metric of every acceptance the run observed: overall, and by depth."""
-    depths = [name for name in run.names() if name.startswith(f"{RATE}/depth_")]
-    depths.sort(key=lambda name: int(name.rpartition("_")[2]))
-    found = {"overall": RATE, **{f"depth {name.rpartition('_')[2]}": name for name in depths}}
-    return {label: name for label, name in found.items() if run.series(name)[0]}
+    """Return label -> metric of every acceptance rate the run observed: overall, and by depth."""
+    by_depth = {
+        int(name.rpartition("_")[2]): name for name in run.names() if name.startswith(f"{RATE}/depth_")
+    }
+    names = {"overall": RATE, **{f"depth {depth}": by_depth[depth] for depth in sorted(by_depth)}}
+    return {label: name for label, name in names.items() if run.series(name)[0]}
 
 
 def paired(run: RunData, name: str, other: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps at which both metrics were observed, and their values."""
-    both = [
+    """Return the steps at which both metrics were observed, and their values there."""
+    rows = [
         (record["training/global_step"], record[name], record[other])
         for record in run.records
         if isinstance(record.get(name), (int, float)) and isinstance(record.get(other), (int, float))
     ]
-    steps, a, b = (np.array(column, dtype=float) for column in zip(*both, strict=True)) if both else [[]] * 3
-    return np.asarray(steps), np.asarray(a), np.asarray(b)
+    steps, values, other_values = np.ascontiguousarray(np.array(rows, dtype=float).reshape(-1, 3).T)
+    return steps, values, other_values
 
 
 def split_over_time(run: RunData, end: Decomposition, points: int = 120) -> list[Decomposition]:
-    """The change of the overall rate up to `points` steps of a run, along the slope of `end`."""
+    """Decompose the overall rate up to `points` steps of a run, along the slope of `end`."""
     series = paired(run, RATE, ENTROPY)
     count = len(series[0])
     stride = max(1, count // points)
     return [decompose(*series, at=at, slope=end.slope) for at in range(count - 1, 8, -stride)][::-1]
 
 
-def decompose_run(run: RunData, **options: object) -> dict[str, Decomposition]:
-    """Every acceptance rate the run observed, by label; {} for a run without drafts, or one too short."""
-    found = {}
-    for label, name in acceptance_names(run).items():
-        series = paired(run, name, ENTROPY)
-        if len(series[0]) >= 12:
-            found[label] = decompose(*series, **options)
-    return found
+def decompose_run(run: RunData) -> dict[str, Decomposition]:
+    """Decompose every acceptance rate the run observed.
+
+    Returns:
+        By label; {} for a run without drafts, or below 12 steps.
+    """
+    series_by_label = {label: paired(run, name, ENTROPY) for label, name in acceptance_names(run).items()}
+    return {label: decompose(*series) for label, series in series_by_label.items() if len(series[0]) >= 12}

@@ -17,7 +17,8 @@ import numpy as np
 from rlpipe.diagnosis.advice import Setup
 from rlpipe.diagnosis.attribution import Evaluations
 from rlpipe.diagnosis.fixed_contexts import decompose_fixed, probe_series, rule_of
-from rlpipe.diagnosis.two_slopes import LEVEL, Splits, contrast, split_run
+from rlpipe.diagnosis.regression import contrast
+from rlpipe.diagnosis.two_slopes import LEVEL, Splits, split_run
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
@@ -90,7 +91,7 @@ def _of_slope(e: Evaluations, fixed: object, slope: Interval) -> dict[str, Inter
     beyond = float(weights @ (e.entropy - e.fixed_entropy))
     error = fixed.total.half_width  # of contexts, the same in every probe
     draft = float(weights @ e.fixed)
-    contexts = contrast(e.current - e.fixed, weights, LEVEL)
+    contexts = contrast(e.current - e.fixed, weights, level=LEVEL)
 
     return {
         "entropy": slope.times(moved),
@@ -103,9 +104,9 @@ def _without_slope(e: Evaluations) -> dict[str, Interval]:
     n = len(e.observed)
     weights, stale = thirds(n), e.observed - e.current
     return {
-        "staleness": contrast(stale, weights, LEVEL),
-        "change": contrast(e.observed, weights, LEVEL),
-        "standing": contrast(stale, np.full(n, 1 / n), LEVEL),
+        "staleness": contrast(stale, weights, level=LEVEL),
+        "change": contrast(e.observed, weights, level=LEVEL),
+        "standing": contrast(stale, np.full(n, 1 / n), level=LEVEL),
     }
 
 

@@ -1,32 +1,46 @@
-"""Robust slope of one series on another, and means of short series, with honest intervals. numpy only.
+"""Slopes and changes of means, from short series that are noisy and correlated, with their intervals.
 
-Owns the statistics that the decomposition rests on; knows nothing of acceptance. Series come in order of
-time: neighbours may be correlated, which widens intervals, and a few values may be wild, which must not turn
-the slope.
+Owns the statistics that need arrays; knows nothing of acceptance. Each kind of data has its error:
+
+    robust_slope         a series in order of time with a few wild values    Huber's error, inflated for AR(1)
+    instrumented_slope   a series whose regressor is measured with noise     inverted test, maybe unbounded
+    cross_section        contexts of several trajectories, in no order       clustered by trajectory (CR1)
+    contrast             a weighted sum of a series in order of time         AR(1) about a smooth drift
+
+Residuals of `instrumented_slope` and `contrast` are taken as AR(1) about a cubic over time. Their correlation
+is corrected for its bias in short series and raised by one standard error; every estimate is linear in the
+residuals, so its variance w'Rw is exact for that correlation. Quantiles are Student's.
 """
 
 from __future__ import annotations
 
-from math import nan, sqrt
+from math import inf, nan, sqrt
 
 import numpy as np
 
-from rlpipe.metrics.statistics import Estimate, cr1_error
+from rlpipe.metrics.statistics import Estimate, Interval, cr1_error, t_quantile
 
 HUBER = 1.345  # residuals beyond this many scales are pulled in; 95% efficient for normal noise
-MOST_CORRELATION = 0.9
+MAX_SERIES_CORRELATION = 0.9  # of the lag-1 correlation that widens the error of a robust slope or a mean
+DRIFT_DEGREE = 3  # of the polynomial of time that residuals vary about
+MAX_RESIDUAL_CORRELATION = 0.95  # of residuals about that polynomial
 
 
 def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: float = 0.99) -> Estimate:
-    """Slope of y on x by Huber's M-estimator; x, y: [n] in order of time, n >= 6.
+    """Estimate the slope of y on x by Huber's M-estimator.
 
         minimise sum_t rho((y_t - a - slope x_t - c t) / s),   s = 1.4826 median |residual| (rescaled)
 
-    trend: include c t, so that what grows with time beside x is not mistaken for an effect of x. The error
-    is Huber's (Robust Statistics, 1981, Eq. 7.6.6) times (1 + r_x r_e) / (1 - r_x r_e), r being the lag-1
-    autocorrelations of x (without trend) and of the residuals: the inflation for two AR(1) series.
+    The error is Huber's times (1 + r_x r_e) / (1 - r_x r_e), the inflation for two AR(1) series; r are the
+    lag-1 autocorrelations of x (without trend) and of the residuals.
 
-    Raises ValueError for fewer than 6 points, or an x that does not vary: no slope can be told then.
+    Args:
+        x, y: [n] in order of time, n >= 6.
+        trend: fit c t as well, so that a cause that grows with time is not mistaken for an effect of x.
+        level: of the interval.
+    Raises:
+        ValueError: for fewer than 6 points, or an x that does not vary.
+    Source: Huber, Robust Statistics (1981), Eq. 7.6.6.
 
     >>> x = np.arange(8.0) % 3
     >>> round(robust_slope(x, 1 - 2 * x).value, 9)
@@ -35,32 +49,36 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
     n = len(x)
     if n < 6 or len(y) != n:
         raise ValueError(f"a slope needs 6 points or more and as many of x as of y, got {n} and {len(y)}.")
+
+    # Only what intercept and trend leave of x identifies the slope.
     time = np.linspace(-1, 1, n)
-    others = np.stack([np.ones(n), time], 1) if trend else np.ones((n, 1))
-    own = x - others @ np.linalg.lstsq(others, x, rcond=None)[0]  # x without what the others explain
-    spread = float(own @ own)
-    if spread <= 1e-20 * max(1.0, float(np.square(x).sum())):
+    nuisance = np.stack([np.ones(n), time], 1) if trend else np.ones((n, 1))
+    x_residual = x - nuisance @ np.linalg.lstsq(nuisance, x, rcond=None)[0]
+    x_variation = float(x_residual @ x_residual)
+    if x_variation <= 1e-20 * max(1.0, float(np.square(x).sum())):
         raise ValueError(
-            f"x does not vary over these {n} points: a slope on it cannot be told. Take more steps as early "
-            "phase, or give a slope from elsewhere (contexts of the probe set)."
+            f"x does not vary over these {n} points, so it has no slope. Take more steps as early phase, or "
+            "pass a slope from another source (contexts of the probe set)."
         )
-    design = np.column_stack([x - x.mean(), others])
-    coefficients, residuals = _huber(design, y)
-    p, scale = design.shape[1], _scale(residuals, design.shape[1])
-    df = float(n - p)
+
+    design = np.column_stack([x - x.mean(), nuisance])
+    coefficients, residuals = _huber_fit(design, y)
+    parameters = design.shape[1]
+    scale, df = _scale(residuals, parameters), float(n - parameters)
     if scale <= 1e-12 * max(1.0, float(np.abs(y).max())):
         return Estimate(value=float(coefficients[0]), se=0.0, df=df, level=level)
+
     psi = np.clip(residuals / scale, -HUBER, HUBER)
-    inside = np.abs(residuals / scale) <= HUBER
-    share = float(inside.mean())
-    correction = 1 + p / n * (1 - share) / share
-    variance = (correction * scale / share) ** 2 * float(psi @ psi) / df / spread
-    product = autocorrelation(own) * autocorrelation(psi)
+    share_inside = float((np.abs(residuals / scale) <= HUBER).mean())
+    correction = 1 + parameters / n * (1 - share_inside) / share_inside
+    variance = (correction * scale / share_inside) ** 2 * float(psi @ psi) / df / x_variation
+
+    product = autocorrelation(x_residual) * autocorrelation(psi)
     variance *= (1 + product) / (1 - product)
     return Estimate(value=float(coefficients[0]), se=sqrt(variance), df=df, level=level)
 
 
-def _huber(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _huber_fit(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients and residuals, by iteratively reweighted least squares."""
     coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
     for _ in range(50):
@@ -68,52 +86,193 @@ def _huber(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = _scale(residuals, design.shape[1])
         if scale == 0:
             break
+
         weights = np.sqrt(np.minimum(1, HUBER * scale / np.maximum(np.abs(residuals), 1e-300)))
-        new = np.linalg.lstsq(design * weights[:, None], y * weights, rcond=None)[0]
-        done = np.allclose(new, coefficients, rtol=1e-9, atol=1e-12)
-        coefficients = new
-        if done:
+        updated = np.linalg.lstsq(design * weights[:, None], y * weights, rcond=None)[0]
+        converged = np.allclose(updated, coefficients, rtol=1e-9, atol=1e-12)
+        coefficients = updated
+        if converged:
             break
     return coefficients, y - design @ coefficients
 
 
-def _scale(residuals: np.ndarray, p: int) -> float:
-    """Median absolute residual as a standard deviation; p of n residuals are fitted away."""
+def _scale(residuals: np.ndarray, parameters: int) -> float:
+    """Median absolute residual as a standard deviation, corrected for the fitted parameters."""
     n = len(residuals)
-    return 1.4826 * float(np.median(np.abs(residuals))) * sqrt(n / (n - p))
+    return 1.4826 * float(np.median(np.abs(residuals))) * sqrt(n / (n - parameters))
 
 
 def autocorrelation(series: np.ndarray) -> float:
-    """Lag-1 autocorrelation within [0, 0.9], corrected for its bias of about (1 + 4 r) / n."""
+    """Return the lag-1 autocorrelation within [0, 0.9], corrected for its bias of about (1 + 4 r) / n."""
     centred = series - series.mean()
     n, power = len(series), float(centred @ centred)
     if n < 4 or power == 0:
         return 0.0
+
     r = float(centred[1:] @ centred[:-1]) / power
-    return min(MOST_CORRELATION, max(0.0, r + (1 + 4 * r) / n))
+    return min(MAX_SERIES_CORRELATION, max(0.0, r + (1 + 4 * r) / n))
 
 
 def error_of_mean(values: np.ndarray, *, fitted: int = 1) -> float:
-    """Standard error of the mean of residuals in order of time; fitted: parameters they have lost.
+    """Return the standard error of the mean of residuals in order of time.
 
-    sqrt(sum e^2 / (n - fitted) / n * (1 + r) / (1 - r)); nan when nothing is left to estimate it from.
+        sqrt(sum e^2 / (n - fitted) / n * (1 + r) / (1 - r)),   r: lag-1 autocorrelation
+
+    Args:
+        values: [n] residuals e.
+        fitted: parameters that were fitted to get them.
+    Returns:
+        The error; nan when n <= fitted.
     """
     n = len(values)
     if n <= fitted:
         return nan
+
     r = autocorrelation(values)
     return sqrt(float(values @ values) / (n - fitted) / n * (1 + r) / (1 - r))
 
 
+def detrended(values: np.ndarray) -> np.ndarray:
+    """Return a series without its straight line over time; below 3 points, without its mean."""
+    degree = 1 if len(values) > 2 else 0
+    time = np.arange(len(values))
+    return values - np.polyval(np.polyfit(time, values, degree), time)
+
+
 def clustered_error(residuals: np.ndarray, clusters: np.ndarray) -> float:
-    """Standard error of a sum of residuals that are correlated within clusters (CR1); nan for one cluster."""
+    """Return the standard error of a sum of residuals that are correlated within clusters.
+
+    Args:
+        residuals: [n].
+        clusters: [n] labels.
+    Returns:
+        The error (`cr1_error`); nan for one cluster.
+    """
     labels, members = np.unique(clusters, return_inverse=True)
     sums = np.bincount(members, weights=residuals)
     return cr1_error(float(sums @ sums), len(labels))
 
 
-def detrended(values: np.ndarray) -> np.ndarray:
-    """What a straight line over time leaves of a series (3 points or more; else the mean)."""
-    degree = 1 if len(values) > 2 else 0
-    time = np.arange(len(values))
-    return values - np.polyval(np.polyfit(time, values, degree), time)
+def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: float = 0.99) -> Estimate:
+    """Estimate the slope of y on x by least squares over points that come in clusters.
+
+    Args:
+        y, x: [n]; for acceptance and entropy of contexts at one version, nothing drifts between points. The
+            slope is then per *token* (contexts of high entropy against those of low), which need not equal
+            the slope between steps.
+        clusters: [n] labels, the trajectory of each context.
+        level: of the interval.
+    Raises:
+        ValueError: for fewer than 3 clusters, or an x that does not vary.
+    """
+    groups = len(np.unique(clusters))
+    centred = x - x.mean()
+    power = float(centred @ centred)
+    if groups < 3 or power == 0:
+        raise ValueError(
+            f"a slope across contexts needs 3 trajectories whose entropy varies, got {groups}: raise "
+            "metrics.probe.contexts."
+        )
+
+    slope = float(centred @ y) / power
+    scores = centred * (y - y.mean() - slope * centred)
+    se = clustered_error(scores, clusters) / power
+    return Estimate(value=slope, se=se, df=groups - 1, level=level)
+
+
+def instrumented_slope(
+    y: np.ndarray, x: np.ndarray, instrument: np.ndarray | None = None, *, early: int, level: float
+) -> Interval:
+    """Estimate the slope of y on x over the first steps, with a linear trend, where x has errors.
+
+    The interval inverts the test of each candidate slope b, so it covers even where x hardly moves:
+
+        {b : (z'(y - b x))^2 <= t^2 z'Rz s^2(b)},   z: the instrument, R: correlations of the residuals
+
+    Args:
+        y, x: [n] in order of time. All n steps determine the correlation of the residuals.
+        instrument: [n] a second measurement of x with errors of its own; None: x itself, which has none.
+        early: number of first steps that the slope is fitted over.
+        level: of the interval.
+    Returns:
+        The slope; unbounded where x hardly moves.
+    Source: Anderson and Rubin (1949), Fieller (1954).
+    """
+    basis = _polynomials(early, 1)
+    z = x if instrument is None else instrument
+    y_early, x_early, z_early = (v[:early] - basis @ (basis.T @ v[:early]) for v in (y, x, z))
+    zy, zx = float(z_early @ y_early), float(z_early @ x_early)
+    if abs(zx) <= 1e-20:
+        return Interval(0.0, -inf, inf)
+
+    slope = zy / zx
+    correlation, _ = _residual_noise(y - slope * x)
+    lags = _lag_correlations(early, correlation)
+
+    # A correlated series varies less about its trend than an independent one.
+    freedom = early - float(np.sum(basis * (lags @ basis)))
+    q = float(z_early @ lags @ z_early) * t_quantile((1 + level) / 2, early - 3) ** 2 / freedom
+    low, high = _nonpositive_range(
+        zx * zx - q * float(x_early @ x_early),
+        -zy * zx + q * float(x_early @ y_early),
+        zy * zy - q * float(y_early @ y_early),
+    )
+    return Interval(slope, low, high)
+
+
+def _nonpositive_range(square: float, half_linear: float, constant: float) -> tuple[float, float]:
+    """Ends of {b : square b^2 + 2 half_linear b + constant <= 0}; the real line when that is no interval."""
+    if square <= 0:
+        return -inf, inf
+    root = sqrt(max(0.0, half_linear * half_linear - square * constant))
+    return (-half_linear - root) / square, (-half_linear + root) / square
+
+
+def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) -> Interval:
+    """Estimate a weighted sum of a series, such as the mean of its end minus that of its begin.
+
+    Args:
+        series: [n] in order of time.
+        weights: [n].
+        level: of the interval.
+    Returns:
+        weights'series; the quantile is Student's at the effective number of independent values.
+    """
+    n = len(series)
+    correlation, variance = _residual_noise(series)
+    error = sqrt(variance * float(weights @ _lag_correlations(n, correlation) @ weights))
+
+    effective_df = max(3.0, n * (1 - correlation) / (1 + correlation) - 1)
+    half_width, value = t_quantile((1 + level) / 2, effective_df) * error, float(weights @ series)
+    return Interval(value, value - half_width, value + half_width)
+
+
+def _residual_noise(series: np.ndarray) -> tuple[float, float]:
+    """AR(1) correlation, raised by a standard error, and variance of the residuals about a cubic drift."""
+    n = len(series)
+    basis = _polynomials(n, DRIFT_DEGREE)
+    residuals = series - basis @ (basis.T @ series)
+    power = float(residuals @ residuals)
+    if power <= 1e-24:
+        return 0.0, 0.0
+
+    # Fewer points say nothing of the correlation once the drift is taken away: assume the largest.
+    correlation = MAX_RESIDUAL_CORRELATION
+    if n > DRIFT_DEGREE + 3:
+        measured = float(residuals[1:] @ residuals[:-1]) / power
+        unbiased = (measured + (DRIFT_DEGREE + 1) / n) / (1 - (DRIFT_DEGREE + 3) / n)
+        raised = unbiased + sqrt(max(0.0, 1 - min(1.0, unbiased**2)) / n)
+        correlation = min(MAX_RESIDUAL_CORRELATION, max(0.0, raised))
+
+    lags = _lag_correlations(n, correlation)
+    return correlation, power / (n - float(np.sum(basis * (lags @ basis))))
+
+
+def _lag_correlations(n: int, correlation: float) -> np.ndarray:
+    """[n, n] correlations of an AR(1) series."""
+    return correlation ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
+
+
+def _polynomials(n: int, degree: int) -> np.ndarray:
+    """[n, degree + 1] orthonormal polynomials of time."""
+    return np.linalg.qr(np.vander(np.linspace(-1, 1, n), degree + 1))[0]

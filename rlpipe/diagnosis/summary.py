@@ -18,7 +18,8 @@ from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.decomposition import RATE
 from rlpipe.diagnosis.explanation import PROBES, Finding, explain_acceptance, thirds
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets
-from rlpipe.diagnosis.two_slopes import FEWEST, contrast
+from rlpipe.diagnosis.regression import contrast
+from rlpipe.diagnosis.two_slopes import MIN_STEPS
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
@@ -63,7 +64,7 @@ def summarize(run: RunData) -> Summary:
         lines.append(("Why acceptance moved", text))
     elif ends := _ends(run, RATE):
         text = (
-            f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. To say why takes {FEWEST} steps with drafts, "
+            f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. To say why takes {MIN_STEPS} steps with drafts, "
             f"or {PROBES} probes (metrics.probe.every)."
         )
         lines.append(("Why acceptance moved", text))
@@ -93,7 +94,7 @@ def _late(run: RunData, name: str, default: float = 0.0) -> float:
 def _change(run: RunData, name: str) -> Interval | None:
     """Last third minus first, with its interval; None below 24 values."""
     values = np.array(run.series(name)[1])
-    if len(values) < FEWEST:
+    if len(values) < MIN_STEPS:
         return None
     return contrast(values, thirds(len(values)))
 

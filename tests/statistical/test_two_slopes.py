@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpipe.diagnosis.two_slopes import between_steps, contrast
+from rlpipe.diagnosis.regression import contrast, instrumented_slope
 
 pytestmark = pytest.mark.statistical
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench" / "coverage.py"))
@@ -32,7 +32,9 @@ def test_without_a_second_measurement_noise_flattens_the_slope_and_the_interval_
         y = 0.9 - 0.3 * true + 0.005 * rng.standard_normal(120)
         for given in covered:
             second = true + noise[1] if given else None
-            covered[given] += between_steps(y, true + noise[0], second, early=60).covers(-0.3)
+            covered[given] += instrumented_slope(y, true + noise[0], second, early=60, level=0.95).covers(
+                -0.3
+            )
     assert covered[True] >= 0.93 * DRAWS and covered[False] < 0.5 * DRAWS
 
 
