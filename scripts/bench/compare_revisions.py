@@ -5,12 +5,13 @@ What differs between those two is no result (seconds, bytes) and is left out; ev
 number of an adaptation's `results.json`, is compared as it was written, at full precision. Requests are
 decoded one after another and keep no keys, so that no sum depends on which of them ran together.
 
-    python scripts/bench/compare_revisions.py --before 8f2a9b6 [--after HEAD] --json OUT
+    python scripts/bench/compare_revisions.py 0740eb8..HEAD --json OUT
+
+"swe_rl, SGLang" needs SGLang's environment (RLPIPE_SGLANG_VENV, an absolute path).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness import bench_parser, git, load_average, provenance, write_result
+
 COMMON = ["cluster=inline", "run.steps=4", "run.seed=1", "trainer.threads=1", "rollout.threads=1"]
 RL = [
     *COMMON,
@@ -40,6 +42,7 @@ ADAPTATION = [
 ]
 RECIPES = dict.fromkeys(("swe_rl", "agent_rl", "reasoning_rl", "jackpot"), RL)
 RECIPES |= dict.fromkeys(("mtp_adapt", "eagle3", "ppow"), ADAPTATION)
+RECIPES["swe_rl, SGLang"] = [*RL, "rollout=sglang", "rollout.max_running=1"]
 # The one thing changed in either revision; both have these names.
 RUN = """
 import asyncio, sys, weakref
@@ -52,16 +55,23 @@ async def one_at_a_time(self, request):
         self.end_session(request.session_id)
         return result
 EmbeddedEngine.generate = one_at_a_time
-from rlpipe.cli.run import main
+from rlpipe.run import main
 sys.exit(main())
 """
 
 
 def play(tree: Path, recipe: str, out: Path) -> dict[str, Any]:
     """Run a recipe in a checkout; every number it wrote, by step and name."""
-    keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    keep = {n: os.environ[n] for n in ("PATH", "HOME", "RLPIPE_SGLANG_VENV") if n in os.environ}
     env = keep | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, f"+recipe={recipe}", f"run.dir={out}", *RECIPES[recipe]]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        f"+recipe={recipe.partition(',')[0]}",
+        f"run.dir={out}",
+        *RECIPES[recipe],
+    ]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{recipe} at {tree}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -134,27 +144,20 @@ def span(revisions: str, recipes: list[str], pool: ThreadPoolExecutor, folder: P
     return {"before": ends[0], "after": ends[1], "recipes": found}
 
 
-def git(*words: str) -> str:
-    """What git answers in this checkout."""
-    done = subprocess.run(["git", "-C", ROOT, *words], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def main() -> None:
     """Compare, print a line per recipe, write all."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("spans", nargs="+", metavar="BEFORE..AFTER")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    args = parser.parse_args()
+    args, load = parser.parse_args(), load_average()
     results = []
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(args.workers) as pool:
         for revisions in args.spans:
             results.append(span(revisions, args.recipes, pool, Path(made)))
             for recipe, found in results[-1]["recipes"].items():
                 print(f"{revisions} {recipe}: {found['equal']} of {found['of']} values equal", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"settings": RECIPES, "spans": results}, indent=1) + "\n")
+    write_result(args.json, {**provenance(args, load), "settings": RECIPES, "spans": results})
 
 
 if __name__ == "__main__":
