@@ -18,6 +18,7 @@ from rlpipe.algo.correction import make_rule, token_data
 from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Mean, Value, stats
 from rlpipe.trainer.runtime import open_address
@@ -56,9 +57,9 @@ class TrainerWorker:
         )
         if self._config.trains_beside and self._rank == 0:
             spec = self._config.spec
-            self._draft = spec.drafter.kind.trainer(
-                self._config, spec.draft_path, train_alongside=train_alongside
-            )
+            make_draft_trainer = DRAFTERS[spec.drafter].make_trainer
+            assert make_draft_trainer is not None, spec.drafter
+            self._draft = make_draft_trainer(self._config, spec.draft_path, train_alongside=train_alongside)
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender

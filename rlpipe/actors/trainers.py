@@ -29,7 +29,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     """One rank, joined with the others, if any, at `master`.
 
     The draft that `mtp` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
-    has a trainer of its own (`DrafterKind.trainer`).
+    has a trainer of its own (`rlpipe.drafts.kinds`).
     Raises ValueError for settings or models it cannot work with.
     """
     actor, steps, trainer = config.decoupled, config.run.steps, config.trainer

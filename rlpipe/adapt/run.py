@@ -38,6 +38,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LrSchedule
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.envs import check_environment
 from rlpipe.envs.base import Suite
 from rlpipe.loop.checkpoints import CheckpointStore
@@ -200,7 +201,7 @@ class Adaptation:
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
         """How an engine drafts with the draft as it is: settings, and weights to give it."""
         drafter = self.config.adapt.drafter
-        if not drafter.kind.draft:
+        if not drafter.kind.has_directory:
             return self.config, self._trainer.export_weights()
         path = self.run_dir / "draft.evaluated"
         self._trainer.save_hf(path)
@@ -238,7 +239,7 @@ class Adaptation:
 
 def product_name(config: Config) -> str:
     """Directory that a finished run leaves for engines: the whole model, or a draft alone."""
-    return "draft" if config.adapt.drafter.kind.draft else "model"
+    return "draft" if config.adapt.drafter.kind.has_directory else "model"
 
 
 def evaluations(run_dir: Path) -> Path:
@@ -259,7 +260,9 @@ def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]
     settings = config.adapt
     for name in settings.environments(config.env):
         check_environment(replace(config.env, name=name))
-    modes = {config.spec.mode, *(() if settings.drafter.kind.draft else map(SpecMode, settings.eval_modes))}
+    modes = {config.spec.mode}
+    if not settings.drafter.kind.has_directory:
+        modes |= set(map(SpecMode, settings.eval_modes))
     for mode in sorted(modes):
         check_engine(replace(config, spec=replace(config.spec, mode=mode)))
     suites = make_suites(settings, config.env, config.run.seed)
@@ -327,10 +330,10 @@ def _make_trainer(
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
         lr_schedule=LrSchedule.CONSTANT,
     )
-    if trainer := config.adapt.drafter.kind.trainer:
+    if make_trainer := DRAFTERS[config.adapt.drafter].make_trainer:
         from rlpipe.actors.trainers import train_alongside
 
-        return trainer(replace(config, mtp=mtp), "", trajectories, train_alongside=train_alongside)
+        return make_trainer(replace(config, mtp=mtp), "", trajectories, train_alongside=train_alongside)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     make = partial(

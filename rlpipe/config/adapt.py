@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlpipe.config.drafters import DRAFTERS
+from rlpipe.config.drafters import KINDS, Drafter
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.limits import at_least, share
-from rlpipe.config.spec import Drafter, SpecMode
+from rlpipe.config.spec import SpecMode
 
 CHAINS = [SpecMode.REJECTION.value, SpecMode.TARGET_ONLY.value, SpecMode.BLOCK.value]
 
@@ -60,8 +60,8 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.drafter)
-        if self.drafter.kind.guess:
-            learning = " or ".join(name for name, kind in DRAFTERS.items() if not kind.guess)
+        if not self.drafter.kind.has_model:
+            learning = " or ".join(name for name, kind in KINDS.items() if kind.has_model)
             raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use {learning}.")
         at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
         at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_offset")

@@ -1,43 +1,33 @@
-"""What may draft: one file of `rlpipe/drafts/kinds` per drafter, whose name is a value of `spec.drafter`.
+"""What may draft (`spec.drafter`), and what settings and weights need to know of each drafter.
 
-A file holds `DRAFTER` and is imported when its drafter is asked for, so it may import torch, engine and
-trainer. Imports no torch itself.
+Owns names and data only. The functions of a drafter (guess, trainer, checks) are `rlpipe.drafts.kinds`; the
+model that drafts in the embedded engine is a row of `rlpipe.rollout.embedded.drafters`. Imports no torch.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import rlpipe
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from rlpipe.config.run import Config
-    from rlpipe.config.sglang import SglangConfig
-    from rlpipe.config.spec import SpecConfig
-    from rlpipe.models.base import Family, Part
+from rlpipe.config.choice import Choice
+from rlpipe.config.eagle3 import PREFIX as EAGLE3_PREFIX
+from rlpipe.models.base import DENSE_LAYER, EMBEDDING, HEAD, Family, Part
+from rlpipe.models.checkpoint import MTP_PREFIX
 
 HfConfig = Mapping[str, Any]
-
-
-def _unchecked(*_: Any) -> None:
-    """Nothing can be wrong."""
+"""Contents of a model's `config.json`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServedDraft:
-    """Where an SGLang server keeps a draft, as the canary compares it.
+    """Where an SGLang server keeps the weights of a draft model, as the canary compares them.
 
     prefix: before the names of its weights where they travel with the target's.
-    tables: of the target's family and config.json: name of a module of the draft's server, the same in the
-        draft's own names, and its weights.
+    tables: (family and config.json of the target) -> rows of three: prefix of a module on the draft's server,
+        its prefix in the draft's checkpoint, the module's weights.
     shared: tensors of the target that the draft holds too.
-    fixed: names of its files that are read when a server starts, and never sent.
+    fixed: names of tensors that a server reads when it starts; they are never sent.
     """
 
     prefix: str
@@ -48,47 +38,69 @@ class ServedDraft:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DrafterKind:
-    """One drafter.
+    """Properties of one drafter.
 
-    title: what reports and the console call it.
-    guess: tokens of the text [T], count, settings -> `count` tokens, certain given the text: a drafter
-        without a model. None where a model drafts: the checkpoint's MTP layer, unless `draft` is named.
-    draft: "module:name" of the `DraftModel` in the embedded engine, read from spec.draft_path.
-    trainer: (config, directory to start from or "", trajectories) -> its trainer, beside the policy's; None
-        for one that is trained inside the policy's trainer, or not at all.
-    sglang: its `--speculative-algorithm`; "" where SGLang cannot draft so. served: what a server then holds.
-    check_served: refuses settings with which it cannot draft, given the `config.json` of what is served.
-    check_sglang: refuses drafts that SGLang computes otherwise, given the target's and the server's settings.
-    check_trained: refuses to train it in `mtp_adapt`, given the target's. check_cotrained: beside the policy.
+    title: its name in reports and on the console.
+    has_model: whether a model drafts; otherwise drafts are looked up in the text.
+    has_directory: whether that model has a directory (`spec.draft_path`) and a trainer of its own; otherwise
+        it is the checkpoint's MTP layer, which the policy's trainer trains.
+    sglang: value of SGLang's `--speculative-algorithm`; empty where SGLang cannot draft this way.
+    served: where an SGLang server keeps its weights.
     """
 
     title: str
-    guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray] | None = None
-    draft: str = ""
-    trainer: Callable[..., Any] | None = None
+    has_model: bool = True
+    has_directory: bool = False
     sglang: str = ""
     served: ServedDraft | None = None
-    check_served: Callable[[Config, HfConfig], None] = _unchecked
-    check_sglang: Callable[[SpecConfig, HfConfig, SglangConfig], None] = _unchecked
-    check_trained: Callable[[Config, HfConfig], None] = _unchecked
-    check_cotrained: Callable[[Config], None] = _unchecked
 
 
-class _Drafters(Mapping[str, DrafterKind]):
-    """Each drafter by its name, imported when it is asked for."""
+class Drafter(Choice):
+    """What proposes the drafts of a chain; verification does not depend on it."""
 
-    def __init__(self) -> None:
-        folders = [f"{folder}/drafts/kinds" for folder in rlpipe.__path__]
-        self._names = [module.name for module in pkgutil.iter_modules(folders)]
+    MTP = "mtp"  # the checkpoint's MTP layer
+    EAGLE3 = "eagle3"  # an EAGLE-3 draft model from spec.draft_path
+    SUFFIX = "suffix"  # whatever followed the last time the text ended like this
 
-    def __getitem__(self, name: str) -> DrafterKind:
-        return importlib.import_module(f"rlpipe.drafts.kinds.{name}").DRAFTER
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    @property
+    def kind(self) -> DrafterKind:
+        """Its properties."""
+        return KINDS[self]
 
 
-DRAFTERS = _Drafters()
+_EAGLE3_WEIGHTS = (  # of a draft, besides its head and its decoder layer
+    Part((), ("fc.weight",)),
+    Part((), ("norm.weight",)),
+    Part((), ("midlayer.hidden_norm.weight",), served="layers.0.hidden_norm.weight"),
+)
+
+KINDS: dict[Drafter, DrafterKind] = {
+    Drafter.MTP: DrafterKind(
+        title="MTP draft",
+        sglang="NEXTN",
+        served=ServedDraft(
+            prefix=MTP_PREFIX,
+            tables=lambda family, config: (
+                (family.draft_place, "", family.draft),
+                (f"model.{family.draft_block}.", "", family.layer_parts(config)),
+            ),
+            shared=(EMBEDDING, HEAD),
+        ),
+    ),
+    Drafter.EAGLE3: DrafterKind(
+        title="EAGLE-3 draft",
+        has_directory=True,
+        sglang="EAGLE3",
+        served=ServedDraft(
+            prefix=EAGLE3_PREFIX,
+            tables=lambda family, config: (
+                ("", "", (HEAD,)),
+                ("model.", "", _EAGLE3_WEIGHTS),
+                ("model.layers.0.", "midlayer.", DENSE_LAYER),
+            ),
+            shared=(EMBEDDING,),
+            fixed=("d2t", "t2d", "embed_tokens.weight"),
+        ),
+    ),
+    Drafter.SUFFIX: DrafterKind(title="suffix lookup", has_model=False),
+}

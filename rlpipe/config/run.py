@@ -175,8 +175,7 @@ class Config:
     @property
     def trains_beside(self) -> bool:
         """Whether a draft with a trainer of its own is co-trained with the policy."""
-        trained = self.spec.needs_model and self.spec.drafter.kind.trainer
-        return self.task is Task.RL and self.mtp.online and bool(trained)
+        return self.task is Task.RL and self.mtp.online and self.spec.needs_draft
 
     @property
     def broadcasts_weights(self) -> bool:

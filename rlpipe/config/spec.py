@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
-from rlpipe.config.drafters import DRAFTERS, DrafterKind
+from rlpipe.config.drafters import KINDS, Drafter
 
 
 class SpecMode(Choice):
@@ -17,17 +17,6 @@ class SpecMode(Choice):
     BLOCK = "block"  # as rejection, but the drafts of a step are judged together (accepts at least as many)
     GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p; temperature 0 only
     TREE = "tree"  # several drafts per position, siblings judged in rounds
-
-
-class _Drafter(Choice):
-    @property
-    def kind(self) -> DrafterKind:
-        """What it is."""
-        return DRAFTERS[self.value]
-
-
-Drafter = _Drafter("Drafter", {name.upper(): name for name in DRAFTERS}, module=__name__)
-"""What proposes the drafts of a chain; verification does not know. One file of `rlpipe/drafts/kinds` each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,15 +56,15 @@ class SpecConfig:
                 f"spec.adaptive=true needs a chain of drafts, got spec.mode={self.mode}: "
                 "use spec.mode=rejection, block, target_only or greedy."
             )
-        if self.drafter.kind.guess and self.mode is SpecMode.TREE:
+        if not self.drafter.kind.has_model and self.mode is SpecMode.TREE:
             raise ValueError(
                 f"spec.drafter={self.drafter} drafts one path, got spec.mode=tree: use target_only or greedy."
             )
-        if bool(self.draft_path) != bool(self.drafter.kind.draft):
-            apart = " or ".join(name for name, kind in DRAFTERS.items() if kind.draft)
+        if bool(self.draft_path) != self.drafter.kind.has_directory:
+            with_directory = " or ".join(name for name, kind in KINDS.items() if kind.has_directory)
             raise ValueError(
                 f"spec.drafter={self.drafter} and spec.draft_path={self.draft_path!r}: the directory of a "
-                f"draft belongs to spec.drafter={apart}, which needs one. Set both or neither."
+                f"draft belongs to spec.drafter={with_directory}, which needs one. Set both or neither."
             )
         if self.suffix < 1:
             raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")
@@ -85,17 +74,17 @@ class SpecConfig:
     @property
     def needs_mtp(self) -> bool:
         """Whether an MTP layer drafts."""
-        return self.needs_model and not self.drafter.kind.draft
+        return self.needs_model and not self.drafter.kind.has_directory
 
     @property
     def needs_draft(self) -> bool:
         """Whether a draft with a directory of its own drafts."""
-        return self.mode is not SpecMode.NONE and bool(self.drafter.kind.draft)
+        return self.mode is not SpecMode.NONE and self.drafter.kind.has_directory
 
     @property
     def needs_model(self) -> bool:
         """Whether drafts come from a model, which has a distribution q and keys to keep up."""
-        return self.mode is not SpecMode.NONE and self.drafter.kind.guess is None
+        return self.mode is not SpecMode.NONE and self.drafter.kind.has_model
 
     @property
     def depth(self) -> int:

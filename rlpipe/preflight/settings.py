@@ -11,7 +11,7 @@ from typing import Any
 
 from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
-from rlpipe.config.drafters import DRAFTERS
+from rlpipe.config.drafters import KINDS
 from rlpipe.config.half import Half
 from rlpipe.config.lora import check_lora
 from rlpipe.config.mtp import check_draft
@@ -22,6 +22,7 @@ from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LayerSpec, check_parallel
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.models.rope import read_rope
@@ -99,12 +100,12 @@ def check(config: Config) -> None:
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)
     if config.spec.mode is not SpecMode.NONE:
-        config.spec.drafter.kind.check_served(config, served)
+        DRAFTERS[config.spec.drafter].check_served(config, served)
     if config.algo.correction is Correction.OBRS:
         _require_sampling(config, "algo.correction=obrs compares the distributions of rollout and trainer")
     probed = config.metrics.probe.every and config.spec.needs_mtp
     # needs no MTP layer
-    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.trainer
+    beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
     learns = config.mtp.online and not (beside or config.trains_beside)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.mtp, served, config.rollout_model)
@@ -130,7 +131,7 @@ def check(config: Config) -> None:
             "leaves no distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
         )
     if config.trains_beside:
-        config.spec.drafter.kind.check_cotrained(config)
+        DRAFTERS[config.spec.drafter].check_cotrained(config)
     if config.task is Task.RL:
         check_staleness(config)
         _check_learnable(config)
@@ -163,7 +164,7 @@ def check(config: Config) -> None:
         check_sglang(config)
     ranks = config.trainer.world_size
     if config.task is Task.MTP_ADAPT:
-        config.adapt.drafter.kind.check_trained(config, hf_config)
+        DRAFTERS[config.adapt.drafter].check_trained(config, hf_config)
         check_adapt(config)
     if config.cluster.mode is ClusterMode.INLINE and (ranks > 1 or config.rollout.workers > 1):
         raise ValueError(
@@ -314,7 +315,7 @@ def check_sglang(config: Config) -> None:
             "spec.adaptive=false."
         )
     if not config.spec.drafter.kind.sglang:
-        served = " or ".join(name for name, kind in DRAFTERS.items() if kind.sglang)
+        served = " or ".join(name for name, kind in KINDS.items() if kind.sglang)
         raise ValueError(
             f"spec.drafter={config.spec.drafter}: SGLang drafts with a model here. Use spec.drafter="
             f"{served}, or rollout=embedded."
@@ -325,7 +326,7 @@ def check_adapt(config: Config) -> None:
     """What adaptation needs beyond what every run does. Raises ValueError."""
     config.adapt.environments(config.env)
     _require_sampling(config, "task=mtp_adapt learns the distribution of the target")
-    if config.trainer.world_size > 1 and config.adapt.drafter.kind.trainer:
+    if config.trainer.world_size > 1 and config.adapt.drafter.kind.has_directory:
         raise ValueError(
             f"adapt.drafter={config.adapt.drafter} is trained by one process, but trainer.tp*trainer.cp*"
             f"trainer.pp*trainer.dp={config.trainer.world_size}: set each to 1."

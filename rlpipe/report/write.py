@@ -21,7 +21,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
-from rlpipe.config.spec import Drafter
+from rlpipe.config.drafters import Drafter
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level
 from rlpipe.metrics.runs import RunData, dump, load_run

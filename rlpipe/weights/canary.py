@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import Drafter
 from rlpipe.models import family_of, read_architecture
 from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Layout, Part
 from rlpipe.models.checkpoint import is_mtp_weight

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import Drafter
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
 from rlpipe.weights.canary import is_served, rank_fingerprints

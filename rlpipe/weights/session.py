@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights, stored_name, write_checkpoint
 from rlpipe.weights.buckets import Bucket, buckets, serialize
 from rlpipe.weights.canary import is_served

@@ -24,8 +24,9 @@ from harness import bench_parser, load_average, provenance, write_result
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from rlpipe.config.drafters import Drafter  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
-from rlpipe.config.spec import Drafter, SpecConfig  # noqa: E402
+from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
 from tests.helpers.eagle3_drafts import write_random_draft  # noqa: E402
 from tests.helpers.engines import transformers_logits  # noqa: E402

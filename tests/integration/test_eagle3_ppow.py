@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rlpipe.actors.trainers as trainers
 import rlpipe.drafts.eagle3 as eagle3
-import rlpipe.drafts.kinds as maker
 from rlpipe.batching.packing import pack
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
@@ -70,7 +70,7 @@ def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Draf
         run=RunSettings(steps=steps, seed=seed),
         trainer=TrainerConfig(micro_batch_tokens=4096),
     )
-    return make_trainer(config, "", trajectories)
+    return make_trainer(config, "", trajectories, train_alongside=trainers.train_alongside)
 
 
 def packed(trajectories, budget=4096):
@@ -197,7 +197,7 @@ def test_windows_depend_on_no_cut_but_on_seed_and_step(target, start, trajectori
     first = told()
     assert len(first) > 4 and told(64) == first
     assert told(seed=1) != first and told(step=1) != first
-    monkeypatch.setattr(maker, "TARGET_ROWS", 3)
+    monkeypatch.setattr(trainers, "TARGET_ROWS", 3)
     assert told() == first
 
 

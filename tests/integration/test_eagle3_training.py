@@ -10,13 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rlpipe.actors.trainers as trainers
 import rlpipe.drafts.trainer as eagle3
 from rlpipe.batching.packing import pack
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task
-from rlpipe.config.spec import Drafter, SpecMode
+from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.kinds.eagle3 import make_trainer
 from rlpipe.drafts.loss import depth_targets, mtp_loss
@@ -55,7 +57,7 @@ def make(target, trajectories, draft=None, **mtp) -> DraftTrainer:
         rollout=RolloutConfig(max_context=64, device="cpu"),
         trainer=TrainerConfig(micro_batch_tokens=96),
     )
-    return make_trainer(config, "", trajectories)
+    return make_trainer(config, "", trajectories, train_alongside=trainers.train_alongside)
 
 
 def packed(trajectories):

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import PREFIX
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_config, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.rollout.sglang.environment import find_environment

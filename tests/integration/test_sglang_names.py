@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.sglang import SglangConfig
-from rlpipe.config.spec import Drafter
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config, read_weights, stored_name
 from rlpipe.rollout.sglang.environment import find_environment

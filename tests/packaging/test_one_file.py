@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: each of these is one file, an engine or a transport also a row of its table."""
+"""What CONTRIBUTING promises: an objective, a drafter, an engine or a transport is a file or two and rows."""
 
 import json
 import shutil
@@ -29,13 +29,24 @@ torch.testing.assert_close(loss, rejected.square().mean())
 
 DRAFTER = '''
 """The last token, again and again."""
-from rlpipe.config.drafters import DrafterKind
-DRAFTER = DrafterKind(title="echo", guess=lambda tokens, count, spec: tokens[-1:].repeat(count))
+from rlpipe.drafts.kinds.base import DrafterFunctions
+DRAFTER = DrafterFunctions(guess=lambda tokens, count, spec: tokens[-1:].repeat(count))
 '''
+DRAFTER_ROWS = {
+    "config/drafters.py": [
+        ('    SUFFIX = "suffix"', '    ECHO = "echo"'),
+        ("    Drafter.SUFFIX: DrafterKind", '    Drafter.ECHO: DrafterKind(title="echo", has_model=False),'),
+    ],
+    "drafts/kinds/__init__.py": [
+        ("from rlpipe.drafts.kinds.base", "from rlpipe.drafts.kinds import echo"),
+        ("    Drafter.SUFFIX:", "    Drafter.ECHO: echo.DRAFTER,"),
+    ],
+}
 DECODE = """
 import sys
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.config.drafters import Drafter
+from rlpipe.config.spec import SpecConfig
 from rlpipe.rollout.embedded import EmbeddedEngine
 from tests.helpers.engines import generate, request
 outputs = []
@@ -55,11 +66,9 @@ import json
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from rlpipe.config.drafters import DrafterKind, ServedDraft
 from rlpipe.config.paths import resolve
-from rlpipe.models.base import EMBEDDING, Part
+from rlpipe.drafts.kinds.base import DrafterFunctions
 from rlpipe.models.checkpoint import read_config, read_weights
-from rlpipe.rollout.embedded.span import flat_index
 PREFIX = "mix."
 
 class Shape:
@@ -67,7 +76,7 @@ class Shape:
         self.layers, self.vocab = [target["num_hidden_layers"] - 2], target["vocab_size"]
 
 class Mix(torch.nn.Module):
-    """The one that is trained."""
+    """The module that is trained."""
     prefix = PREFIX
     def __init__(self, target, weights):
         super().__init__()
@@ -88,8 +97,25 @@ class Mix(torch.nn.Module):
         save_file({n: w.detach().contiguous() for n, w in weights.items()}, f"{path}/model.safetensors")
         Path(path, "config.json").write_text(json.dumps({"architectures": ["Mix"]}))
 
+def make(config, start, trajectories=(), *, train_alongside):
+    path = resolve(config.model.path)
+    target, weights = read_config(path), read_weights(path)
+    draft = Mix(target, weights)
+    if start:
+        draft.load_state_dict(load_file(f"{resolve(start)}/model.safetensors"))
+    return train_alongside(config, draft, target, weights)
+
+DRAFTER = DrafterFunctions(make_trainer=make)
+'''
+ENGINE_DRAFT = '''
+"""The linear layer in the embedded engine."""
+import torch
+from safetensors.torch import load_file
+from rlpipe.drafts.kinds.mix import PREFIX, Shape
+from rlpipe.rollout.embedded.span import flat_index
+
 class MixDraft:
-    """The one that drafts."""
+    """What drafts."""
     prefix = PREFIX
     def __init__(self, target, weights):
         self.layers, self._weights = Shape(target).layers, weights
@@ -108,36 +134,45 @@ class MixDraft:
         return state if selects is None else state[flat_index(spans, selects)]
     def logits(self, model, state):
         return model.logits(torch.nn.functional.rms_norm(state, state.shape[-1:], self._norm, 1e-6))
-
-def make(config, start, trajectories=(), *, train_alongside):
-    path = resolve(config.model.path)
-    target, weights = read_config(path), read_weights(path)
-    draft = Mix(target, weights)
-    if start:
-        draft.load_state_dict(load_file(f"{resolve(start)}/model.safetensors"))
-    return train_alongside(config, draft, target, weights)
-
-DRAFTER = DrafterKind(
-    title="mix",
-    draft=f"{__name__}:MixDraft",
-    trainer=make,
-    sglang="EAGLE3",
-    served=ServedDraft(
-        prefix=PREFIX,
-        tables=lambda *_: [("", "", [Part((), ("fc.weight",)), Part((), ("norm",), served="norm.weight")])],
-        shared=(EMBEDDING,),
-    ),
-)
 '''
+MODEL_DRAFTER_ROWS = {
+    "config/drafters.py": [
+        ('    SUFFIX = "suffix"', '    MIX = "mix"'),
+        (
+            "    Drafter.SUFFIX: DrafterKind",
+            """
+    Drafter.MIX: DrafterKind(
+        title="mix",
+        has_directory=True,
+        sglang="EAGLE3",
+        served=ServedDraft(
+            prefix="mix.",
+            tables=lambda *_: [
+                ("", "", [Part((), ("fc.weight",)), Part((), ("norm",), served="norm.weight")]),
+            ],
+            shared=(EMBEDDING,),
+        ),
+    ),""",
+        ),
+    ],
+    "drafts/kinds/__init__.py": [
+        ("from rlpipe.drafts.kinds.base", "from rlpipe.drafts.kinds import mix"),
+        ("    Drafter.SUFFIX:", "    Drafter.MIX: mix.DRAFTER,"),
+    ],
+    "rollout/embedded/drafters.py": [
+        ("from rlpipe.rollout.embedded.model", "from rlpipe.rollout.embedded.mix import MixDraft"),
+        ("    Drafter.EAGLE3:", "    Drafter.MIX: MixDraft.read,"),
+    ],
+}
 SERVE = """
 import sys
 import torch
-from rlpipe.config.spec import Drafter
+from rlpipe.config.drafters import Drafter
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, compare, server_parts
 from rlpipe.weights.fingerprint import fingerprints
 model, draft = sys.argv[1:]
-hf_config, kind = read_config(model), Drafter("mix").kind
+hf_config = read_config(model)
 weights = read_weights(model) | {"mix." + name: w for name, w in read_weights(draft).items()}
 shard = Shard(kv_heads=hf_config["num_key_value_heads"])
 parts = lambda: server_parts(weights, torch.float32, shard, hf_config, drafter=Drafter("mix"))
@@ -267,6 +302,17 @@ def package(tmp_path):
     return tmp_path
 
 
+def add_rows(package, rows):
+    """Insert a line before the one line that starts with each anchor."""
+    for name, edits in rows.items():
+        file = package / "rlpipe" / name
+        lines = file.read_text().split("\n")
+        for anchor, row in edits:
+            (index,) = (i for i, line in enumerate(lines) if line.startswith(anchor))
+            lines.insert(index, row)
+        file.write_text("\n".join(lines))
+
+
 def run(folder, code, *arguments):
     env = environment() | {"PYTHONPATH": f"{folder}:{ROOT}"}
     return subprocess.run(
@@ -286,19 +332,22 @@ def test_a_file_among_the_objectives_is_an_objective(package):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_among_the_drafters_is_a_drafter(package):
+def test_a_file_and_its_rows_are_a_drafter(package):
     model = str(write_random_checkpoint(package / "model", "qwen2"))
     assert "echo" in run(package, DECODE, model).stderr
     (package / "rlpipe/drafts/kinds/echo.py").write_text(DRAFTER)
+    add_rows(package, DRAFTER_ROWS)
     done = run(package, DECODE, model)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_with_a_small_model_is_a_drafter_that_learns_drafts_and_is_checked(package):
-    """It adapts to the model, is co-trained beside the policy, drafts losslessly, and the canary knows it."""
+def test_a_small_model_for_trainer_and_engine_is_a_drafter_that_learns_drafts_and_is_checked(package):
+    """It adapts, is trained together with the policy, drafts losslessly, and the canary knows its weights."""
     for shipped in ("configs", "models", "data"):
         (package / shipped).symlink_to(ROOT / shipped)
     (package / "rlpipe/drafts/kinds/mix.py").write_text(MODEL_DRAFTER)
+    (package / "rlpipe/rollout/embedded/mix.py").write_text(ENGINE_DRAFT)
+    add_rows(package, MODEL_DRAFTER_ROWS)
     few = [f"adapt.{name}" for name in ("prompts=4", "samples=1", "batch=4", "eval_prompts=1")]
     adapt = ["+recipe=mtp_adapt", "adapt.drafter=mix", "adapt.out_of_domain=[]", "mtp.objective=kl", *few]
     done = run(package, RUN, *adapt, "run.dir=adapted", "run.steps=4", "adapt.eval_first=false")

@@ -1,1 +1,13 @@
-"""The drafters, one file each; a file's name is a value of `spec.drafter` (`config.drafters`)."""
+"""The drafters: one file each and a row of `DRAFTERS`. Imports no torch."""
+
+from __future__ import annotations
+
+from rlpipe.config.drafters import Drafter
+from rlpipe.drafts.kinds import eagle3, mtp, suffix
+from rlpipe.drafts.kinds.base import DrafterFunctions
+
+DRAFTERS: dict[Drafter, DrafterFunctions] = {
+    Drafter.MTP: mtp.DRAFTER,
+    Drafter.EAGLE3: eagle3.DRAFTER,
+    Drafter.SUFFIX: suffix.DRAFTER,
+}

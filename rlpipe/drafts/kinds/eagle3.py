@@ -8,25 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rlpipe.config.drafters import DrafterKind, HfConfig, ServedDraft
-from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
+from rlpipe.config.drafters import HfConfig
+from rlpipe.config.eagle3 import Eagle3Shape, read_shape
 from rlpipe.config.paths import resolve
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import LrSchedule
+from rlpipe.drafts.kinds.base import DrafterFunctions
 from rlpipe.models import read_architecture
-from rlpipe.models.base import DENSE_LAYER, EMBEDDING, HEAD, Part
 
 if TYPE_CHECKING:
     from rlpipe.config.run import Config
     from rlpipe.drafts.trainer import DraftTrainer
     from rlpipe.types import Trajectory
-
-_WEIGHTS = (  # what a draft has besides its head and its decoder layer
-    Part((), ("fc.weight",)),
-    Part((), ("norm.weight",)),
-    Part((), ("midlayer.hidden_norm.weight",), served="layers.0.hidden_norm.weight"),
-)
 
 
 def make_trainer(
@@ -124,21 +118,8 @@ def check_cotrained(config: Config) -> None:
         )
 
 
-DRAFTER = DrafterKind(
-    title="EAGLE-3 draft",
-    draft="rlpipe.rollout.embedded.eagle3:Eagle3Draft",
-    trainer=make_trainer,
-    sglang="EAGLE3",
-    served=ServedDraft(
-        prefix=PREFIX,
-        tables=lambda *_: (
-            ("", "", (HEAD,)),
-            ("model.", "", _WEIGHTS),
-            ("model.layers.0.", "midlayer.", DENSE_LAYER),
-        ),
-        shared=(EMBEDDING,),
-        fixed=("d2t", "t2d", "embed_tokens.weight"),
-    ),
+DRAFTER = DrafterFunctions(
+    make_trainer=make_trainer,
     check_served=check_served,
     check_sglang=check_sglang,
     check_trained=check_trained,

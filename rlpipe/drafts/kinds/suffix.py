@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpipe.config.drafters import DrafterKind
+from rlpipe.drafts.kinds.base import DrafterFunctions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,4 @@ def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
     return tokens[source + np.arange(count) % period]
 
 
-DRAFTER = DrafterKind(
-    title="suffix lookup",
-    guess=lambda tokens, count, spec: continue_suffix(tokens, spec.suffix, count),
-)
+DRAFTER = DrafterFunctions(guess=lambda tokens, count, spec: continue_suffix(tokens, spec.suffix, count))

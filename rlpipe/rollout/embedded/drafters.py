@@ -1,7 +1,13 @@
-"""Which drafting a configuration asks for, and how many uniforms a position of it takes."""
+"""The drafting of a configuration: its draft model, its passes, and the uniforms that a position takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.drafters import Drafter
+from rlpipe.config.paths import resolve
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.embedded.drafting import (
     ChainDrafting,
@@ -10,17 +16,33 @@ from rlpipe.rollout.embedded.drafting import (
     TreeDrafting,
     tree_streams,
 )
-from rlpipe.rollout.embedded.model import Model
+from rlpipe.rollout.embedded.eagle3 import Eagle3Draft
+from rlpipe.rollout.embedded.model import DraftModel, Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.spec.sampling import Stream
 from rlpipe.spec.tree import Tree
 
+# For drafters with a directory of their own: (directory, config.json of the target) -> draft model.
+DRAFT_MODELS: dict[Drafter, Callable[[Path, Mapping[str, Any]], DraftModel]] = {
+    Drafter.EAGLE3: Eagle3Draft.read,
+}
+
+
+def read_draft_model(spec: SpecConfig, target: Mapping[str, Any]) -> DraftModel | None:
+    """Read the draft model of `spec.draft_path`; None where the drafter has no directory of its own.
+
+    target: `config.json` of the model it drafts for. Raises ValueError for a draft of another model.
+    """
+    if not spec.needs_draft:
+        return None
+    return DRAFT_MODELS[spec.drafter](resolve(spec.draft_path), target)
+
 
 def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
-    """The drafting that a configuration asks for."""
+    """Make the drafting that a configuration names."""
     if spec.mode is SpecMode.TREE:
         return TreeDrafting(model, table, Tree.from_branching(spec.tree))
-    if spec.drafter.kind.guess:
+    if not spec.drafter.kind.has_model:
         return LookupDrafting(model, table, spec)
     return ChainDrafting(model, table, spec.mode)
 

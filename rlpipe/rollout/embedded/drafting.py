@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.rollout.embedded.depths import draft_deeper
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
@@ -200,6 +201,7 @@ class LookupDrafting(ChainDrafting):
         greedy = spec.mode is SpecMode.GREEDY
         super().__init__(model, table, spec.mode if greedy else SpecMode.TARGET_ONLY)
         self._spec = spec
+        self._guess = DRAFTERS[spec.drafter].guess
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
         """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
@@ -208,7 +210,7 @@ class LookupDrafting(ChainDrafting):
         guesses = np.zeros((decoding, gamma), np.int64)
         if gamma:
             for row, total in enumerate(table.total[:decoding]):
-                guesses[row] = self._spec.drafter.kind.guess(table.tokens[row, :total], gamma, self._spec)
+                guesses[row] = self._guess(table.tokens[row, :total], gamma, self._spec)
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)

@@ -22,18 +22,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from pkgutil import resolve_name
 
 import torch
 
-from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig, check_embedded
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights, require_mtp
 from rlpipe.rollout.embedded.costs import measure_costs
 from rlpipe.rollout.embedded.decoder import Decoder
-from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting
+from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting, read_draft_model
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.rows import RowTable
 from rlpipe.rollout.embedded.scheduler import Job, Scheduler
@@ -66,9 +64,7 @@ class EmbeddedEngine:
                 f"rollout.max_context={config.max_context} exceeds the model's longest context of "
                 f"{arch.max_position}: set rollout.max_context to at most {arch.max_position}."
             )
-        draft = None
-        if spec.needs_model and spec.drafter.kind.draft:
-            draft = resolve_name(spec.drafter.kind.draft).read(resolve(spec.draft_path), hf_config)
+        draft = read_draft_model(spec, hf_config)
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)

@@ -24,6 +24,7 @@ from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import family_of
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
@@ -87,7 +88,7 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
                 f"rollout.sglang.weight_transfer=disk with spec.drafter={spec.drafter}: SGLang reads one "
                 "checkpoint into target and draft. Set weight_transfer=auto, shared or collective."
             )
-        spec.drafter.kind.check_sglang(spec, target, rollout.sglang)
+        DRAFTERS[spec.drafter].check_sglang(spec, target, rollout.sglang)
         return
     drafting = draft_path(rollout, spec, model_path)
     draft = read_config(drafting)

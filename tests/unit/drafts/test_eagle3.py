@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from rlpipe.config.drafters import DRAFTERS
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
 from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.eagle3 import OUTSIDE, Eagle3
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.models.checkpoint import read_config
 from tests.helpers.eagle3_drafts import random_draft, write_random_draft
@@ -199,7 +200,7 @@ def test_a_mapping_outside_the_vocabulary_is_refused(target, tmp_path):
 def test_a_target_that_rotates_a_part_of_its_heads_is_refused(tmp_path):
     target = read_config(write_random_checkpoint(tmp_path, "glm4_moe"))
     with pytest.raises(ValueError, match=r"'glm4_moe' rotates 4 of 8 numbers: draft with its MTP layer"):
-        DRAFTERS["eagle3"].check_trained(SimpleNamespace(), target)
+        DRAFTERS[Drafter.EAGLE3].check_trained(SimpleNamespace(), target)
 
 
 def test_a_missing_directory_and_impossible_settings_are_refused(target, tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from rlpipe.config.spec import Drafter
+from rlpipe.config.drafters import Drafter
 from rlpipe.models import FAMILIES
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, compare, explain, server_parts

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.spec import Drafter, SpecConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, server_parts
 from rlpipe.weights.collective import GroupBroken, Root, described

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpipe.config.spec import Drafter
+from rlpipe.config.drafters import Drafter
 from rlpipe.models.checkpoint import read_config
 from rlpipe.weights import fingerprint
 from rlpipe.weights.canary import Shard, server_parts

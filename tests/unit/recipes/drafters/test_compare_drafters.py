@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import rlpipe.cli.run  # noqa: F401  (registers the schema)
+from rlpipe.config.drafters import Drafter
 from rlpipe.config.paths import shipped
-from rlpipe.config.spec import Drafter
 from rlpipe.types import SpecCounts
 from tests.helpers.cli import ROOT
 

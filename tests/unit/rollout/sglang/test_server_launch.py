@@ -127,7 +127,7 @@ def test_modes_sglang_does_not_have_are_refused(tmp_path):
     for sglang in (SglangConfig(tp=2), SglangConfig(plugin=False)):
         with pytest.raises(ValueError, match=r"spec.adaptive=true.*tp=1 and plugin=true"):
             check_sglang(Config(spec=SpecConfig(adaptive=True), rollout=RolloutConfig(sglang=sglang)))
-    with pytest.raises(ValueError, match=r"spec.drafter=suffix.*eagle3 or mtp"):
+    with pytest.raises(ValueError, match=r"spec.drafter=suffix.*mtp or eagle3"):
         check_sglang(Config(spec=SpecConfig(drafter="suffix")))
     with pytest.raises(ValueError, match=r"spec.mode=block.*no GPU.*rejection"):
         supported(model, mode="block")

@@ -1,0 +1,64 @@
+"""The functions that make a drafter: what preflight, the trainer and the engines call by `spec.drafter`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlpipe.config.drafters import HfConfig
+from rlpipe.config.sglang import SglangConfig
+from rlpipe.config.spec import SpecConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlpipe.config.run import Config
+    from rlpipe.drafts.trainer import DraftTrainer
+    from rlpipe.types import Trajectory
+
+
+class MakeTrainer(Protocol):
+    """Builds the trainer of a draft model that has a directory of its own."""
+
+    def __call__(
+        self,
+        config: Config,
+        start: str,
+        trajectories: Sequence[Trajectory] = (),
+        *,
+        train_alongside: Callable[..., DraftTrainer],
+    ) -> DraftTrainer:
+        """Build it.
+
+        start: directory of the draft to train; empty: one that the settings name, or a new one.
+        trajectories: what a new draft will learn from, as far as it is known.
+        train_alongside: makes a trainer of the draft around its target (`actors.trainers.train_alongside`).
+        """
+        ...
+
+
+def _accept(*_: Any) -> None:
+    """Accept any settings."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DrafterFunctions:
+    """Functions of one drafter; its properties are `config.drafters.KINDS`. Checks raise ValueError.
+
+    guess: (tokens of the text [T], count, settings) -> `count` tokens guessed to follow; for a drafter that
+        has no model.
+    make_trainer: for a draft model with a directory of its own.
+    check_served: refuses settings with which it cannot draft for the model that generates.
+    check_sglang: refuses drafts that SGLang would compute otherwise than the trainer; given the target's
+        config.json and the server's settings.
+    check_trained: refuses to train it in `mtp_adapt`; given the target's config.json.
+    check_cotrained: refuses to train it together with the policy.
+    """
+
+    guess: Callable[[np.ndarray, int, SpecConfig], np.ndarray] | None = None
+    make_trainer: MakeTrainer | None = None
+    check_served: Callable[[Config, HfConfig], None] = _accept
+    check_sglang: Callable[[SpecConfig, HfConfig, SglangConfig], None] = _accept
+    check_trained: Callable[[Config, HfConfig], None] = _accept
+    check_cotrained: Callable[[Config], None] = _accept
