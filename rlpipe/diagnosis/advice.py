@@ -1,8 +1,8 @@
-"""Advice in words: what a run's own numbers say should be set otherwise.
+"""Advice: sentences on what a run's recent numbers say should be set otherwise.
 
-Owns the rules and their words; each is a function of recent records (and of the run's settings) that returns
-a sentence with the figure and the setting, or None. Flow: the controller shows every record to `Advisor.see`,
-which raises an `advice` event when a rule begins to speak; the report calls `advise` on a finished run.
+Owns the rules; each is a function of the run's setup and of records that returns a sentence with the figure
+and the setting, or None. Flow: the controller passes every record to `Advisor.see`, which raises an `advice`
+event when a rule begins to hold; the report calls `advise` on a finished run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from rlpipe.config.run import Config
 
 Records = Sequence[Mapping[str, Any]]
 
-RECENT = 10  # records a figure is a mean of
-MARGIN = 0.03  # relative gain that is worth a word
+RECENT = 10  # records that a figure is a mean of
+MARGIN = 0.03  # relative gain that is worth a sentence
 
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """What a run is set to. draft_cost: of one draft pass, in plain decode steps. env_threads: a worker's."""
+    """The settings that the rules read.
+
+    mode, gamma, adaptive: of `spec`.
+    online: the draft is trained during the run.
+    max_staleness: of `pipeline`.
+    draft_cost: of one draft pass, in plain decode steps.
+    env_threads: of a rollout worker.
+    """
 
     mode: str
     gamma: int
@@ -34,17 +41,18 @@ class Setup:
     env_threads: int
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Setup:
-        """From config.yaml, parsed; what it does not say is as in a new run."""
+    def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
+        """Read a parsed config.yaml; settings it lacks have the defaults of a new run."""
         config = asdict(Config())
         for name in ("spec", "mtp", "pipeline", "env"):
             config[name] |= settings.get(name) or {}
         advice = config["metrics"]["advice"] | ((settings.get("metrics") or {}).get("advice") or {})
+
         return cls(
             mode=str(config["spec"]["mode"]),
             gamma=config["spec"]["gamma"],
             adaptive=config["spec"]["adaptive"],
-            online=str(config["mtp"]["train"]) in ("online", "ppow"),  # ppow: a run from before mtp.objective
+            online=str(config["mtp"]["train"]) in ("online", "ppow"),  # ppow: of runs before mtp.objective
             max_staleness=config["pipeline"]["max_staleness"],
             draft_cost=advice["draft_cost"],
             env_threads=config["env"]["threads"],
@@ -52,26 +60,29 @@ class Setup:
 
 
 def advise(setup: Setup, records: Records) -> dict[str, str]:
-    """Every sentence that holds for the end of these records, by the name of its rule."""
-    said = {name: rule(setup, records) for name, rule in RULES.items()}
-    return {name: text for name, text in said.items() if text}
+    """Return the sentence of every rule that holds at the end of these records, by the rule's name."""
+    sentences = {name: rule(setup, records) for name, rule in RULES.items()}
+    return {name: text for name, text in sentences.items() if text}
 
 
 class Advisor:
-    """Speaks once when a rule begins to hold, and again only after it did not. event: `MetricsBus.event`."""
+    """Raises an event when a rule begins to hold, and again only after it did not.
+
+    event: `MetricsBus.event`.
+    """
 
     def __init__(self, setup: Setup, event: Callable[..., None]) -> None:
         self._setup, self._event = setup, event
         self._records: deque[Mapping[str, Any]] = deque(maxlen=20 * RECENT)
-        self._speaking: set[str] = set()
+        self._holding: set[str] = set()
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Take a committed record into account."""
         self._records.append(record)
-        said = advise(self._setup, list(self._records))
-        for name in said.keys() - self._speaking:
-            self._event("advice", rule=name, step=record.get("training/global_step"), text=said[name])
-        self._speaking = set(said)
+        advice = advise(self._setup, list(self._records))
+        for name in advice.keys() - self._holding:
+            self._event("advice", rule=name, step=record.get("training/global_step"), text=advice[name])
+        self._holding = set(advice)
 
 
 def _values(records: Records, name: str) -> list[float]:
@@ -79,62 +90,76 @@ def _values(records: Records, name: str) -> list[float]:
 
 
 def _mean(records: Records, name: str, count: int = RECENT) -> float | None:
-    """Mean of the last values; None before there are three (or one, for what is measured rarely)."""
-    seen = _values(records, name)[-count:]
+    """Mean of the last values; None before there are three (or one, for metrics that are measured rarely)."""
+    values = _values(records, name)[-count:]
     enough = 1 if name.startswith("probe/") else 3
-    return fmean(seen) if len(seen) >= enough else None
+    return fmean(values) if len(values) >= enough else None
 
 
 def better_rule(setup: Setup, records: Records) -> str | None:
-    """Rejection against target-only, from predicted lengths on the same contexts (Bebop Fig. 13, Eq. 48).
+    """Compare rejection with target-only by predicted lengths on the same contexts (Bebop Fig. 13, Eq. 48).
 
     >>> lengths = {"rejection": 3.21, "target_only": 3.0}
     >>> record = {f"probe/fixed/acceptance_length/{rule}": x for rule, x in lengths.items()}
-    >>> better_rule(Setup.of({"spec": {"mode": "target_only"}}), [record])
+    >>> better_rule(Setup.from_settings({"spec": {"mode": "target_only"}}), [record])
     'rejection would beat target-only by 7% here (3.21 against 3.00 tokens per step): set spec.mode=rejection'
     """
-    under = "probe/fixed/acceptance_length"
-    lengths = {rule: _mean(records, f"{under}/{rule}", 3) for rule in ("rejection", "target_only")}
-    other = {"target_only": "rejection", "rejection": "target_only", "block": "target_only"}.get(setup.mode)
-    if other is None or None in lengths.values():
+    alternatives = {"target_only": "rejection", "rejection": "target_only", "block": "target_only"}
+    names = {"rejection": "rejection", "target_only": "target-only", "block": "block verification"}
+    if setup.mode not in alternatives:
         return None
-    mine = lengths["target_only" if setup.mode == "target_only" else "rejection"]
-    gain = lengths[other] / mine - 1
+
+    # Block verification accepts at least as much as rejection, whose prediction stands in for it.
+    other, current = alternatives[setup.mode], setup.mode if setup.mode != "block" else "rejection"
+    under = "probe/fixed/acceptance_length"
+    other_length, length = (_mean(records, f"{under}/{rule}", 3) for rule in (other, current))
+    if other_length is None or length is None:
+        return None
+
+    gain = other_length / length - 1
     if gain < MARGIN:
         return None
-    names = {"rejection": "rejection", "target_only": "target-only", "block": "block verification"}
     return (
-        f"{names[other]} would beat {names[setup.mode]} by {gain:.0%} here ({lengths[other]:.2f} against "
-        f"{mine:.2f} tokens per step): set spec.mode={other}"
+        f"{names[other]} would beat {names[setup.mode]} by {gain:.0%} here ({other_length:.2f} against "
+        f"{length:.2f} tokens per step): set spec.mode={other}"
     )
 
 
 def better_gamma(setup: Setup, records: Records) -> str | None:
-    """gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / (1 + draft_cost gamma).
+    """Compare values of gamma by tokens per cost, (1 + sum_{k <= gamma} reach_k) / (1 + draft_cost gamma).
 
-    reach_k: share of verify steps that accept depth k, the product of the conditional rates; beyond gamma it
-    falls on by the last of them. Cost as in Leviathan et al. Thm 3.8, verification of gamma + 1 tokens
-    costing as much as of one: where decoding is bound by memory.
+    reach_k is the share of verify steps that accept depth k, the product of the conditional rates; beyond
+    gamma it falls on by the last of them. Verification of gamma + 1 tokens costs as much as of one, as where
+    decoding is bound by memory.
+
+    Source: Leviathan et al., Thm 3.8.
     """
     if setup.adaptive or setup.mode not in ("rejection", "target_only", "block"):
         return None
-    rates = [_mean(records, f"spec/acceptance_rate/depth_{k}") for k in range(1, setup.gamma + 1)]
-    if None in rates:
-        return None
-    reach, worth = 1.0, {0: 1.0}
-    tokens = 1.0
+    rates = []
+    for depth in range(1, setup.gamma + 1):
+        rate = _mean(records, f"spec/acceptance_rate/depth_{depth}")
+        if rate is None:
+            return None
+        rates.append(rate)
+
+    # Tokens per cost of every gamma up to one more than the run's.
+    reach = tokens = 1.0
+    tokens_per_cost = {0: 1.0}
     for gamma in range(1, setup.gamma + 2):
         reach *= rates[min(gamma, setup.gamma) - 1]
         tokens += reach
-        worth[gamma] = tokens / (1 + setup.draft_cost * gamma)
-    best = max(worth, key=worth.__getitem__)
-    gain = worth[best] / worth[setup.gamma] - 1
+        tokens_per_cost[gamma] = tokens / (1 + setup.draft_cost * gamma)
+
+    best = max(tokens_per_cost, key=tokens_per_cost.__getitem__)
+    current = tokens_per_cost[setup.gamma]
+    gain = tokens_per_cost[best] / current - 1
     if gain < MARGIN:
         return None
     if best == 0:
         return (
-            f"speculation costs more than it brings: {worth[setup.gamma]:.2f} tokens per unit of decoding "
-            "against 1: set spec.mode=none, or adapt the draft (recipe mtp_adapt)"
+            f"speculation costs more than it brings: {current:.2f} tokens per unit of decoding against 1: "
+            "set spec.mode=none, or adapt the draft (recipe mtp_adapt)"
         )
     size = "large" if best < setup.gamma else "small"
     return (
@@ -144,43 +169,45 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
 
 
 def stale_draft(setup: Setup, records: Records) -> str | None:
-    """On fixed contexts the draft fits worse than at first, by more than entropy explains.
+    """Find a draft that fits fixed contexts worse than at first, by more than entropy explains.
 
-    Entropy's part is taken at one point of acceptance per 0.1 nat, on the cautious side of what is measured
-    for rejection (0.6 to 0.8 points); `decomposition` measures the run's own.
+    Entropy explains one point of acceptance per 0.1 nat here, which is cautious: 0.6 to 0.8 points are
+    measured for rejection. `decomposition` measures the run's slope.
     """
     rule = "target_only" if setup.mode == "target_only" else "rejection"
     alpha = _values(records, f"probe/fixed/{rule}/depth_1")
     entropy = _values(records, "probe/fixed/target_entropy/depth_1")
     if len(alpha) < 2 or len(entropy) != len(alpha):
         return None
+
     change = alpha[-1] - alpha[0]
-    rest = change + 0.1 * max(0.0, entropy[-1] - entropy[0])
-    if rest > -MARGIN:
+    unexplained = change + 0.1 * max(0.0, entropy[-1] - entropy[0])
+    if unexplained > -MARGIN:
         return None
-    remedy = "raise mtp.lr" if setup.online else "set mtp.train=online, or adapt it again (recipe mtp_adapt)"
+    hint = "raise mtp.lr" if setup.online else "set mtp.train=online, or adapt it again (recipe mtp_adapt)"
     return (
         f"the draft no longer fits its target: acceptance on fixed contexts moved by {change:+.1%}, "
-        f"{rest:+.1%} of it not by entropy: {remedy}"
+        f"{unexplained:+.1%} of it not by entropy: {hint}"
     )
 
 
 def stale_engine(setup: Setup, records: Records) -> str | None:
-    """Engines accept less than the newest version would on the same drafts, by more than chance."""
-    gap, error = (_values(records, f"probe/{name}")[-5:] for name in ("staleness", "staleness_se"))
-    if len(gap) < 3 or len(error) != len(gap):
+    """Find engines that accept less than the newest version would on the same drafts, beyond chance."""
+    gaps, errors = (_values(records, f"probe/{name}")[-5:] for name in ("staleness", "staleness_se"))
+    if len(gaps) < 3 or len(errors) != len(gaps):
         return None
-    mean, se = fmean(gap), (sum(e * e for e in error) ** 0.5) / len(error)
-    if mean > -MARGIN or mean > -3 * se:
+
+    gap, se = fmean(gaps), (sum(e * e for e in errors) ** 0.5) / len(errors)
+    if gap > -MARGIN or gap > -3 * se:
         return None
     return (
-        f"engines keep {-mean:.1%} less of their drafts than the newest weights would: versions lag. Lower "
+        f"engines keep {-gap:.1%} less of their drafts than the newest weights would: versions lag. Lower "
         f"pipeline.max_staleness={setup.max_staleness}, and look for canary_failed in events.jsonl"
     )
 
 
 def no_speedup(setup: Setup, records: Records) -> str | None:
-    """Measured: drafted steps are slower than plain ones would be."""
+    """Find drafted steps that are measured to be slower than plain ones."""
     observed = _mean(records, "spec/speedup_observed")
     if observed is None or observed >= 1 - MARGIN:
         return None
@@ -188,17 +215,19 @@ def no_speedup(setup: Setup, records: Records) -> str | None:
 
 
 def few_env_threads(setup: Setup, records: Records) -> str | None:
-    """Attempts queue for a thread of the environment far longer than they are in one, and engines are idle.
+    """Find attempts that queue for an environment's thread far longer than they use it, with idle engines.
 
     A queue of less than 5 s is no sign of it: on a busy machine every thread is slow.
     """
-    waited, ran = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
+    waiting, running = (_mean(records, name) for name in ("timing_s/sandbox", "env/sandbox/seconds/mean"))
     busy = _mean(records, "perf/utilisation/rollout")
-    if None in (waited, ran, busy) or waited < max(2 * ran, ran + 5) or busy > 0.7:
+    if waiting is None or running is None or busy is None:
+        return None
+    if waiting < max(2 * running, running + 5) or busy > 0.7:
         return None
     return (
-        f"an attempt waits {waited - ran:.1f} s for one of env.threads={setup.env_threads}, is {ran:.1f} s "
-        f"in it, while engines are idle {1 - busy:.0%} of the time: raise env.threads"
+        f"an attempt waits {waiting - running:.1f} s for one of env.threads={setup.env_threads}, is "
+        f"{running:.1f} s in it, while engines are idle {1 - busy:.0%} of the time: raise env.threads"
     )
 
 

@@ -1,4 +1,4 @@
-"""`rlpipe analyse RUN [RUN...]`: the summary of a run in words, as at the top of its report.
+"""`rlpipe analyse RUN [RUN...]`: the summary of a run as text, as at the top of its report.
 
 --json    instead, every statistic of acceptance and the advice
 """
@@ -23,7 +23,7 @@ from rlpipe.diagnosis.breakdown import (
     speedups,
     verified_drafts,
 )
-from rlpipe.diagnosis.decomposition import RATE, decompose_run
+from rlpipe.diagnosis.decomposition import RATE, Decomposition, decompose_run
 from rlpipe.diagnosis.fixed_contexts import attribute_run, decompose_fixed
 from rlpipe.diagnosis.probe import read_probes
 from rlpipe.diagnosis.summary import summarize
@@ -34,62 +34,69 @@ from rlpipe.metrics.statistics import Estimate
 
 
 def analyse(run: RunData) -> dict[str, Any]:
-    """Every statistic of acceptance of one run, as plain data."""
+    """Compute every statistic of acceptance of one run, as plain data."""
     records = list(read_rollouts(run.path))
     drafts = verified_drafts(run, records)
     probes = read_probes(run.path)
-    cuts = {key: acceptance_by(drafts, key) for key in ("depth", "position", "turn", "kind", "entropy")}
-    setup = Setup.of(run.settings)
-    parts = ("slope", "total", "entropy", "mismatch")
+    setup = Setup.from_settings(run.settings)
     attributed, splits = attribute_run(run), split_run(run)
+
     return {
         "run": run.name,
         "mode": setup.mode,
-        "by": {key: [asdict(cut) for cut in found] for key, found in cuts.items()},
-        "length": {k: _plain(v) for k, v in lengths(records).items()},
+        "by": {
+            key: [asdict(cut) for cut in acceptance_by(drafts, key)]
+            for key in ("depth", "position", "turn", "kind", "entropy")
+        },
+        "length": {
+            name: _plain(value) if isinstance(value, Estimate) else value
+            for name, value in lengths(records).items()
+        },
         "speedup": speedups(run, setup.draft_cost),
         "entropy_slope": _plain(entropy_slope(run)),
         "rate_slope": _plain(entropy_slope(run, RATE)),
         "boundary": boundary(probes[-1][1][: probes[-1][0]["fixed"]]) if probes else [],
         "distributions": distributions(run),
-        "decomposition": {
-            label: {part: _plain(getattr(d, part)) for part in parts}
-            for label, d in decompose_run(run).items()
-        },
+        "decomposition": {label: _parts(parts) for label, parts in decompose_run(run).items()},
         "splits": None if splits is None else asdict(splits),
         "fixed_contexts": {
-            f"{rule}/{'overall' if depth is None else f'depth {depth}'}": {
-                part: _plain(getattr(found[-1], part)) for part in parts
-            }
-            for (rule, depth), found in decompose_fixed(run).items()
+            f"{rule}/{'overall' if depth is None else f'depth {depth}'}": _parts(changes[-1])
+            for (rule, depth), changes in decompose_fixed(run).items()
         },
         "attribution": {}
         if attributed is None
-        else {name: _plain(x) for name, x in (("total", attributed.total), *attributed.parts().items())},
+        else {"total": _plain(attributed.total)}
+        | {name: _plain(part) for name, part in attributed.parts().items()},
         "advice": advise(setup, run.records),
     }
 
 
-def _plain(value: Estimate | float | None) -> Any:
-    if not isinstance(value, Estimate):
-        return value
-    return {"value": value.value, "low": value.low, "high": value.high, "level": value.level}
+def _parts(change: Decomposition) -> dict[str, Any]:
+    return {name: _plain(getattr(change, name)) for name in ("slope", "total", "entropy", "mismatch")}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+def _plain(estimate: Estimate | None) -> dict[str, float] | None:
+    if estimate is None:
+        return None
+    return {name: getattr(estimate, name) for name in ("value", "low", "high", "level")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe analyse", description="What came out of a run, why, and what to change."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--json", action="store_true", help="print every statistic of acceptance instead")
-    given = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
+
     try:
-        runs = [load_run(path) for path in given.runs]
+        runs = [load_run(path) for path in arguments.runs]
     except ValueError as error:
         print(f"rlpipe analyse: {error}", file=sys.stderr)
         return 2
-    if given.json:
+
+    if arguments.json:
         print(json.dumps([analyse(run) for run in runs], indent=1))
     else:
         print("\n\n".join(f"{run.name} ({run.outcome})\n{summarize(run).text()}" for run in runs))

@@ -1,7 +1,8 @@
 """Held-out rewards with intervals that hold at 0 of 8 too: Wilson's for a rate, Newcombe's for a change.
 
-Trajectories of one instance are alike, so the size that enters is that of an independent sample with the same
-standard error (Kish), never more than was played, and the number of instances where all rewards are equal.
+Trajectories of one instance are alike, so the size of the sample is that of an independent sample with the
+same standard error (Kish), at most the number of trajectories, and the number of instances where all rewards
+are equal.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from dataclasses import dataclass
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Z95, Interval, wilson
 
+PRIMARY = "val/reward"  # repeats the reward of one set
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HeldOut:
-    """One held-out set: its first and last reward, and the change between them (None for one reading)."""
+    """One held-out set.
+
+    steps: of the first and the last reading.
+    first, last: rewards at these steps.
+    change: last minus first; None for a single reading.
+    """
 
     name: str
     steps: tuple[int, int]
@@ -24,53 +32,58 @@ class HeldOut:
 
 
 def held_out_sets(run: RunData) -> list[HeldOut]:
-    """Every held-out set with a reward, the primary one first; sets that repeat it are left out."""
-    names = sorted(
-        {n for n in run.names() if n.startswith("val/") and n.endswith("/reward") and n != "val/reward"}
-    )
-    primary = run.series("val/reward")
-    chosen = [("held-out", "val/reward")] if primary[0] else []
-    chosen += [(n.split("/")[1].replace("_", " "), n) for n in names if run.series(n) != primary]
-    return [_one(run, label, name) for label, name in chosen]
+    """Return every held-out set with a reward, the primary one first; sets that repeat it are left out."""
+    names = sorted(n for n in run.names() if n.startswith("val/") and n.endswith("/reward") and n != PRIMARY)
+    primary = run.series(PRIMARY)
+    metrics = {"held-out": PRIMARY} if primary[0] else {}
+    metrics |= {n.split("/")[1].replace("_", " "): n for n in names if run.series(n) != primary}
+    return [_read_set(run, label, metric) for label, metric in metrics.items()]
 
 
-def _one(run: RunData, label: str, name: str) -> HeldOut:
-    steps, rewards = run.series(name)
-    first, last = (
-        interval_at(run, name, step, reward)
-        for step, reward in ((steps[0], rewards[0]), (steps[-1], rewards[-1]))
-    )
-    change = None
-    if len(steps) > 1:
-        change = last - first
-    return HeldOut(name=label, steps=(steps[0], steps[-1]), first=first, last=last, change=change)
+def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
+    steps, _ = run.series(metric)
+    intervals = reward_intervals(run, metric)
+    change = intervals[-1] - intervals[0] if len(steps) > 1 else None
+    ends = (steps[0], steps[-1])
+    return HeldOut(name=label, steps=ends, first=intervals[0], last=intervals[-1], change=change)
 
 
-def interval_at(run: RunData, name: str, step: int, reward: float) -> Interval:
-    """The interval of one reading: Wilson's where the reward is a rate, else of its standard error."""
-    error = dict(zip(*run.series(f"{name}_se"), strict=True)).get(step, 0.0)
+def reward_intervals(run: RunData, metric: str) -> list[Interval]:
+    """Return the 95% interval of every reading: Wilson's where the reward is a rate, else of its error."""
+    errors = dict(zip(*run.series(f"{metric}_se"), strict=True))
+    records = {record.get("training/global_step"): record for record in reversed(run.records)}
+    return [
+        _interval(reward, errors.get(step, 0.0), _counts(records.get(step, {}), metric))
+        for step, reward in zip(*run.series(metric), strict=True)
+    ]
+
+
+def _interval(reward: float, error: float, counts: tuple[float, float]) -> Interval:
+    """counts: instances and trajectories behind the reward; 0 where they were not recorded."""
     if not 0 <= reward <= 1:
         return Interval(reward, reward - Z95 * error, reward + Z95 * error)
-    counts = [_count(run, name, step, what) for what in ("instances", "trajectories")]
-    most = max(counts)
-    size = reward * (1 - reward) / error**2 if error > 0 else counts[0] or most
-    size = min(size, most) if most else size
+
+    max_size = max(counts)
+    size = reward * (1 - reward) / error**2 if error > 0 else counts[0] or max_size
+    size = min(size, max_size) if max_size else size
     return wilson(reward, size) if size > 0 else Interval(reward, 0.0, 1.0)
 
 
-def _count(run: RunData, name: str, step: int, what: str) -> float:
-    """How many entered the mean; of val/reward, those of the set whose reward it repeats. 0: not recorded."""
-    record = next((r for r in run.records if r.get("training/global_step") == step), {})
-    sets = (
-        [name]
-        if name != "val/reward"
-        else [
-            n
-            for n in record
-            if n.startswith("val/")
-            and n.count("/") == 2
-            and n.endswith("/reward")
-            and record[n] == record.get(name)
+def _counts(record: dict[str, object], metric: str) -> tuple[float, float]:
+    """Instances and trajectories that entered a mean; of the primary one, those of the set it repeats."""
+    sets = [metric]
+    if metric == PRIMARY:
+        sets = [
+            name
+            for name, value in record.items()
+            if name.startswith("val/")
+            and name.count("/") == 2
+            and name.endswith("/reward")
+            and value == record.get(PRIMARY)
         ]
-    )
-    return max((float(record.get(f"{n.removesuffix('reward')}{what}") or 0) for n in sets), default=0.0)
+
+    def largest(count: str) -> float:
+        recorded = (record.get(f"{name.removesuffix('reward')}{count}") for name in sets)
+        return max((float(x) for x in recorded if isinstance(x, (int, float))), default=0.0)
+
+    return largest("instances"), largest("trajectories")

@@ -46,7 +46,7 @@ class Monitor:
         self._online = config.mtp.online
         self._records = run_dir / "metrics.jsonl"
         self._alarms = Alarms(settings.alarms, event)
-        setup = Setup.of(asdict(config))
+        setup = Setup.from_settings(asdict(config))
         self._advisor = Advisor(setup, event) if settings.advice.enabled else None
 
     def forget_after(self, step: int) -> None:

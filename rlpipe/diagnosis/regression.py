@@ -247,6 +247,13 @@ def contrast(series: np.ndarray, weights: np.ndarray, *, level: float = 0.95) ->
     return Interval(value, value - half_width, value + half_width)
 
 
+def thirds(n: int) -> np.ndarray:
+    """Return the [n] weights of the mean of the last third minus that of the first, for `contrast`."""
+    weights, third = np.zeros(n), max(2, n // 3)
+    weights[:third], weights[n - third :] = -1 / third, 1 / third
+    return weights
+
+
 def _residual_noise(series: np.ndarray) -> tuple[float, float]:
     """AR(1) correlation, raised by a standard error, and variance of the residuals about a cubic drift."""
     n = len(series)

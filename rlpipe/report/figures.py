@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlpipe.diagnosis.held_out import interval_at
+from rlpipe.diagnosis.held_out import reward_intervals
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import (
     ACCEPTANCE,
@@ -212,7 +212,7 @@ def reward_line(run: RunData, name: str, label: str, colour: int) -> list[dict[s
     """The curve of one held-out reward, each reading with its interval."""
     traces = line_with_errors(run, name, label, colour)
     for trace in traces:
-        found = [interval_at(run, name, *reading) for reading in zip(*run.series(name), strict=True)]
-        above, below = [i.high - i.value for i in found], [i.value - i.low for i in found]
+        intervals = reward_intervals(run, name)
+        above, below = [i.high - i.value for i in intervals], [i.value - i.low for i in intervals]
         trace["error_y"] |= {"symmetric": False, "array": above, "arrayminus": below}
     return traces

@@ -8,6 +8,7 @@ from rlpipe.config.run import Config
 from rlpipe.diagnosis.advice import Advisor, Setup, advise, better_gamma, better_rule
 
 pytestmark = pytest.mark.unit
+from_settings = Setup.from_settings
 
 
 def lengths(rejection, target_only):
@@ -19,7 +20,7 @@ def lengths(rejection, target_only):
 
 def setup(online=False, draft_cost=0.1, **spec):
     metrics = {"advice": {"draft_cost": draft_cost}}
-    return Setup.of({"spec": spec, "mtp": {"train": "online" if online else "off"}, "metrics": metrics})
+    return from_settings({"spec": spec, "mtp": {"train": "online" if online else "off"}, "metrics": metrics})
 
 
 def rates(*by_depth):
@@ -106,7 +107,7 @@ def test_speculation_that_slows_down_is_advised_against(observed, speaks):
     [(9.0, 1.0, 0.3, True), (9.0, 1.0, 0.9, False), (1.5, 1.0, 0.3, False), (3.0, 1.0, 0.3, False)],
 )
 def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(waited, ran, busy, speaks):
-    threads = Setup.of({"env": {"threads": 2}})
+    threads = from_settings({"env": {"threads": 2}})
     seen = {
         "timing_s/sandbox": waited,
         "env/sandbox/seconds/mean": ran,
@@ -128,7 +129,7 @@ def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(wai
     ],
 )
 def test_a_draft_that_learns_by_ppow_is_trained_online(mtp, online):
-    draft = Setup.of({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
+    draft = from_settings({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
     text = advise(draft, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
     assert ("raise mtp.lr" if online else "mtp.train=online") in text
 
@@ -146,8 +147,11 @@ def test_the_advisor_speaks_once_and_again_after_silence():
 def test_what_a_run_does_not_say_is_as_in_a_new_run():
     config = Config()
     config.metrics.advice.draft_cost, config.spec.gamma = 0.25, 5
-    assert Setup.of({}) == Setup.of(asdict(Config()))
-    assert Setup.of({"spec": {"gamma": 5}, "metrics": {"advice": {"draft_cost": 0.25}}}) == Setup.of(
-        asdict(config)
+    assert from_settings({}) == from_settings(asdict(Config()))
+    assert from_settings(
+        {"spec": {"gamma": 5}, "metrics": {"advice": {"draft_cost": 0.25}}}
+    ) == from_settings(asdict(config))
+    assert (from_settings({}).env_threads, from_settings({}).mode) == (
+        Config().env.threads,
+        Config().spec.mode,
     )
-    assert (Setup.of({}).env_threads, Setup.of({}).mode) == (Config().env.threads, Config().spec.mode)
