@@ -26,7 +26,7 @@ from rlpipe.types import Group, Trajectory
 from rlpipe.weights.payload import WeightPayload, pack_weights
 
 if TYPE_CHECKING:
-    from rlpipe.drafts.trainer import DraftTrainer, SavingDraft
+    from rlpipe.drafts.standalone_trainer import DraftTrainer, SavingDraft
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.collective import Rendezvous, Sent

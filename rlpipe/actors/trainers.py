@@ -12,9 +12,9 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LayerSpec
-from rlpipe.drafts.ppow.eagle3 import window_slots
-from rlpipe.drafts.target import TrainableDraft
-from rlpipe.drafts.trainer import DraftTrainer
+from rlpipe.drafts.protocols import TrainableDraft
+from rlpipe.drafts.standalone_trainer import DraftTrainer
+from rlpipe.drafts.windows.eagle3 import window_slots
 from rlpipe.models import read_architecture
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.decoupled import DecoupledTrainer

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rlpipe.actors.ray_session import RaySession
     from rlpipe.batching.micro_batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
-    from rlpipe.drafts.trainer import DraftTrainer
+    from rlpipe.drafts.standalone_trainer import DraftTrainer
     from rlpipe.trainer.megatron import MegatronTrainer
 
 

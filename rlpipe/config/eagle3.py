@@ -1,7 +1,7 @@
 """EAGLE-3 drafts: their settings, their shape, and the `config.json` that SGLang and vLLM read.
 
 Owns what can be known of a draft without its weights, and every refusal of one that does not fit its target.
-The weights are `rlpipe.drafts.eagle3`'s. Imports no torch.
+The weights are `rlpipe.drafts.eagle3_model`'s. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,29 +1,31 @@
-"""Names of the objectives that can train a draft: the files of `rlpipe.drafts.objectives`. No torch."""
+"""Names of the objectives that can train a draft; the losses are `rlpipe.drafts.objectives`. No torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rlpipe.config.choice import Choice
 
-_FILES = Path(__file__).parents[1] / "drafts" / "objectives"
+
+class MtpObjective(Choice):
+    """What a draft is trained to minimise."""
+
+    HARD_CE = "hard_ce"  # cross-entropy against the realised token
+    KL = "kl"  # KL(target || draft)
+    REVERSE_KL = "reverse_kl"  # KL(draft || target)
+    TV = "tv"  # rejected mass, depth by depth
+    LK = "lk"  # KL where the overlap is small, TV where it is large
+    E2E_TV = "e2e_tv"  # rejected share of a chain, its overlaps multiplied
+    E2E_CHAIN = "e2e_chain"  # rejected share of a chain, exact for tokens of the target
+    E2E_BLOCK = "e2e_block"  # rejected share under block verification
+    VERIFY_STEPS = "verify_steps"  # expected verify steps per emitted token
+    PPOW = "ppow"  # reward of windows that the draft generates
 
 
-def _names(folder: str) -> list[str]:
-    return sorted(file.stem for file in (_FILES / folder).glob("[a-z]*.py"))
-
-
-MtpObjective = Choice(
-    "MtpObjective",
-    {name.upper(): name for folder in ("supervised", "windows") for name in _names(folder)},
-    module=__name__,
-)
-"""What a draft is trained to minimise; each is defined in the file of its name."""
-SUPERVISED = [MtpObjective(name) for name in _names("supervised")]  # learn from given text
+SUPERVISED = [name for name in MtpObjective if name is not MtpObjective.PPOW]
+"""Objectives that learn from a fixed text."""
 
 
 class AnchorWeighting(Choice):
-    """How much each anchor (place where a verify step may start) counts."""
+    """How much each anchor (position where a verify step may start) counts."""
 
     UNIFORM = "uniform"  # every anchor alike
     VISIT = "visit"  # by the probability that a verify step starts there

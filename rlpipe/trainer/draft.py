@@ -1,8 +1,8 @@
 """The draft's passes over micro-batches: under its objective, or for statistics and tables.
 
 Owns the way from hidden states of the backbone to the loss of the MTP layer, and the sums over micro-batches
-and ranks. The layout is `draft_batch`, the layer's unrolling `drafts.head`, the loss on given text
-`drafts.loss`, windows `drafts.ppow` on the passes of `ppow`. The trainer of the policy decides when, and
+and ranks. The layout is `draft_batch`, the layer's unrolling `drafts.megatron_draft`, the loss on given text
+`drafts.loss`, windows `drafts.windows` on the passes of `ppow`. The trainer of the policy decides when, and
 steps the optimizer. Nothing flows back into the backbone, the embedding or the head.
 
 The loss of a micro-batch is the numerator alone. Its denominator (with visit weights) is known only after
@@ -27,14 +27,14 @@ from rlpipe.batching.draft_layout import DraftBatch, draft_batch
 from rlpipe.batching.micro_batch import MicroBatch, as_rows
 from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.chunked import linear_draft_rows, linear_mtp_loss
-from rlpipe.drafts.head import draft_hidden_states
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets
+from rlpipe.drafts.loss.linear import linear_draft_rows, linear_mtp_loss
 from rlpipe.drafts.loss.stats import no_stats
-from rlpipe.drafts.ppow.step import WindowTraining
-from rlpipe.drafts.ppow.totals import PpowTotals
+from rlpipe.drafts.megatron_draft import draft_hidden_states
 from rlpipe.drafts.visit import accept_probabilities
+from rlpipe.drafts.windows.totals import PpowTotals
+from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.trainer.layers import BranchLayout
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.passes import Passes, schedule

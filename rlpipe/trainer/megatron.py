@@ -30,7 +30,7 @@ from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
-from rlpipe.drafts.ppow.totals import PpowTotals
+from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.trainer import runtime

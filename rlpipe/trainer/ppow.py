@@ -1,6 +1,6 @@
 """Windows of an MTP layer: drafted behind a micro-batch's texts, and read by the backbone.
 
-Owns the passes that `drafts.ppow.step` asks for; keys of finished passes are `continuation`'s.
+Owns the passes that `drafts.windows.training` asks for; keys of finished passes are `continuation`'s.
 
     backbone's own pass  -> hidden states, keys         (with or without a gradient: none is taken from it)
     depth 1, all anchors -> Q along the text, keys
@@ -24,11 +24,11 @@ from megatron.core.tensor_parallel import (
 
 from rlpipe.batching.draft_layout import DraftBatch, tokens_up_to
 from rlpipe.batching.micro_batch import Branch, MicroBatch
-from rlpipe.drafts.chunked import linear_draft_rows
-from rlpipe.drafts.head import draft_step
 from rlpipe.drafts.loss import depth_targets
-from rlpipe.drafts.ppow.step import Drawn
-from rlpipe.drafts.ppow.windows import criticality
+from rlpipe.drafts.loss.linear import linear_draft_rows
+from rlpipe.drafts.megatron_draft import draft_step
+from rlpipe.drafts.windows.rollout import Drawn
+from rlpipe.drafts.windows.selection import criticality
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, Kept
 from rlpipe.trainer.model import PolicyModel
@@ -36,7 +36,7 @@ from rlpipe.trainer.runtime import Runtime
 
 
 class MtpWindows:
-    """Implements `drafts.ppow.step.WindowDrafter` on a micro-batch, once.
+    """Implements `drafts.windows.training.WindowDrafter` on a micro-batch, once.
 
     prefixes, draft_prefixes: of each window, indices of tokens 0 .. t + 1 and of the draft's anchors 0 .. t.
     """

@@ -9,7 +9,7 @@ from logits [N, V]:
 `speculators`  its fused TV loss (GPU only)
 `liger`        Liger's TVD on softmax probabilities (GPU only)
 from hidden states [N, H], head included:
-`fused`        rlpipe.drafts.chunked.linear_mtp_loss
+`fused`        rlpipe.drafts.loss.linear.linear_mtp_loss
 `eager_head`   two products, then `eager`
 
 A peer that is not installed is reported so. Memory is the peak beyond the inputs: of the allocator on a GPU,
@@ -42,8 +42,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from rlpipe.drafts.chunked import linear_mtp_loss  # noqa: E402
 from rlpipe.drafts.loss import mtp_loss  # noqa: E402
+from rlpipe.drafts.loss.linear import linear_mtp_loss  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 HIDDEN_ARMS = ("fused", "eager_head")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.drafts.chunked import linear_mtp_loss
 from rlpipe.drafts.loss import mtp_loss
+from rlpipe.drafts.loss.linear import linear_mtp_loss
 from tests.helpers.mtp_kernel_cases import GROUPS
 from tests.helpers.mtp_reference import random_case, reference_loss
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlpipe.config.eagle3 import Eagle3Shape
-from rlpipe.drafts.eagle3 import Eagle3
+from rlpipe.drafts.eagle3_model import Eagle3
 from rlpipe.models.checkpoint import read_config
 
 

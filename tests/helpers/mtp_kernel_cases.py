@@ -13,8 +13,8 @@ import torch
 from torch.testing import assert_close
 
 from rlpipe.config.mtp_loss import SUPERVISED
-from rlpipe.drafts.chunked import linear_mtp_loss
 from rlpipe.drafts.loss import MtpStats, mtp_loss
+from rlpipe.drafts.loss.linear import linear_mtp_loss
 from rlpipe.drafts.loss.torch_rows import Sums
 from tests.helpers.mtp_reference import Case, random_case
 

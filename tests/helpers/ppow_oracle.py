@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlpipe.drafts.ppow.reward import window_reward
+from rlpipe.drafts.windows.reward import window_reward
 
 ReadTarget = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T] -> hidden states, logprobs [T, V]
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rlpipe.actors.trainers as trainers
-import rlpipe.drafts.eagle3 as eagle3
+import rlpipe.drafts.eagle3_model as eagle3
 from rlpipe.batching.packing import pack
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.mtp import MtpConfig
@@ -20,10 +20,10 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.kinds.eagle3 import make_trainer
-from rlpipe.drafts.objectives.windows.ppow import group_advantages
-from rlpipe.drafts.ppow.eagle3 import draft_cost
-from rlpipe.drafts.ppow.windows import criticality, window_scores
-from rlpipe.drafts.trainer import DraftTrainer
+from rlpipe.drafts.objectives.ppow import group_advantages
+from rlpipe.drafts.standalone_trainer import DraftTrainer
+from rlpipe.drafts.windows.eagle3 import draft_cost
+from rlpipe.drafts.windows.selection import criticality, window_scores
 from rlpipe.metrics.values import reduce
 from rlpipe.models.checkpoint import read_config, read_weights
 from tests.helpers.cli import ROOT, run

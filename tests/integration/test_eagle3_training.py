@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rlpipe.actors.trainers as trainers
-import rlpipe.drafts.trainer as eagle3
+import rlpipe.drafts.standalone_trainer as eagle3
 from rlpipe.batching.packing import pack
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config
@@ -22,7 +22,7 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.drafts.kinds.eagle3 import make_trainer
 from rlpipe.drafts.loss import depth_targets, mtp_loss
-from rlpipe.drafts.trainer import DraftTrainer
+from rlpipe.drafts.standalone_trainer import DraftTrainer
 from rlpipe.metrics.values import reduce
 from rlpipe.preflight.settings import check
 from tests.helpers.cli import ROOT, run

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from numpy.testing import assert_allclose
 
 from rlpipe.config.mtp_loss import SUPERVISED
-from rlpipe.drafts.chunked import linear_mtp_loss
 from rlpipe.drafts.loss import MtpStats, mtp_loss
+from rlpipe.drafts.loss.linear import linear_mtp_loss
 from tests.helpers.mtp_reference import random_case
 from tests.helpers.parallel import run_ranks
 

@@ -257,7 +257,7 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
     from transformers import AutoConfig
 
     from recipes.tiny_model.layer import MtpLayer, unroll
-    from rlpipe.drafts.head import draft_hidden_states
+    from rlpipe.drafts.megatron_draft import draft_hidden_states
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path)
@@ -280,7 +280,7 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
 @pytest.mark.parametrize("recompute", Recompute)
 def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of, recompute):
     """A detached input plus recomputation silently gives zero gradients, unless the input requires one."""
-    from rlpipe.drafts.head import draft_hidden_states
+    from rlpipe.drafts.megatron_draft import draft_hidden_states
 
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     trainer = trainer_of(path, TrainerConfig(recompute=recompute))

@@ -16,8 +16,8 @@ from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
-from rlpipe.drafts.objectives.windows.ppow import group_advantages
-from rlpipe.drafts.ppow.windows import window_law, window_scores
+from rlpipe.drafts.objectives.ppow import group_advantages
+from rlpipe.drafts.windows.selection import window_law, window_scores
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
 from rlpipe.trainer.ppow import MtpWindows

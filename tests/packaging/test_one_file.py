@@ -11,11 +11,13 @@ from tests.helpers.cli import ROOT, SMALL, environment
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.packaging
-OBJECTIVE = '''
-"""Rejected mass squared."""
-from rlpipe.drafts.objectives.supervised import Supervised
-OBJECTIVE = Supervised(by_depth=lambda rows: (1 - rows.alpha) ** 2)
-'''
+OBJECTIVE_ROWS = {
+    "config/mtp_loss.py": [('    PPOW = "ppow"', '    SQUARED = "squared"')],
+    "drafts/objectives/supervised.py": [
+        ("def hard_ce(", "def squared(rows):\n    return (1 - rows.alpha) ** 2\n\n"),
+        ("    MtpObjective.HARD_CE:", "    MtpObjective.SQUARED: Supervised(by_depth=squared),"),
+    ],
+}
 CHECK = """
 import torch
 from rlpipe.config.mtp import MtpConfig
@@ -325,9 +327,9 @@ def run(folder, code, *arguments):
     )
 
 
-def test_a_file_among_the_objectives_is_an_objective(package):
+def test_a_function_and_its_rows_are_an_objective(package):
     assert "squared" in run(package, CHECK).stderr
-    (package / "rlpipe/drafts/objectives/supervised/squared.py").write_text(OBJECTIVE)
+    add_rows(package, OBJECTIVE_ROWS)
     done = run(package, CHECK)
     assert done.returncode == 0, done.stderr
 

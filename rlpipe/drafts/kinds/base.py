@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlpipe.config.run import Config
-    from rlpipe.drafts.trainer import DraftTrainer
+    from rlpipe.drafts.standalone_trainer import DraftTrainer
     from rlpipe.types import Trajectory
 
 

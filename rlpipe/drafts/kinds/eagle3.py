@@ -19,7 +19,7 @@ from rlpipe.models import read_architecture
 
 if TYPE_CHECKING:
     from rlpipe.config.run import Config
-    from rlpipe.drafts.trainer import DraftTrainer
+    from rlpipe.drafts.standalone_trainer import DraftTrainer
     from rlpipe.types import Trajectory
 
 
@@ -36,8 +36,8 @@ def make_trainer(
     train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`).
     Raises ValueError for a target the engine cannot run, or settings that do not fit it.
     """
-    from rlpipe.drafts.eagle3 import Eagle3, new_draft
-    from rlpipe.drafts.ppow.eagle3 import draft_cost
+    from rlpipe.drafts.eagle3_model import Eagle3, new_draft
+    from rlpipe.drafts.windows.eagle3 import draft_cost
     from rlpipe.models.checkpoint import read_config, read_weights
 
     path = resolve(config.model.path)

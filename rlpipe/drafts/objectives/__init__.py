@@ -1,7 +1,5 @@
-"""What a draft is trained to minimise: one file per objective, whose name is that of the file.
+"""What a draft is trained to minimise: the values of `mtp.objective`.
 
-supervised/  a loss from what target and draft say along given text
-windows/     a loss from windows that the draft makes itself and the target verifies
-
-`mtp.objective` takes the names of the files (`rlpipe.config.mtp_loss` lists them, without an import).
+supervised  losses from the distributions of target and draft along a fixed text
+windows     losses from windows that the draft generates and the target verifies; `ppow` is one
 """

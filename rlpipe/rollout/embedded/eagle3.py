@@ -1,6 +1,6 @@
 """The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
 
-Owns the draft's weights and its step; the equations are stated in `drafts.eagle3`, which trains it. The
+Owns the draft's weights and its step; the equations are stated in `drafts.eagle3_model`, which trains it. The
 draft comes from a directory of its own; only the embedding is the target's. Where it is co-trained
 (mtp.train=online) its weights come with each update of the target. Where it is not it stays, and drafts for
 an older policy: losslessly, and at an acceptance that falls until it is trained again.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape
-from rlpipe.drafts.eagle3 import draft_ids, read_draft
+from rlpipe.drafts.eagle3_model import draft_ids, read_draft
 from rlpipe.rollout.embedded.linear import Linear
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.rollout.embedded.span import Span

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
 from rlpipe.config.mtp_loss import SUPERVISED
-from rlpipe.drafts.eagle3 import OUTSIDE, Eagle3
+from rlpipe.drafts.eagle3_model import OUTSIDE, Eagle3
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.models.checkpoint import read_config

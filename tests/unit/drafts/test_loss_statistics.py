@@ -114,7 +114,7 @@ def test_only_objectives_with_a_kl_retain_the_target(kind):
         ({"target_logits": torch.zeros(14, 3, 5)}, r"both be \[N, K, V\]"),
         (
             {"kind": "ppow"},
-            "learns from windows .* use one of e2e_block, .* mtp.objective=ppow",
+            "learns from windows .* use one of hard_ce, .* mtp.objective=ppow",
         ),
     ],
 )

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.eagle3 import OUTSIDE
-from rlpipe.drafts.objectives.windows.ppow import group_advantages, ppow_loss
-from rlpipe.drafts.ppow.eagle3 import learnable_kl
-from rlpipe.drafts.ppow.reward import (
+from rlpipe.drafts.eagle3_model import OUTSIDE
+from rlpipe.drafts.objectives.ppow import group_advantages, ppow_loss
+from rlpipe.drafts.windows.eagle3 import learnable_kl
+from rlpipe.drafts.windows.reward import (
     acceptance_law,
     expected_reward,
     proximity_gap,
@@ -21,7 +21,7 @@ from rlpipe.drafts.ppow.reward import (
     speedup_reward,
     window_reward,
 )
-from rlpipe.drafts.ppow.windows import (
+from rlpipe.drafts.windows.selection import (
     confidence,
     criticality,
     hard_share,

@@ -1,9 +1,11 @@
-"""Registries of drafters: every name of a setting has its row, in each table that must have one."""
+"""Registries of drafters and objectives: every name of a setting has a row in each table that needs one."""
 
 import pytest
 
 from rlpipe.config.drafters import KINDS, Drafter
+from rlpipe.config.mtp_loss import SUPERVISED, MtpObjective
 from rlpipe.drafts.kinds import DRAFTERS
+from rlpipe.drafts.objectives import supervised, windows
 from rlpipe.rollout.embedded.drafters import DRAFT_MODELS
 
 pytestmark = pytest.mark.unit
@@ -21,3 +23,15 @@ def test_the_functions_of_a_drafter_fit_its_properties(name):
     assert (functions.make_trainer is not None) == kind.has_directory
     assert (kind.served is not None) == bool(kind.sglang)
     assert kind.has_model or not kind.has_directory
+
+
+def test_every_objective_learns_either_from_a_fixed_text_or_from_windows():
+    assert set(supervised.OBJECTIVES) == set(SUPERVISED)
+    assert set(windows.LOSSES) == set(MtpObjective) - set(SUPERVISED)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_supervised_objective_has_exactly_one_form(name):
+    objective = supervised.OBJECTIVES[name]
+    forms = (objective.by_depth, objective.by_chain, objective.by_sequence)
+    assert sum(form is not None for form in forms) == 1

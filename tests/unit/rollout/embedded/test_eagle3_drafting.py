@@ -7,7 +7,7 @@ import torch
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
-from rlpipe.drafts.eagle3 import Eagle3
+from rlpipe.drafts.eagle3_model import Eagle3
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.embedded import EmbeddedEngine
 from rlpipe.spec.tree import Tree

@@ -1,6 +1,6 @@
 """The trainer of a draft that is no part of the policy: plain torch beside its target, one process.
 
-Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.target`) is
+Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.protocols`) is
 the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
 rows at a time. Before RL (`rlpipe.adapt`) it is frozen; beside RL (`TrainerWorker`) it gets the policy's
 weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives: `rlpipe.drafts.loss`.
@@ -12,7 +12,7 @@ weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives
 The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
 a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss
 (any of `mtp_loss`), and the starting point of norm and head (the target's). An objective on windows, which is
-for EAGLE-3 drafts alone, learns from those it drafts there instead (`drafts.ppow`).
+for EAGLE-3 drafts alone, learns from those it drafts there instead (`drafts.windows`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rlpipe.config.trainer import Precision
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.alignment import DepthTargets
 from rlpipe.drafts.loss.stats import no_stats
-from rlpipe.drafts.ppow.eagle3 import Pair
-from rlpipe.drafts.ppow.step import WindowTraining
-from rlpipe.drafts.ppow.totals import PpowTotals
-from rlpipe.drafts.target import Target, TrainableDraft
+from rlpipe.drafts.protocols import Target, TrainableDraft
+from rlpipe.drafts.windows.eagle3 import Pair
+from rlpipe.drafts.windows.totals import PpowTotals
+from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 
 LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one turn at least

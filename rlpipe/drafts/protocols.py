@@ -54,7 +54,7 @@ class Shape(Protocol):
 
 
 class TrainableDraft(Protocol):
-    """A torch module that drafts; `drafts.eagle3.Eagle3` is one, with what PPOW needs besides.
+    """A torch module that drafts; `drafts.eagle3_model.Eagle3` is one, with what PPOW needs besides.
 
     prefix: before the names of its state dict where they travel with the target's.
     """

@@ -4,5 +4,5 @@
     reward     what a verified window earns: accepted tokens per cost, or closeness to the target
     totals     what a step reports
 
-Pure functions over distributions and tokens. The loss is `rlpipe.drafts.objectives.windows.ppow`.
+Pure functions over distributions and tokens. The loss is `rlpipe.drafts.objectives.ppow`.
 """

@@ -1,6 +1,6 @@
 """Windows of an EAGLE-3 draft: drafted by its own steps behind rows of texts, and read by the target.
 
-Owns the passes that `drafts.ppow.step` asks for, over as many rows as the target's cache has.
+Owns the passes that `drafts.windows.training` asks for, over as many rows as the target's cache has.
 
     target over some rows          -> hidden states, features; its cache keeps the keys
     step 1 of the draft, all texts -> Q along the text, keys
@@ -28,11 +28,11 @@ from torch import Tensor
 from rlpipe.batching.draft_layout import draft_batch
 from rlpipe.batching.micro_batch import MicroBatch, as_rows
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.eagle3 import Eagle3, Windows
+from rlpipe.drafts.eagle3_model import Eagle3, Windows
 from rlpipe.drafts.loss import depth_targets
-from rlpipe.drafts.ppow.step import Drawn
-from rlpipe.drafts.ppow.windows import criticality
-from rlpipe.drafts.target import Target
+from rlpipe.drafts.protocols import Target
+from rlpipe.drafts.windows.rollout import Drawn
+from rlpipe.drafts.windows.selection import criticality
 
 LOGITS = {"cuda": 2**26, "cpu": 2**23}  # numbers of the logits held at once while places are scored
 
@@ -79,7 +79,7 @@ class Pair:
 
 
 class Eagle3Windows:
-    """Implements `drafts.ppow.step.WindowDrafter` on rows of the target's cache, once.
+    """Implements `drafts.windows.training.WindowDrafter` on rows of the target's cache, once.
 
     cells: [R, L] place of each of the turns' tokens in the flat view of the rows. anchors: [W] places t.
     """
@@ -208,7 +208,7 @@ def learnable_kl(log_p: Tensor, log_q: Tensor, ids: Tensor | None) -> Tensor:
 
     With S the tokens that the draft knows (ids [S], None for all) the chain rule gives
     KL = KL(P(S) || Q(S)) + P(S) KL(P(. | S) || Q(. | S)). Q(S) is fixed, and the first term about 60 P(not S)
-    (`drafts.eagle3.OUTSIDE`); the second is returned.
+    (`drafts.eagle3_model.OUTSIDE`); the second is returned.
 
     >>> p, q = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([0.5, 0.5, 1e-26]).log()
     >>> learnable_kl(p, q, None) > 20, round(learnable_kl(p, q, torch.tensor([0, 1])).item(), 4)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.ppow.step import Rollout, logprobs_of
-from rlpipe.drafts.ppow.totals import PpowTotals, Total
+from rlpipe.drafts.windows.rollout import Rollout, logprobs_of
+from rlpipe.drafts.windows.totals import PpowTotals, Total
 
 DELTA = 1e-6  # keeps the advantage of a group with equal rewards 0
 
@@ -74,7 +74,7 @@ def ppow_loss(
     return -terms.sum() / max(1, tokens.numel()), stats
 
 
-def loss(found: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
+def windows_loss(found: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
     """Sum over drafts of the loss, a scalar, and totals; hard: the share of windows drawn by score."""
     log_q, tokens, judged = found.logprobs, found.tokens, found.judged
     mean, stats = ppow_loss(
@@ -103,6 +103,3 @@ def loss(found: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowT
         Total.HARD: hard * judged.rewards.numel(),
     }
     return total, PpowTotals.of(sums, log_q.device)
-
-
-OBJECTIVE = loss

@@ -7,7 +7,7 @@
 
 An anchor t knows token t + 1 and drafts t + 2 .. t + K + 1, as in a verify step of the engine. Owns the
 randomness, the order of the passes and the verdict; the passes are a `WindowDrafter`'s (`trainer.ppow` for an
-MTP layer, `drafts.ppow.eagle3` for an EAGLE-3 draft), verification `rlpipe.spec.verify`'s, the loss
+MTP layer, `drafts.windows.eagle3` for an EAGLE-3 draft), verification `rlpipe.spec.verify`'s, the loss
 `drafts.objectives.windows`'.
 
 Nothing is random but what (seed, step, trajectory) gives: windows, drafts and coins depend on no cut into
@@ -16,97 +16,19 @@ micro-batches or ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.loss import depth_targets
-from rlpipe.drafts.objectives.windows import windows_loss
-from rlpipe.drafts.ppow.reward import expected_reward, proximity_gap, window_reward
-from rlpipe.drafts.ppow.totals import PpowTotals
-from rlpipe.drafts.ppow.windows import hard_share, sample_windows, window_scores
+from rlpipe.drafts.objectives.windows import LOSSES
+from rlpipe.drafts.windows.reward import expected_reward, proximity_gap, window_reward
+from rlpipe.drafts.windows.rollout import Drawn, Judged, Rollout, WindowDrafter, logprobs_of
+from rlpipe.drafts.windows.selection import hard_share, sample_windows, window_scores
+from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.spec.sampling import sample_cdf
 from rlpipe.spec.verify import verify_chain
-
-
-@dataclass(slots=True, kw_only=True)
-class Drawn:
-    """W windows, and what is random about the G that are drafted from each.
-
-    owners: [W] row of the micro-batch, ascending. turns, columns: [W] where each anchor stands among the
-    turns. scores: [W]. draft_uniforms, coins: [W, G, K] float64, on the CPU.
-    """
-
-    owners: np.ndarray
-    turns: np.ndarray
-    columns: np.ndarray
-    scores: torch.Tensor
-    draft_uniforms: torch.Tensor
-    coins: torch.Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class Judged:
-    """logprobs: [W, G, K, V] of the target where each draft was drawn. The rest [W, G].
-
-    rewards: those of the objective. close: nothing accepted and yet R_dist earned.
-    """
-
-    logprobs: torch.Tensor
-    num_accepted: torch.Tensor
-    rewards: torch.Tensor
-    close: torch.Tensor
-
-
-class WindowDrafter(Protocol):
-    """A drafter and its target on some texts that both have read.
-
-    owners: [R] row of the micro-batch that each turn is of. turns, sampled: [R, L], see `DraftBatch`. rows:
-    number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
-    Every distribution is log-probabilities over the whole vocabulary.
-    """
-
-    owners: np.ndarray
-    turns: np.ndarray
-    sampled: np.ndarray
-    rows: np.ndarray
-    draft_cost: float
-
-    def criticality(self) -> torch.Tensor:
-        """[R, L] of the first draft from each token of the turns; 0 where none is."""
-
-    def start(self, drawn: Drawn, group: int) -> torch.device:
-        """Get ready to go on from the anchors of W windows, `group` times from each; where that is done."""
-
-    def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """[W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
-
-    def first(self) -> torch.Tensor:
-        """[W, V] of the target where the first draft stands."""
-
-    def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
-
-    def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, V] of the target after one token more, [W], of each greedy window."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Rollout:
-    """What was drafted, and the verdict.
-
-    tokens: [W, G, K]. logprobs: [W, G, K, V] of the drafter where each was drawn, with a graph.
-    """
-
-    text: WindowDrafter
-    drawn: Drawn
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    judged: Judged
 
 
 class WindowTraining:
@@ -118,7 +40,7 @@ class WindowTraining:
     def __init__(
         self, config: PpowConfig, objective: MtpObjective, *, depths: int, steps: int, seed: int
     ) -> None:
-        self._config, self._loss = config, windows_loss(objective)
+        self._config, self._loss = config, LOSSES[objective]
         self._depths, self._steps, self._seed = depths, steps, seed
 
     def loss(self, text: WindowDrafter, step: int) -> tuple[torch.Tensor, PpowTotals] | None:
@@ -219,11 +141,6 @@ def _sampled(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """A token of each distribution, [W, G, V] and [W, G] -> [W, G]."""
     probs = logprobs.detach().flatten(0, 1).exp()
     return sample_cdf(probs, uniforms.flatten()).view_as(uniforms)
-
-
-def logprobs_of(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Logprobs of tokens, [..., V] and [...] -> [...]."""
-    return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def _generator(seed: int, step: int, row: int) -> torch.Generator:

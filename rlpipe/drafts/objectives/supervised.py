@@ -1,0 +1,150 @@
+"""Objectives on a fixed text: a function each, with its equation and source, and a row of `OBJECTIVES`.
+
+Pure functions of row statistics; no logits, no vocabulary. Notation: p target, q draft, alpha_k =
+sum_v min(p_k, q_k) at depth k, a_k = min(1, q_k(x_k) / p_k(x_k)) at the realised token x_k, m the mask, w_n
+the weight of anchor n. Every loss is a ratio of sums, a mean over drafted tokens:
+
+    by depth:  sum_n w_n sum_k m_nk loss_nk / sum_n w_n sum_k m_nk
+    by chain:  sum_n w_n (g_n - E[tau_n])   / sum_n w_n g_n,     g_n = leading unmasked depths of anchor n
+
+so a chain that the end of a turn cuts short counts for the depths it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.drafts.visit import (
+    accept_probabilities,
+    by_sequence,
+    expected_accepted,
+    expected_verify_steps,
+)
+
+if TYPE_CHECKING:
+    from rlpipe.drafts.loss.rows import Rows
+
+LK_DECAY = 3.0
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Supervised:
+    """One objective, in exactly one of three forms.
+
+    by_depth: rows -> loss of each drafted token, [N, K]. by_chain: rows and mask, without gaps -> expected
+    accepted drafts of each anchor, [N]. by_sequence: rows, mask, turn_starts -> numerator and denominator.
+    needs_tokens: whether realised tokens enter. needs_target: whether it has a KL term, whose gradient reads
+    the target again.
+    """
+
+    by_depth: Callable[[Rows], Tensor] | None = None
+    by_chain: Callable[[Rows, Tensor], Tensor] | None = None
+    by_sequence: Callable[[Rows, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    needs_tokens: bool = False
+    needs_target: bool = False
+
+
+def hard_ce(rows: Rows) -> Tensor:
+    """Compute the cross-entropy against the realised token, -log q(x): [N, K]."""
+    return -rows.draft_logprob
+
+
+def kl(rows: Rows) -> Tensor:
+    """Compute KL(p || q): [N, K].
+
+    Its gradient, q - p, is that of soft cross-entropy. Source: Bebop App. B, "CE".
+    """
+    return rows.kl
+
+
+def reverse_kl(rows: Rows) -> Tensor:
+    """Compute KL(q || p): [N, K]. Source: Bebop Eq. 17."""
+    return rows.reverse_kl
+
+
+def tv(rows: Rows) -> Tensor:
+    """Compute the rejected mass, 1 - alpha: [N, K]. Source: Bebop Eq. 10, 11."""
+    return 1 - rows.alpha
+
+
+def lk(rows: Rows) -> Tensor:
+    """Compute lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-3 alpha), alpha detached: [N, K].
+
+    KL where the overlap is small and the gradient of TV vanishes, TV where it is large, row by row.
+    Source: Samarin et al., "LK losses" (arXiv 2602.23881), the hybrid with decay 3; per row as
+    vllm-project/speculators #673.
+    """
+    share = (-LK_DECAY * rows.alpha.detach()).exp()
+    return share * rows.kl + (1 - share) * (1 - rows.alpha)
+
+
+def e2e_tv(rows: Rows, mask: Tensor) -> Tensor:
+    """Compute E[tau] = sum_j alpha_1 ... alpha_j of a chain: [N].
+
+    Exact if the chain's tokens come from the draft. Source: Bebop Eq. 12, 13.
+    """
+    return expected_accepted(rows.alpha, rows.alpha, mask)
+
+
+def e2e_chain(rows: Rows, mask: Tensor) -> Tensor:
+    """Compute E[tau] = sum_j a_1 ... a_{j-1} alpha_j, exact for tokens of the target: [N].
+
+    Averaged over x ~ p: E_p[a_1 ... a_{j-1} alpha_j] is the probability that j drafts are accepted, as
+    p(x) a(x) = min(p, q)(x) is the distribution of accepted drafts. Source: notes, "End-to-end TV loss".
+    """
+    accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
+    return expected_accepted(rows.alpha, accept, mask)
+
+
+def e2e_block(rows: Rows, mask: Tensor) -> Tensor:
+    """Compute E[tau] = sum_j min(1, min_{k <= j} Q(x^k) / P(x^k)) of block verification: [N].
+
+    For tokens of the target. P, Q: joint probabilities of the first k tokens. Block verification (arXiv
+    2403.10444) accepts x^j with Q(x^j) min_k P(x^j | x^k) / Q(x^j | x^k) = P(x^j) min_k Q(x^k) / P(x^k),
+    k = 0..j.
+    """
+    log_ratio = (rows.draft_logprob - rows.target_logprob).cumsum(1)
+    return (mask * log_ratio.cummin(1).values.clamp(max=0).exp()).sum(1)
+
+
+def verify_steps(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the expected verify steps of all sequences and the tokens they emit; scalars.
+
+    Exact for tokens of the target. Source: `rlpipe.drafts.visit`.
+    """
+    accept, mask = by_sequence(rows, mask, turn_starts)
+    steps = expected_verify_steps(accept, mask, turn_starts).sum()
+    emitted = (mask[..., 0] & (turn_starts.cumsum(1) > 0)).sum()
+    return steps.to(accept.dtype), emitted.to(accept.dtype)
+
+
+OBJECTIVES: dict[MtpObjective, Supervised] = {
+    MtpObjective.HARD_CE: Supervised(by_depth=hard_ce, needs_tokens=True),
+    MtpObjective.KL: Supervised(by_depth=kl, needs_target=True),
+    MtpObjective.REVERSE_KL: Supervised(by_depth=reverse_kl, needs_target=True),
+    MtpObjective.TV: Supervised(by_depth=tv),
+    MtpObjective.LK: Supervised(by_depth=lk, needs_target=True),
+    MtpObjective.E2E_TV: Supervised(by_chain=e2e_tv),
+    MtpObjective.E2E_CHAIN: Supervised(by_chain=e2e_chain, needs_tokens=True),
+    MtpObjective.E2E_BLOCK: Supervised(by_chain=e2e_block, needs_tokens=True),
+    MtpObjective.VERIFY_STEPS: Supervised(by_sequence=verify_steps, needs_tokens=True),
+}
+
+
+def supervised(kind: MtpObjective | str) -> Supervised:
+    """Return the objective of a name.
+
+    Raises ValueError for an unknown name, and for an objective that learns from windows.
+    """
+    kind = MtpObjective(kind)
+    if kind not in OBJECTIVES:
+        raise ValueError(
+            f"kind={kind} learns from windows that a draft generates and has no loss on a fixed text: use "
+            f"one of {', '.join(OBJECTIVES)} here, or train a draft with mtp.objective={kind}."
+        )
+    return OBJECTIVES[kind]
