@@ -14,9 +14,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from rlpipe.batching import draft_layout
 from rlpipe.batching.micro_batch import MicroBatch
 from rlpipe.batching.packing import pack
-from rlpipe.drafts import draft_batch
 from rlpipe.drafts.loss import alignment
 from rlpipe.trainer.context import ContextLayout
 from rlpipe.types import Trajectory
@@ -108,19 +108,19 @@ def read_by_ranks(micro: MicroBatch, cp: int) -> np.ndarray:
 @given(batches())
 def test_labels_are_those_of_the_definition_under_any_packing(batch):
     trajectories, depths, *how = batch
-    found = Counter(laid_out(trajectories, depths, *how, draft_batch, alignment))
+    found = Counter(laid_out(trajectories, depths, *how, draft_layout, alignment))
     assert found == Counter(expected(trajectories, depths))
 
 
 MUTANTS = {
-    "nothing shifted": (draft_batch, "[1 : depths + 1]", "[0:depths]"),
+    "nothing shifted": (draft_layout, "[1 : depths + 1]", "[0:depths]"),
     "labels shifted twice": (alignment, "torch.arange(2, depths + 2)", "torch.arange(3, depths + 3)"),
     "labels not shifted": (alignment, "torch.arange(2, depths + 2)", "torch.arange(1, depths + 1)"),
     "padding after a turn is a label": (alignment, "sampled[:, 1:] & sampled[:, :-1]", "True"),
-    "turns joined over what tools said": (draft_batch, "np.flatnonzero(np.diff(sampled) > 1) + 1", "[]"),
-    "siblings share anchors that read apart": (draft_batch, "max(0, same - depths)", "same"),
-    "positions begin again": (draft_batch, "np.arange(same, len(own))", "np.arange(len(own) - same)"),
-    "anchors one late": (draft_batch, "slice(turn[0] - 1, turn[-1])", "slice(turn[0], turn[-1] + 1)"),
+    "turns joined over what tools said": (draft_layout, "np.flatnonzero(np.diff(sampled) > 1) + 1", "[]"),
+    "siblings share anchors that read apart": (draft_layout, "max(0, same - depths)", "same"),
+    "positions begin again": (draft_layout, "np.arange(same, len(own))", "np.arange(len(own) - same)"),
+    "anchors one late": (draft_layout, "slice(turn[0] - 1, turn[-1])", "slice(turn[0], turn[-1] + 1)"),
 }
 
 
