@@ -133,7 +133,7 @@ def test_a_planted_bug_is_seen(name, monkeypatch):
     mutant.__file__ = module.__file__
     monkeypatch.setitem(sys.modules, mutant.__name__, mutant)  # where its dataclasses look for themselves
     exec(compile(text.replace(right, wrong), module.__file__, "exec"), mutant.__dict__)
-    parts = [mutant if one is module else one for one in (draft_batch, alignment)]
+    parts = [mutant if one is module else one for one in (draft_layout, alignment)]
 
     @settings(
         max_examples=150,
