@@ -32,7 +32,7 @@ from rlpipe.loop.cluster_protocol import TrainerLost
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.preflight.object_store import check_store
 from rlpipe.types import Group, Prompt, Trajectory
-from rlpipe.weights.collective import Offer, Rendezvous
+from rlpipe.weights.offer import Offer, Rendezvous
 from rlpipe.weights.payload import unpack_weights
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class RayCluster:
             members=servers,
             ranks=self._config.rollout.sglang.tp,
             buckets=self._buckets,
-            sent=partial(_asked, "does not tell of its broadcast", sending[0]),
+            result=partial(_asked, "does not tell of its broadcast", sending[0]),
             weights=partial(_given, trainer, version, sending[0]),
         )
         newest = self._workers.newest = "receive_weights", offer

@@ -33,7 +33,7 @@ from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts
 
 if TYPE_CHECKING:
-    from rlpipe.weights.collective import Member, Offer
+    from rlpipe.weights.offer import Member, Offer
 
 
 class RolloutWorker:
@@ -147,7 +147,7 @@ class RolloutWorker:
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=offer.version):
             await asyncio.to_thread(self._in_group().receive_weights, offer)
-            sent = await offer.sent()
+            sent = await offer.result()
         return {
             "weights/bytes": Last(sent.num_bytes),
             "timing_s/load_weights": Mean(time.monotonic() - started, 1),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlpipe.drafts.standalone_trainer import DraftTrainer, SavingDraft
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.weights.buckets import Bucket
-    from rlpipe.weights.collective import Rendezvous, Sent
+    from rlpipe.weights.offer import BroadcastResult, Rendezvous
     from rlpipe.weights.sender import WeightSender
 
 
@@ -171,7 +171,7 @@ class TrainerWorker:
         """A group with so many servers, and what every update consists of; on rank 0."""
         return self._sender.open(host, servers)
 
-    def broadcast(self, version: int) -> Sent | None:
+    def broadcast(self, version: int) -> BroadcastResult | None:
         """Full weights to all servers at once; None off rank 0 (which still takes part in the gathering)."""
         with self._spans.lane() as lane, lane.span("sync", version=version):
             sent = self._sender.send(version)

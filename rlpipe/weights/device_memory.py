@@ -26,14 +26,14 @@ class DeviceMemory:
         self._pointer = ctypes.c_uint64(0)
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def grow(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Make it at least so large; what it held is lost."""
         if len(self.bytes) < size:
             self.close()
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             self.bytes = as_tensor(self._pointer.value, size, self._device)
 
-    def where(self) -> dict[str, Any]:
+    def location(self) -> dict[str, Any]:
         """What `served/rlpipe_shared_weights.py` finds it by, once all that was written is there."""
         handle = Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlpipe.weights.buckets import Bucket
-    from rlpipe.weights.collective import Member, Offer
+    from rlpipe.weights.offer import Member, Offer
 
 
 class ReceivesWeights(Protocol):

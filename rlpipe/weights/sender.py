@@ -21,8 +21,9 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.models.checkpoint import has_mtp
 from rlpipe.weights.buckets import Bucket, buckets
 from rlpipe.weights.canary import is_served, rank_fingerprints
-from rlpipe.weights.collective import Checksums, GroupBroken, Rendezvous, Sent
+from rlpipe.weights.offer import BroadcastResult, Checksums, Rendezvous
 from rlpipe.weights.payload import WeightPayload, pack_weights
+from rlpipe.weights.process_group import GroupBroken
 from rlpipe.weights.protocols import ExportsDraft, ExportsWeights
 from rlpipe.weights.transports import TRANSPORTS
 from rlpipe.weights.transports.base import Audience, BroadcastRoot
@@ -75,7 +76,7 @@ class WeightSender:
         self._root = TRANSPORTS[sglang.weight_transfer].open_root(audience)
         return self._root.rendezvous, plan
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> BroadcastResult:
         """Broadcast the trainer's weights; after a bucket that does not arrive the rest is only kept.
 
         Servers have `update_timeout` seconds for all of it, so one that hangs keeps the trainer no longer.
@@ -96,7 +97,7 @@ class WeightSender:
                 failure = sending.result() if sending else failure
         self._newest = version, kept
         num_bytes = sum(tensor.nbytes for tensor in kept.values())
-        return Sent(checksums=checksums, num_bytes=num_bytes, failure=failure)
+        return BroadcastResult(checksums=checksums, num_bytes=num_bytes, failure=failure)
 
     def newest(self, version: int) -> WeightPayload:
         """The weights last sent. Raises RuntimeError when they are of another version."""

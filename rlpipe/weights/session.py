@@ -30,7 +30,7 @@ from rlpipe.models.checkpoint import read_config, read_weights, stored_name, wri
 from rlpipe.weights.buckets import Bucket, buckets, serialize
 from rlpipe.weights.canary import is_served
 from rlpipe.weights.protocols import Server, ServerError
-from rlpipe.weights.shared import LOADER
+from rlpipe.weights.shared_memory import LOADER
 
 
 class WeightSession:
@@ -102,7 +102,7 @@ class WeightSession:
     async def load_mapped(self, client: Server, description: torch.Tensor, body: dict[str, Any]) -> None:
         """Have every rank of the server load a bucket from memory that it maps.
 
-        description: where the memory and the tensors in it are (`shared.encoded`).
+        description: where the memory and the tensors in it are (`encode_layout`).
         """
         body["load_format"] = LOADER
         serialized = serialize([("bucket", description)])

@@ -18,7 +18,7 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights, weight_shapes
 from rlpipe.weights import canary
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Checksums, Offer, Sent
+from rlpipe.weights.offer import BroadcastResult, Checksums, Offer
 from rlpipe.weights.protocols import Server
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.transports import TRANSPORTS
@@ -89,7 +89,7 @@ class WeightSync:
         """Replace target and draft together. Raises ServerError."""
         await self.transport.send(client, update)
 
-    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
         """Have the server take what the trainer broadcasts; see `Transport.receive`."""
         return await self.transport.receive(client, offer, member, flush=flush)
 
@@ -154,7 +154,7 @@ class WeightSync:
         report, other_shapes = CanaryReport(), {}
         for served in answer.get("ranks") or []:
             rank = served["parallelism_info"][0]["tp_rank"]
-            wanted = expected.of(rank, draft)
+            wanted = expected.for_rank(rank, draft=draft)
             if draft and self._initial_draft is not None:
                 wanted = self._initial_draft.ranks[rank] | wanted
 

@@ -49,11 +49,11 @@ from rlpipe.config.sglang import WeightTransfer  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.models.checkpoint import read_config, read_weights  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
-from rlpipe.weights import sender, shared, sync  # noqa: E402
+from rlpipe.weights import sender, shared_memory, sync  # noqa: E402
 from rlpipe.weights.buckets import buckets  # noqa: E402
-from rlpipe.weights.collective import Root  # noqa: E402
-from rlpipe.weights.mapped import MappedRoot  # noqa: E402
 from rlpipe.weights.payload import pack_weights, unpack_weights  # noqa: E402
+from rlpipe.weights.process_group import Root  # noqa: E402
+from rlpipe.weights.transports.ipc import IpcRoot  # noqa: E402
 from tests.helpers.broadcasts import CPU, Trainer  # noqa: E402
 
 WAYS = ("shared", "ipc", "collective")
@@ -93,8 +93,8 @@ class Profile:
 
     def install(self, engine: SglangEngine) -> None:
         """From here on, all updates of this engine."""
-        shared.SharedBuckets.lay = self.timed(shared.SharedBuckets.lay, "hand over")
-        MappedRoot.send = self.timed(MappedRoot.send, "hand over")
+        shared_memory.SharedBuckets.write = self.timed(shared_memory.SharedBuckets.write, "hand over")
+        IpcRoot.send = self.timed(IpcRoot.send, "hand over")
         sender.rank_fingerprints = self.timed(sender.rank_fingerprints, "our hash")
         Root.send = self.timed(Root.send, "hand over")
         sync.WeightSync._checksums = self.timed(sync.WeightSync._checksums, "our hash")

@@ -39,7 +39,7 @@ from rlpipe.config.spec import SpecConfig  # noqa: E402
 from rlpipe.config.trainer import TrainerConfig  # noqa: E402
 from rlpipe.rollout.sglang import SglangEngine  # noqa: E402
 from rlpipe.trainer.megatron import MegatronTrainer  # noqa: E402
-from rlpipe.weights.collective import Offer  # noqa: E402
+from rlpipe.weights.offer import Offer  # noqa: E402
 from rlpipe.weights.sender import WeightSender  # noqa: E402
 
 ALONE = ("shared", "collective", "disk")
@@ -77,7 +77,7 @@ class Servers:
             members=[engine.membership().server for engine in self.engines],
             ranks=1,
             buckets=buckets,
-            sent=sent,
+            result=sent,
             weights=sent,  # nobody asks for them: a broadcast that breaks off ends the bench
         )
         list(self.threads.map(lambda engine: engine.receive_weights(offer), self.engines))

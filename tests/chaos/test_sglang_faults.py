@@ -113,7 +113,7 @@ def test_a_server_killed_during_an_update_is_replaced_by_one_on_the_new_weights(
             trainer = Trainer.of(engine._config, read_config(TINY))
             offer = trainer.offer(new, 2, [engine.membership().server])
             engine.receive_weights(offer)
-            assert "broke off" in asyncio.run(offer.sent()).failure
+            assert "broke off" in asyncio.run(offer.result()).failure
             trainer.close()
 
     results = turns_through(disturbed, update)

@@ -26,8 +26,8 @@ from rlpipe.rollout.sglang.engine import SglangEngine
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.replica import Goal, Replica
 from rlpipe.rollout.sglang.updates import Updates
-from rlpipe.weights import canary, collective, sender
-from rlpipe.weights.collective import Rendezvous
+from rlpipe.weights import canary, process_group, sender
+from rlpipe.weights.offer import Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.sync import WeightSync
@@ -67,15 +67,17 @@ class Call:
 
 
 class SimGroup:
-    """In place of `collective.Group`: a bucket is over when all ranks have it; some hang, some raise."""
+    """In place of `process_group.Group`: a bucket is over when all ranks have it; some hang, some raise."""
 
     ended = False  # by no trainer of this process
 
-    def __init__(self, world: World, host: str, ranks: int, timeout: float, backend: str) -> None:
+    def __init__(self, world: World, host: str, *, ranks: int, timeout: float, backend: str) -> None:
         self.world, self.ranks = world, ranks
         world.groups += 1
-        self.place = Rendezvous(host=host, port=1, name=f"g{world.groups}", size=1 + ranks, backend=backend)
-        world.by_name[self.place.name] = self
+        self.rendezvous = Rendezvous(
+            host=host, port=1, name=f"g{world.groups}", size=1 + ranks, backend=backend
+        )
+        world.by_name[self.rendezvous.name] = self
         self.members: set[Server] = set()
         self.joining: Call | None = None
         self.buckets: list[tuple[Call, torch.Tensor]] = []
@@ -112,7 +114,7 @@ class SimGroup:
         if self.joining and len(self.members) == self.ranks and not self.joining.future.done():
             self.joining.future.set_result(None)
         for number, (call, _) in enumerate(self.buckets):
-            there = [server for server in self.members if server.taken.get(self.place.name, 0) > number]
+            there = [server for server in self.members if server.taken.get(self.rendezvous.name, 0) > number]
             if len(there) == self.ranks and not call.future.done():
                 call.future.set_result(None)
 
@@ -121,7 +123,7 @@ class SimGroup:
             if self.left and self.world.raises:
                 raise ServerError("400: connection closed by peer")
             await asyncio.sleep(1.0)  # a group that hangs is one whose root is gone
-        server.taken[self.place.name] = number + 1
+        server.taken[self.rendezvous.name] = number + 1
         self.check()
         return self.buckets[number][1]
 
@@ -332,10 +334,10 @@ class World:
 
     def patch(self, monkeypatch: Any) -> None:
         """Put the world in place of processes, HTTP, groups, clocks and hashes."""
-        for module in (replica, updates, collective, sender, ray_cluster):
+        for module in (replica, updates, process_group, sender, ray_cluster):
             monkeypatch.setattr(module, "time", self.loop)
         monkeypatch.setattr(workers, "ray", types.SimpleNamespace(cancel=lambda *_: None))
-        monkeypatch.setattr(collective, "Group", partial(SimGroup, self))
+        monkeypatch.setattr(process_group, "Group", partial(SimGroup, self))
         monkeypatch.setattr(replica, "ServerProcess", partial(Server, self))
         monkeypatch.setattr(replica, "SglangClient", partial(Client, self))
         monkeypatch.setattr(replica, "_POLL_SECONDS", 2.0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.trainer.hf_bridge import name_table
-from rlpipe.weights.collective import Offer, Sent
+from rlpipe.weights.offer import BroadcastResult, Offer
 from rlpipe.weights.payload import unpack_weights
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sender import WeightSender
@@ -80,7 +80,7 @@ class Trainer:
         group, buckets = self.plan
         sending = self.thread.submit(self.sender.send, version)
 
-        async def sent() -> Sent:
+        async def sent() -> BroadcastResult:
             return await asyncio.wrap_future(sending)
 
         async def kept() -> Mapping[str, torch.Tensor]:
@@ -94,7 +94,7 @@ class Trainer:
             members=members,
             ranks=ranks,
             buckets=buckets,
-            sent=sent,
+            result=sent,
             weights=kept,
         )
 

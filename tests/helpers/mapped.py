@@ -9,7 +9,7 @@ from base64 import b64decode
 from pathlib import Path
 
 from rlpipe.weights.protocols import ServerError
-from rlpipe.weights.shared import LOADER, SERVED
+from rlpipe.weights.shared_memory import LOADER, SERVED
 
 _module, _function = LOADER.split(".")
 _spec = importlib.util.spec_from_file_location(_module, SERVED / f"{_module}.py")

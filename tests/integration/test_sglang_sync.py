@@ -10,7 +10,7 @@ import torch
 from rlpipe.config.spec import SpecMode
 from rlpipe.models.checkpoint import read_config, read_weights, write_checkpoint
 from rlpipe.types import FinishReason
-from rlpipe.weights.shared import SharedBuckets
+from rlpipe.weights.shared_memory import SharedBuckets
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT
 from tests.helpers.engines import generate, recomputed, request, transformers_logits, worst_logprob_error
@@ -59,7 +59,7 @@ def test_weights_that_a_trainer_broadcasts_are_bit_equal_on_the_server(sglang, t
         assert sglang.check_weights(versions[version]).passed and not sglang.events
         assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [version] * 6
         assert sglang.membership().group == offer.group.name
-        print(f"broadcast: {asyncio.run(offer.sent()).num_bytes} bytes, {sglang.stats().sync}")
+        print(f"broadcast: {asyncio.run(offer.result()).num_bytes} bytes, {sglang.stats().sync}")
     offer = trainer.offer(versions[7], 7, members, again=True)
     lossy(sglang, target_only, times=len(offer.buckets))
     sglang.receive_weights(offer)
@@ -158,16 +158,16 @@ def test_one_corrupted_number_trips_the_canary(sglang, weights, monkeypatch, nam
 )
 def test_one_flipped_bit_in_shared_memory_trips_the_canary(sglang, weights, monkeypatch, weight):
     """Hashed are the weights, not what was laid of them."""
-    lay = SharedBuckets.lay
+    write = SharedBuckets.write
 
     def flipped(memory, piece):
-        said = lay(memory, piece)
+        said = write(memory, piece)
         for tensor in json.loads(bytes(said.tolist()))["tensors"]:
             if tensor["name"] == weight:
                 memory._memory[0].bytes[tensor["offset"]] ^= 1
         return said
 
-    monkeypatch.setattr(SharedBuckets, "lay", flipped)
+    monkeypatch.setattr(SharedBuckets, "write", flipped)
     role = "draft" if "mtp" in weight else "target"
     with (
         configured(sglang, on_canary_failure="stop", weight_transfer="shared", bucket_mb=1),

@@ -30,7 +30,7 @@ from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.rollout.sglang.routes import check_routes
 from rlpipe.spec import gamma
-from rlpipe.weights.shared import LOADER, SERVED
+from rlpipe.weights.shared_memory import LOADER, SERVED
 
 _PLUGIN = "sglang_env/plugin"
 _WORKERS = "--tokenizer-worker-num"

@@ -42,7 +42,7 @@ from rlpipe.rollout.sglang.updates import CONTINUE, Updates
 from rlpipe.rollout.turn import nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Member, Offer
+from rlpipe.weights.offer import Member, Offer
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 

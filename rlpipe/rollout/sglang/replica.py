@@ -36,7 +36,7 @@ from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.target import served_target
-from rlpipe.weights.collective import Checksums, Offer
+from rlpipe.weights.offer import Checksums, Offer
 from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process

@@ -20,7 +20,7 @@ from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.replica import PROBE, Goal, Replica
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Checksums, Member
+from rlpipe.weights.offer import Checksums, Member
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 from rlpipe.weights.transports.base import WeightUpdate

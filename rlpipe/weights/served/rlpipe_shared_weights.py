@@ -1,7 +1,7 @@
 """Runs inside an SGLang server: reads the weights that another process laid into memory which both map.
 
-Memory of the host (`rlpipe/weights/shared.py`) or of the GPU (`rlpipe/weights/device_memory.py`). From the
-first piece on, the check of a server on a CPU hashes several tensors at once. Imports nothing of rlpipe,
+Memory of the host (`rlpipe/weights/shared_memory.py`) or of the GPU (`rlpipe/weights/device_memory.py`). From
+the first piece on, the check of a server on a CPU hashes several tensors at once. Imports nothing of rlpipe,
 which the server's environment does not have.
 """
 
@@ -24,7 +24,7 @@ _mapped: dict[int | str, torch.Tensor] = {}  # by inode or handle: two buckets, 
 def tensors(description: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of a bucket, as views of the mapped memory; copy before the next is asked for.
 
-    description: what `SharedBuckets.lay` returned.
+    description: what `SharedBuckets.write` returned.
     """
     said = json.loads(bytes(description.tolist()))
     memory = _map(said["path"], said["bytes"]) if "path" in said else _map_gpu(said)

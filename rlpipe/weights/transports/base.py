@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.collective import Offer, Rendezvous, Sent
+from rlpipe.weights.offer import BroadcastResult, Offer, Rendezvous
 from rlpipe.weights.protocols import Server
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BroadcastRoot(Protocol):
         ...
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Bring buckets to every server, one after the other; see `collective.Root.send`."""
+        """Bring buckets to every server, one after the other; see `process_group.Root.send`."""
         ...
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Transport(Protocol):
         """Open the trainer's end of a broadcast to all servers."""
         raise NotImplementedError(f"{cls.__name__} has no broadcasts")
 
-    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
         """Have the server, `member` of the group, take what the trainer broadcasts.
 
         Raises ServerError when either breaks off: some of its weights may be new then.

@@ -10,7 +10,8 @@ import contextlib
 from typing import Any
 
 from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.collective import GroupBroken, Rendezvous, Root, described
+from rlpipe.weights.offer import Rendezvous
+from rlpipe.weights.process_group import GroupBroken, Root, describe_bucket, describe_join
 from rlpipe.weights.protocols import Server, ServerError, ServerUnreachable
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.transports.base import Audience, BroadcastRoot, WeightUpdate
@@ -28,7 +29,8 @@ class BroadcastTransport(GroupTransport):
     def open_root(cls, audience: Audience) -> BroadcastRoot:
         """Open the group: nccl where weights and servers are on GPUs, else gloo."""
         backend = "nccl" if audience.on_gpu and audience.device.type == "cuda" else "gloo"
-        return Root(audience.host, audience.servers * audience.ranks, audience.timeout, backend)
+        ranks = audience.servers * audience.ranks
+        return Root(audience.host, ranks=ranks, timeout=audience.timeout, backend=backend)
 
     async def send(self, client: Server, update: WeightUpdate) -> None:
         """Broadcast target and draft as rank 0 of a group with this server only. Raises ServerError."""
@@ -63,12 +65,13 @@ class BroadcastTransport(GroupTransport):
         """Return rank 0 of the group with this server, made anew when the server is not in that group."""
         if self._root is None or self._root.left or self.group_of(client) != self._root.rendezvous.name:
             self.close()
-            sglang = self._session.config.sglang
-            self._root = await asyncio.to_thread(Root, sglang.host, sglang.tp, self._session.timeout)
+            sglang, timeout = self._session.config.sglang, self._session.timeout
+            self._root = await asyncio.to_thread(Root, sglang.host, ranks=sglang.tp, timeout=timeout)
         return self._root
 
     async def _join(self, client: Server, group: Rendezvous, first_rank: int) -> None:
-        await client.post("/init_weights_update_group", group.body(first_rank), self._session.timeout)
+        body = describe_join(group, first_rank)
+        await client.post("/init_weights_update_group", body, self._session.timeout)
 
     async def _leave(self, client: Server) -> None:
         if group_name := self.group_of(client):
@@ -79,5 +82,5 @@ class BroadcastTransport(GroupTransport):
 
     async def _load(self, client: Server, bucket: Bucket, body: dict[str, Any]) -> None:
         assert self._joined is not None
-        body |= described(bucket, self._joined[1])
+        body |= describe_bucket(bucket, self._joined[1])
         await client.post("/update_weights_from_distributed", body, self._session.timeout)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlpipe.weights.buckets import Bucket
-from rlpipe.weights.collective import Offer, Rendezvous, Sent
+from rlpipe.weights.offer import BroadcastResult, Offer, Rendezvous
 from rlpipe.weights.protocols import Server, ServerError
 from rlpipe.weights.session import WeightSession
 from rlpipe.weights.transports.base import Transport
@@ -34,22 +34,22 @@ class GroupTransport(Transport):
         """Return the name of the group that the server is in; empty for none."""
         return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
 
-    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> Sent:
+    async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
         """Have the server take what the trainer broadcasts; see `Transport.receive`."""
         requests = self._session.requests(offer.buckets, version=offer.version, flush=flush)
         first_rank = offer.first_rank(member)
         loading = asyncio.ensure_future(
             self._load_all(client, requests, group=offer.group, first_rank=first_rank)
         )
-        sending = asyncio.ensure_future(offer.sent())
+        sending = asyncio.ensure_future(offer.result())
 
         try:
             await asyncio.wait({loading, sending}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 await loading
-            sent = await sending
-            if sent.failure:  # the buckets that the server still waits for do not come
-                raise ServerError(f"the trainer's broadcast of version {offer.version}: {sent.failure}")
+            result = await sending
+            if result.failure:  # the buckets that the server still waits for do not come
+                raise ServerError(f"the trainer's broadcast of version {offer.version}: {result.failure}")
             await loading
         except BaseException:
             for task in (loading, sending):
@@ -57,7 +57,7 @@ class GroupTransport(Transport):
             await asyncio.gather(loading, sending, return_exceptions=True)
             await self._leave(client)
             raise
-        return sent
+        return result
 
     async def _load_all(
         self,

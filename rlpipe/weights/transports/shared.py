@@ -10,7 +10,7 @@ import torch
 from rlpipe.models import family_of
 from rlpipe.weights.protocols import Server
 from rlpipe.weights.session import WeightSession
-from rlpipe.weights.shared import SharedBuckets
+from rlpipe.weights.shared_memory import SharedBuckets
 from rlpipe.weights.transports.base import Transport, WeightUpdate
 
 
@@ -27,16 +27,15 @@ class SharedMemoryTransport(Transport):
         sent = session.buckets(update.weights)
         requests = list(session.requests(sent, version=update.version, flush=update.flush))
 
-        if self._memory is None:
-            dtype = getattr(torch, session.config.dtype)
-            self._memory = SharedBuckets(dtype, family_of(session.hf_config).float32)
-        memory = self._memory
+        dtype = getattr(torch, session.config.dtype)
+        memory = self._memory or SharedBuckets(dtype, family_of(session.hf_config).float32)
+        self._memory = memory
 
         try:
             async with session.open(client):
                 loading: Awaitable[None] = asyncio.sleep(0)
                 for bucket, body in requests:
-                    description, _ = await asyncio.gather(asyncio.to_thread(memory.lay, bucket), loading)
+                    description, _ = await asyncio.gather(asyncio.to_thread(memory.write, bucket), loading)
                     loading = session.load_mapped(client, description, body)
                 await loading
         except BaseException:

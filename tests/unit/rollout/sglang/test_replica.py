@@ -23,7 +23,7 @@ from rlpipe.rollout.sglang.environment import SglangEnvironment
 from rlpipe.types import FinishReason
 from rlpipe.weights import sync
 from rlpipe.weights.canary import CanaryReport
-from rlpipe.weights.collective import Member, Offer, Rendezvous
+from rlpipe.weights.offer import Member, Offer, Rendezvous
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.session import WeightSession
 from tests.helpers import fake_sglang
@@ -212,7 +212,7 @@ def offered(fake, weights, version, members):
     group = Rendezvous(host="", port=1, name="g", size=2, backend="gloo")
     buckets = [list(read_weights(TINY).items())]
     return Offer(
-        version=version, group=group, members=members, ranks=1, buckets=buckets, sent=kept, weights=kept
+        version=version, group=group, members=members, ranks=1, buckets=buckets, result=kept, weights=kept
     )
 
 

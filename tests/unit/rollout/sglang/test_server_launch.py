@@ -22,7 +22,7 @@ from rlpipe.rollout.sglang.arguments import (
 from rlpipe.rollout.sglang.environment import CPU_SUPPORT_VERSION, SGLANG_VERSION, find_environment
 from rlpipe.rollout.sglang.server import pick_port
 from rlpipe.rollout.sglang.target import served_target
-from rlpipe.weights.shared import SERVED
+from rlpipe.weights.shared_memory import SERVED
 from tests.helpers.cli import ROOT
 from tests.helpers.eagle3_drafts import write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

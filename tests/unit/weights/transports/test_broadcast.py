@@ -12,8 +12,8 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.canary import Shard, server_parts
-from rlpipe.weights.collective import GroupBroken, Root, described
 from rlpipe.weights.fingerprint import fingerprints
+from rlpipe.weights.process_group import GroupBroken, Root, describe_bucket, describe_join
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 from rlpipe.weights.sync import WeightSync
 from rlpipe.weights.transports.base import WeightUpdate
@@ -119,7 +119,7 @@ def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, w
         shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
         for draft in (Drafter.MTP, None):
             whole = server_parts(weights, torch.float32, shard, read_config(TINY), drafter=draft)
-            assert sent.checksums.of(rank, draft is not None) == fingerprints(whole, on_gpu=False)
+            assert sent.checksums.for_rank(rank, draft=draft is not None) == fingerprints(whole, on_gpu=False)
 
 
 def test_a_worker_broadcasts_to_its_own_server_in_the_same_way(config, weights, tmp_path):
@@ -176,7 +176,7 @@ def test_a_broadcast_that_fails_does_not_wait_for_the_server(config, weights, tm
 
 def test_a_rank_that_does_not_join_is_missed():
     root = Root("127.0.0.1", ranks=2, timeout=1.0)
-    asked = root.rendezvous.body(first_rank=1)
+    asked = describe_join(root.rendezvous, first_rank=1)
     assert asked["backend"] == "gloo" and asked["rank_offset"] == 1 and asked["world_size"] == 3
     with pytest.raises(GroupBroken, match="the group of 3 ranks broke off"):
         root.send([[("a", torch.ones(3))]])
@@ -185,6 +185,6 @@ def test_a_rank_that_does_not_join_is_missed():
 
 def test_a_piece_is_described_as_it_is_laid_out():
     bucket = [("half", torch.ones(3, dtype=torch.float16)), ("wide", torch.ones(2, 2).to("meta"))]
-    told = described(bucket, "g")
+    told = describe_bucket(bucket, "g")
     assert told["names"] == ["wide", "half"] and told["dtypes"] == ["float32", "float16"]
     assert told["shapes"] == [[2, 2], [3]] and told["group_name"] == "g"

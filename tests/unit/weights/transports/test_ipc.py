@@ -10,7 +10,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.weights.protocols import ServerError
-from rlpipe.weights.shared import LOADER
+from rlpipe.weights.shared_memory import LOADER
 from rlpipe.weights.sync import WeightSync
 from tests.helpers.broadcasts import Trainer
 from tests.helpers.cli import ROOT
@@ -104,7 +104,7 @@ def test_a_server_that_refuses_ends_the_update_for_all_at_once(config, trainer, 
 def test_a_server_that_hangs_keeps_the_trainer_until_the_deadline(config, trainer, weights):
     config.sglang.update_timeout = 0.3
     offer = trainer.offer(weights, 1, ["0"])
-    sent = asyncio.run(offer.sent())
+    sent = asyncio.run(offer.result())
     assert "broke off" in sent.failure and sent.num_bytes == sum(t.nbytes for t in weights.values())
 
 
@@ -118,7 +118,7 @@ def test_a_trainer_that_is_gone_is_said(config, trainer, weights, tmp_path):
     async def never():
         await asyncio.Event().wait()
 
-    asyncio.run(offer.sent())
-    offer.sent = never
+    asyncio.run(offer.result())
+    offer.result = never
     (told,) = receive(offer, [(sync, server)])
     assert isinstance(told, ServerError) and "store" in str(told)

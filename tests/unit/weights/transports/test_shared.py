@@ -16,7 +16,7 @@ from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.weights.fingerprint import cpu_hash
 from rlpipe.weights.protocols import ServerError
-from rlpipe.weights.shared import LOADER, SERVED, SharedBuckets
+from rlpipe.weights.shared_memory import LOADER, SERVED, SharedBuckets
 from rlpipe.weights.sync import WeightSync
 from rlpipe.weights.transports.base import WeightUpdate
 from tests.helpers.cli import ROOT
@@ -48,7 +48,7 @@ def assert_same(found, sent, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_piece_is_read_as_it_was_laid_in_the_servers_type(dtype):
     with SharedBuckets(dtype) as memory:
-        assert_same(list(served.tensors(memory.lay(piece(0)))), piece(0), dtype)
+        assert_same(list(served.tensors(memory.write(piece(0)))), piece(0), dtype)
 
 
 def test_another_process_reads_it_through_the_servers_module():
@@ -62,7 +62,7 @@ def test_another_process_reads_it_through_the_servers_module():
         "shared.load(Model(), [('bucket', said)])\n"
     )
     with SharedBuckets(torch.float32) as memory:
-        said = memory.lay(list(weights.items()))
+        said = memory.write(list(weights.items()))
         run = subprocess.run(
             [sys.executable, "-c", code],
             input=bytes(said.tolist()),
@@ -76,10 +76,10 @@ def test_another_process_reads_it_through_the_servers_module():
 
 def test_a_piece_stays_while_the_next_is_laid_and_gives_way_to_the_one_after():
     with SharedBuckets(torch.float32) as memory:
-        first = memory.lay(piece(1))
-        second = memory.lay(piece(2))
+        first = memory.write(piece(1))
+        second = memory.write(piece(2))
         assert_same(list(served.tensors(first)), piece(1), torch.float32)
-        memory.lay(piece(3))
+        memory.write(piece(3))
         assert_same(list(served.tensors(first)), piece(3), torch.float32)
         assert_same(list(served.tensors(second)), piece(2), torch.float32)
 
@@ -88,14 +88,14 @@ def test_the_host_holds_two_buckets_of_the_largest_piece_without_a_name():
     sizes = [3_000, 50_000, 200, 40_000, 50_000]
     with SharedBuckets(torch.float32) as memory:
         for size in sizes:
-            memory.lay([("weight", torch.zeros(size))])
+            memory.write([("weight", torch.zeros(size))])
         files = [one._file for one in memory._memory]
         assert sorted(os.fstat(file).st_size for file in files) == [4 * 50_000] * 2
         assert open_files() == ["/memfd:rlpipe-weights (deleted)"] * 2
         assert not list(Path("/dev/shm").glob("*rlpipe-weights*"))
     assert open_files() == []
     with pytest.raises(RuntimeError, match="are freed"):
-        memory.lay(piece(0))
+        memory.write(piece(0))
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_loading_leaves_the_servers_threads_as_they_were():
 
     seen, threads = [], torch.get_num_threads()
     with SharedBuckets(torch.float32) as memory, pytest.raises(ValueError, match="refused"):
-        served.load(Failing(), [("bucket", memory.lay(piece(0)))])
+        served.load(Failing(), [("bucket", memory.write(piece(0)))])
     assert seen == [1] and torch.get_num_threads() == threads
 
 
@@ -198,5 +198,5 @@ def test_an_update_that_is_refused_ends_its_session_and_frees_the_memory(sync):
 
 def test_nothing_but_names_and_places_passes_through_the_request():
     with SharedBuckets(torch.float32) as memory:
-        said = memory.lay([("weight", torch.zeros(1_000_000))])
+        said = memory.write([("weight", torch.zeros(1_000_000))])
     assert json.loads(bytes(said.tolist())).keys() == {"path", "bytes", "tensors"} and len(said) < 300

@@ -1,0 +1,217 @@
+"""Rank 0's end of a broadcast in a process group; the ranks of the servers are the others.
+
+    once per membership:  Root and its store  <--/init_weights_update_group-->  each rank joins
+    for each bucket:      its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
+
+Rank 0 is the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
+worker), or a rollout worker, for the ranks of its own server. Owns the group and the description of buckets;
+sessions, versions and checks are not its.
+
+NCCL returns before it is done, and then hangs instead of raising. So each call is made on a thread of its own
+and waited for until a deadline of the host. After that the communicator is aborted and the thread left
+behind, and rank 0 continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rlpipe.weights.buckets import Bucket
+from rlpipe.weights.offer import Rendezvous
+
+_POLL_SECONDS = 0.0005  # between two looks at a broadcast
+_ABORT_SECONDS = 10.0  # for leaving a group
+
+
+class GroupBroken(RuntimeError):
+    """A rank did not join, or was lost."""
+
+
+class Group:
+    """Rank 0's end of a torch process group that is not the default one. Its calls return at once."""
+
+    def __init__(self, host: str, *, ranks: int, timeout: float, backend: str) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]: public, and documented
+            host, 0, 1 + ranks, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        name = f"rlpipe-{uuid.uuid4().hex[:8]}"
+        self.rendezvous = Rendezvous(
+            host=host, port=self._store.port, name=name, size=1 + ranks, backend=backend
+        )
+        self._group: dist.ProcessGroup | None = None
+        self._left = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was left, also with all groups of this process, which a trainer ends when it stops."""
+        return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
+
+    def join(self) -> Future[None]:
+        """Start joining; done when all ranks have joined."""
+        return _on_thread(self._join)
+
+    def broadcast(self, flat: torch.Tensor) -> Future[None]:
+        """Start sending; done when every rank has the bytes, and not before: the device is queried."""
+        return _on_thread(self._broadcast, flat)
+
+    def leave(self) -> Future[None]:
+        """Abort what is under way and leave. A server leaves by a request, or when its process ends."""
+        self._left = True
+        group, self._group = self._group, None
+        return _on_thread(_end, group)
+
+    def _join(self) -> None:
+        """Do what SGLang's `init_custom_process_group` does, as rank 0."""
+        at = self.rendezvous
+        # the watchdog of NCCL ends the process: our deadline comes first
+        timeout = timedelta(days=1) if at.backend == "nccl" else self._timeout
+        group, _ = c10d._new_process_group_helper(
+            at.size,
+            0,
+            [],
+            dist.Backend(at.backend),
+            dist.PrefixStore(at.name, self._store),  # pyright: ignore[reportPrivateImportUsage]: public
+            group_name=at.name,  # pyright: ignore[reportArgumentType]: a NewType of newer torch only
+            timeout=timeout,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(at.size)}
+
+        if self._left:
+            _end(group)
+        else:
+            self._group = group
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        assert work is not None  # None is for ranks outside the group
+        while not (self._left or work.is_completed()):
+            time.sleep(_POLL_SECONDS)
+        if not self._left:
+            work.wait()  # raises the error that the broadcast ended with
+
+
+class Root:
+    """Rank 0 of a group with `ranks` others, in the process that has the weights; its calls block.
+
+    host: an address of this machine that the others reach. timeout: seconds for joining and sending, where
+    `send` has no deadline. gloo broadcasts from host memory; nccl from the GPU, where no two ranks may share
+    one.
+    """
+
+    def __init__(self, host: str, *, ranks: int, timeout: float, backend: str = "gloo") -> None:
+        self._timeout = timeout
+        self._group = Group(host, ranks=ranks, timeout=timeout, backend=backend)
+        self.rendezvous = self._group.rendezvous
+        self._joined = self._left = False
+
+    @property
+    def left(self) -> bool:
+        """Whether there is no group any more."""
+        return self._left or self._group.ended
+
+    def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
+        """Send buckets to every rank, one after the other; the first one waits for all ranks to join.
+
+        deadline: of the monotonic clock, until which the ranks have all of them. Leaves the group and raises
+        GroupBroken when a rank is missing, and when there was no group any more.
+        """
+        until = time.monotonic() + self._timeout if deadline is None else deadline
+        try:
+            if self.left:
+                raise RuntimeError("it was left")
+
+            if not self._joined:
+                self._wait(self._group.join(), until)
+                self._joined = True
+
+            for bucket in buckets:
+                self._wait(self._group.broadcast(self._flat(bucket)), until)
+        except (RuntimeError, dist.DistError, TimeoutError) as error:
+            self.close()
+            reason = str(error) or "a rank did not answer in time"
+            raise GroupBroken(f"the group of {self.rendezvous.size} ranks broke off: {reason}") from error
+
+    def _wait(self, call: Future[None], until: float) -> None:
+        call.result(max(0.0, until - time.monotonic()))
+
+    def _flat(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bytes of a bucket, [n] uint8, where the backend sends from."""
+        flat = torch.cat(
+            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in _aligned(bucket)]
+        )
+        return flat if self.rendezvous.backend == "nccl" else flat.cpu()
+
+    def close(self) -> None:
+        """Leave the group and abort what hangs in it; an abort that hangs itself is left behind."""
+        if not self._left:
+            self._left = True
+            with contextlib.suppress(Exception):
+                self._group.leave().result(_ABORT_SECONDS)
+
+
+def _end(group: dist.ProcessGroup | None) -> None:
+    """Abort and destroy a group, unless a trainer in this process ended all of them when it stopped."""
+    if group is not None and group in c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # not every backend can
+            group.abort()
+        dist.destroy_process_group(group)
+
+
+def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
+    """Call a function on a thread that may be left behind."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            future.set_exception(error.with_traceback(None))  # whose frames would keep the group alive
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="rlpipe-broadcast", daemon=True).start()
+    return future
+
+
+def describe_join(group: Rendezvous, first_rank: int) -> dict[str, Any]:
+    """Return the body of `/init_weights_update_group`; the server has first_rank and the ranks after it."""
+    return {
+        "master_address": group.host,
+        "master_port": group.port,
+        "rank_offset": first_rank,
+        "world_size": group.size,
+        "group_name": group.name,
+        "backend": group.backend,
+    }
+
+
+def describe_bucket(bucket: Bucket, group: str) -> dict[str, Any]:
+    """Return what a server must know of a bucket that `Root.send` broadcasts.
+
+    bucket: its tensors may be on the meta device.
+    """
+    bucket = _aligned(bucket)
+    return {
+        "names": [name for name, _ in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+    }
+
+
+def _aligned(bucket: Bucket) -> Bucket:
+    """Order a bucket by size of type, largest first: SGLang wants each tensor aligned to its type."""
+    return sorted(bucket, key=lambda pair: -pair[1].itemsize)
