@@ -61,7 +61,7 @@ async def serve(cluster: RayCluster, run_dir: Path, growth: Growth, event: Calla
                 moving = {task for task in moving if not task.done()}
                 if not moving:
                     staying = [worker["worker"] for worker in cluster.workers() if not worker["leaving"]]
-                    growth.stands_at(len(staying))
+                    growth.set_current(len(staying))
                     if growth.wanted != len(staying):
                         moving.add(tasks.create_task(_follow(cluster, growth, staying, event)))
                 await asyncio.sleep(POLL_S)

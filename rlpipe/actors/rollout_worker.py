@@ -25,7 +25,7 @@ from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.elsewhere import Elsewhere
+from rlpipe.rollout.relay import RelayEngine
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
@@ -61,7 +61,7 @@ class RolloutWorker:
         if config.injection.active():
             self._inject(config, resolve(config.rollout_model), collector)
         engine = self._engine
-        self._away: Elsewhere | None = None  # in the engine's place once it has handed over
+        self._away: RelayEngine | None = None  # in the engine's place once it has handed over
         self._member = engine if isinstance(engine, ReceivesBroadcasts) else None
         self._policy: Engine | None = None
         if config.decoupled.active and config.val.every:
@@ -105,7 +105,7 @@ class RolloutWorker:
         """
         if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
             return False
-        before, self._away = self._engine, Elsewhere(self._engine, f"worker {self._number}")
+        before, self._away = self._engine, RelayEngine(self._engine, f"worker {self._number}")
         self._collector.play_on(self._away)
         self._engine, self._engines, self._member = self._away, [self._away], None
         await asyncio.to_thread(before.close)

@@ -20,7 +20,7 @@ from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
 from rlpipe.rollout.chat import ChatFormat
-from rlpipe.rollout.collector import Collector
+from rlpipe.rollout.collector import Collector, gather_or_cancel
 from rlpipe.rollout.engine import Engine
 from rlpipe.types import Group, Prompt, Trajectory
 
@@ -94,7 +94,7 @@ def collect(
                 if not stopped():
                     keep(await play(prompt, size))
 
-        await _together(one(prompt) for prompt in prompts)
+        await gather_or_cancel(one(prompt) for prompt in prompts)
 
     async def here(engine: Engine) -> None:
         async with _collector(config, engine, suite) as collector:
@@ -130,14 +130,3 @@ async def _collector(config: Config, engine: Engine, suite: Suite) -> AsyncItera
         yield collector
     finally:
         await collector.close()
-
-
-async def _together(coroutines: Iterator[Awaitable[None]]) -> None:
-    """Run all at once; the first failure cancels the others and is raised as itself."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

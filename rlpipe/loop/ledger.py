@@ -53,7 +53,7 @@ _NEVER = {
 }
 
 
-def _nowhere(kind: str, **fields: Any) -> None:
+def ignore_event(kind: str, **fields: Any) -> None:
     """No one to tell."""
 
 
@@ -64,7 +64,7 @@ class Ledger:
     a life is an AssertionError, and then nothing of it is written.
     """
 
-    def __init__(self, path: Path, event: Callable[..., None] = _nowhere) -> None:
+    def __init__(self, path: Path, event: Callable[..., None] = ignore_event) -> None:
         self._path, self._event = path, event
         try:
             self._db = opened(path)

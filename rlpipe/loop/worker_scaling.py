@@ -35,10 +35,10 @@ class Growth:
         self._records: list[list[float]] = []
 
     def asked(self, change: int) -> None:
-        """A user added so many workers, or drained them (below 0). `stands_at` comes next."""
+        """A user added so many workers, or drained them (below 0). `set_current` comes next."""
         self._asked += change
 
-    def stands_at(self, workers: int) -> None:
+    def set_current(self, workers: int) -> None:
         """There are so many, and none joins or leaves."""
         if self._asked < 0:  # what a user takes out is not put back
             self._most, self._fewest = min(self._most, workers), min(self._fewest, workers)

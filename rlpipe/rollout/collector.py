@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -147,7 +147,7 @@ class Collector:
         gen_seconds and env_seconds of the group are means over its trajectories.
         """
         async with self._groups or contextlib.nullcontext():
-            attempts = await _together(
+            attempts = await gather_or_cancel(
                 self._play(
                     Trajectory(
                         trajectory_id=trajectory_id,
@@ -188,7 +188,7 @@ class Collector:
                 seed = stream_seed("eval", instance_id, sample)
                 return (await self._play(trajectory, seed, temperature)).trajectory
 
-        return await _together(one(name, sample) for name in instance_ids for sample in range(samples))
+        return await gather_or_cancel(one(name, sample) for name in instance_ids for sample in range(samples))
 
     def play_on(self, engine: Engine) -> None:
         """Ask another engine from here on; turns that the one before ends with ABORT are continued there."""
@@ -389,7 +389,7 @@ def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
     attempt.trajectory.info |= step.info
 
 
-async def _together(coroutines: Any) -> list[Any]:
+async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
     """Run all at once; the first failure cancels the others and is raised as itself."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

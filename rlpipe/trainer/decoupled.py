@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
 
-TOLD = {  # metric of the actor's trainer -> the name it is reported under; mtp/* keeps its own
+METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported under; mtp/* keeps its own
     "actor/pg_loss": "decoupled/pg_loss",
     "actor/pg_clipfrac": "decoupled/pg_clipfrac",
     "actor/ppo_kl": "decoupled/ppo_kl",
@@ -124,7 +124,7 @@ class DecoupledTrainer:
         while not all([policy.take(), actor.take()]):  # a list: the policy goes first, and both go
             updates += 1
         self._teacher.states.clear()
-        told = {TOLD.get(name, name): value for name, value in actor.result.items()}
+        told = {METRIC_NAMES.get(name, name): value for name, value in actor.result.items()}
         kept = {name: v for name, v in told.items() if name.startswith(("decoupled/", "mtp/"))}
         kept["decoupled/distill_loss"] = kept["decoupled/distill_loss"].merge(Mean(0.0, updates))
         return (

@@ -24,7 +24,7 @@ def played(growth, records):
     sizes = []
     for figures in records:
         growth.see(figures)
-        growth.stands_at(growth.wanted)
+        growth.set_current(growth.wanted)
         sizes.append(growth.wanted)
     return sizes
 
@@ -67,7 +67,7 @@ def simulated(rng, growth, steps, *, work, train, cores, noise):
     sizes = []
     for _ in range(steps):
         growth.see(step(growth.wanted))
-        growth.stands_at(growth.wanted)
+        growth.set_current(growth.wanted)
         sizes.append(growth.wanted)
     return sizes
 

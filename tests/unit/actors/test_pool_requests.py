@@ -82,8 +82,8 @@ class Wanting(Growth):
         super().__init__(1, 9)
         self.stood, self.refusals = [], 0
 
-    def stands_at(self, workers):
-        super().stands_at(workers)
+    def set_current(self, workers):
+        super().set_current(workers)
         self.stood.append((workers, self.wanted))
 
     def refused(self):

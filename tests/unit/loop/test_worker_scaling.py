@@ -24,7 +24,7 @@ def grown(**figures):
     growth = Growth(1, 3)
     steps(growth, WINDOW + 1, 0.5, 0.9)
     assert growth.wanted == 2 and "waits 50%" in growth.reason
-    growth.stands_at(2)
+    growth.set_current(2)
     steps(growth, WINDOW + 1, **figures)
     return growth
 
@@ -61,7 +61,7 @@ def test_nothing_is_judged_while_a_worker_joins():
 def test_the_step_in_which_a_worker_joined_is_not_counted():
     growth = Growth(1, 3)
     steps(growth, WINDOW + 1, 0.5, 0.9)
-    growth.stands_at(2)
+    growth.set_current(2)
     steps(growth, 1, 0.5, 0.9, seconds=10_000.0)  # would make the new size look slow
     steps(growth, WINDOW, 0.5, 0.9, seconds=5.0)
     assert growth.wanted == 3
@@ -70,7 +70,7 @@ def test_the_step_in_which_a_worker_joined_is_not_counted():
 def test_what_was_seen_before_a_change_is_not_mixed_with_what_comes_after():
     growth = Growth(1, 3)
     steps(growth, WINDOW + 1, 0.5, 0.9)
-    growth.stands_at(2)
+    growth.set_current(2)
     steps(growth, WINDOW, 0.0, 0.1)
     assert growth.wanted == 2
     steps(growth, 1, 0.0, 0.1)
@@ -84,7 +84,7 @@ def test_a_worker_that_does_not_pay_goes_and_is_tried_again_ever_more_seldom():
         if growth.wanted > workers:
             added.append(step)
         workers = growth.wanted
-        growth.stands_at(workers)
+        growth.set_current(workers)
     assert len(added) == 5 and "one worker fewer" in growth.reason
     gaps = [later - sooner for sooner, later in pairwise(added)]
     assert gaps == sorted(gaps) and gaps[-1] >= 8 * gaps[0] / 2
@@ -98,7 +98,7 @@ def test_longer_answers_are_no_proof_against_a_worker():
 def test_a_worker_that_is_idle_goes_but_never_one_of_the_first():
     growth = grown(waits=0.0, busy=0.2, seconds=5.0)
     assert growth.wanted == 1
-    growth.stands_at(1)
+    growth.set_current(1)
     steps(growth, 50, 0.0, 0.1)
     assert growth.wanted == 1
 
@@ -106,7 +106,7 @@ def test_a_worker_that_is_idle_goes_but_never_one_of_the_first():
 def test_what_a_user_drained_is_not_put_back():
     growth = grown(waits=0.1, busy=0.9, seconds=5.0)
     growth.asked(-1)
-    growth.stands_at(1)
+    growth.set_current(1)
     steps(growth, 100, 0.5, 0.9)
     assert growth.wanted == 1
 
@@ -116,7 +116,7 @@ def test_what_a_user_drained_while_a_worker_joined_is_not_put_back_either():
     steps(growth, WINDOW + 1, 0.5, 0.9)
     assert growth.wanted == 3
     growth.asked(-1)
-    growth.stands_at(2)  # one came and one went
+    growth.set_current(2)  # one came and one went
     assert growth.wanted == 2
     steps(growth, 100, 0.5, 0.9)
     assert growth.wanted == 2
@@ -126,7 +126,7 @@ def test_what_a_user_drained_while_a_worker_joined_is_not_put_back_either():
 def test_what_a_user_added_is_not_taken_out(most):
     growth = Growth(1, most)
     growth.asked(1)
-    growth.stands_at(2)
+    growth.set_current(2)
     steps(growth, 100, 0.0, 0.1)
     assert growth.wanted == 2
 
@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_be_had_is_asked_for_ever_more_seldom():
     growth, asked = Growth(1, 2), 0
     for _ in range(1000):
         steps(growth, 1, 0.5, 0.9)
-        growth.stands_at(1)
+        growth.set_current(1)
         if growth.wanted == 2:
             growth.refused()
             asked += 1

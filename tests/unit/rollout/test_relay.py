@@ -9,7 +9,7 @@ from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.elsewhere import Elsewhere
+from rlpipe.rollout.relay import RelayEngine
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.turn import nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, Prompt, SamplingParams, SpecCounts
@@ -104,7 +104,7 @@ def test_a_turn_that_nobody_plays_ends_all_the_same(end):
     request = GenerateRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(top_logprobs=2))
 
     async def run():
-        away = Elsewhere(SimpleNamespace(), "worker 0")
+        away = RelayEngine(SimpleNamespace(), "worker 0")
         playing = asyncio.ensure_future(away.generate(request))
         moved = await away.next_turn()
         if end == "failed":
@@ -132,7 +132,7 @@ def test_a_turn_that_nobody_plays_ends_all_the_same(end):
 
 def test_a_turn_that_was_aborted_before_anybody_took_it_is_not_given_out():
     async def run():
-        away = Elsewhere(SimpleNamespace(), "w")
+        away = RelayEngine(SimpleNamespace(), "w")
         requests = [
             GenerateRequest(request_id=name, prompt_ids=[1], sampling=SamplingParams()) for name in "ab"
         ]

@@ -18,7 +18,7 @@ from rlpipe.rollout.turn import nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 
 
-class Elsewhere:
+class RelayEngine:
     """Implements `Engine` in the place of `engine`, which the caller closes; used from one event loop.
 
     name: of this worker, so that its requests have ids of their own on other engines.
