@@ -21,7 +21,15 @@ from rlpipe.actors.engines import check_engine
 from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvName, SandboxBackend
 from rlpipe.config.paths import resolve
-from rlpipe.config.run import ClusterMode, Config, Half, Task, ValConfig, of_half, with_weight_transfer
+from rlpipe.config.run import (
+    ClusterMode,
+    Config,
+    RunMode,
+    Task,
+    ValConfig,
+    for_run_mode,
+    with_weight_transfer,
+)
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import Suite
 from rlpipe.envs.rehearsal import rehearse
@@ -193,7 +201,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
     rehearsal: plays a suite of the user's (None: one short episode of each split, as at a launch). Writes
     nothing. Raises ValueError with what, the value and the remedy.
     """
-    config = of_half(config)
+    config = for_run_mode(config)
     if config.task is Task.MTP_ADAPT:
         from rlpipe.adapt.run import check_adaptation
 
@@ -202,7 +210,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
             rehearsal(played[EnvName.USER])
         return list(played.values())
     directory = resolve(config.run.dump) if config.run.dump else None
-    if not config.run.half.rolls:
+    if not config.run.half.generates:
         Dump.open(directory, config)
         return []
     check_engine(config)
@@ -237,18 +245,18 @@ class ReinforcementLearning:
     """The task `rl`, or one half of it: a cluster and its controller. done: step of the newest checkpoint."""
 
     def __init__(self, config: Config, run_dir: Path, done: int | None) -> None:
-        self._config, self._run_dir = of_half(config), run_dir
-        config, half = self._config, config.run.half
+        self._config, self._run_dir = for_run_mode(config), run_dir
+        config, run_mode = self._config, config.run.half
         self._held_out: dict[str, list[str]] = {}
         suites = check_task(config)
-        if half.rolls:
+        if run_mode.generates:
             (suite,) = suites
-            if half.trains:
+            if run_mode.trains:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
             self._prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
         self._dump = _dump(config, done or 0)
-        if not half.rolls:
+        if not run_mode.generates:
             self._prompts = DumpedPrompts(self._dump)
         self._cluster = self._pool = self._ray = self._ledger = self._loop = None
 
@@ -299,7 +307,7 @@ class ReinforcementLearning:
 
     async def _serve_pool(self) -> None:
         """Let workers join and leave."""
-        if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is Half.BOTH:
+        if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is RunMode.BOTH:
             from rlpipe.actors.pool import serve
 
             await serve(self._pool, self._run_dir, self._controller.growth, self._event)
@@ -324,7 +332,7 @@ def _dump(config: Config, done: int) -> Dump | None:
     if not config.run.dump:
         return None
     directory = resolve(config.run.dump)
-    return Dump.create(directory, config, done) if config.run.half.rolls else Dump.open(directory, config)
+    return Dump.create(directory, config, done) if config.run.half.generates else Dump.open(directory, config)
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlpipe.config.half import Half
 from rlpipe.config.run import Config
+from rlpipe.config.run_mode import RunMode
 from rlpipe.loop.cluster_protocol import Cluster
 from rlpipe.loop.dump import Dump
 from rlpipe.metrics.bus import observed
@@ -123,10 +123,10 @@ def with_dump(
     cluster: Cluster, dump: Dump, config: Config, event: Callable[..., None]
 ) -> DumpingCluster | ReplayCluster:
     """A cluster that reads its dump (run.half=train) or writes it."""
-    half = config.run.half
-    if half is Half.TRAIN:
+    run_mode = config.run.half
+    if run_mode is RunMode.TRAIN:
         return ReplayCluster(cluster, dump, changed=dump.settings_changed(config), event=event)
-    return DumpingCluster(cluster, dump, needed=half is Half.ROLLOUT, event=event)
+    return DumpingCluster(cluster, dump, needed=run_mode is RunMode.ROLLOUT, event=event)
 
 
 def comparable(metrics: Mapping[str, Value]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class InlineCluster:
         if config.run.half.trains:
             self._trainer = TrainerWorker(config)
             self._thread.submit(self._trainer.start).result()
-        if config.run.half.rolls:
+        if config.run.half.generates:
             self._rollout = RolloutWorker(config)
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:

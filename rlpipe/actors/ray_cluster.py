@@ -6,7 +6,7 @@ Owns placement, the trainer's ranks, and how weights reach the workers, which `w
 adds and drains. Weights pass from trainer to workers as an object-store reference, or are brought by the
 trainer's first rank to all SGLang servers at once (rollout.sglang.weight_transfer=collective, ipc). When a
 trainer rank dies or hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others,
-which have learnt nothing. A half (`run.half`) has no workers, or no ranks.
+which have learnt nothing. With run.half=train there are no workers, with run.half=rollout no ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
     stores = {node: int(resources.get("object_store_memory", 0)) for node, resources in alive.items()}
     if stores.get(driver):
         check_store(config, stores[driver], min(filter(None, stores.values())))
-    if config.run.half.rolls and 0 < most < config.rollout.cards:
+    if config.run.half.generates and 0 < most < config.rollout.cards:
         raise ValueError(
             f"rollout.sglang.tp={config.rollout.cards}: a server lies on one node, and the largest of the "
             f"Ray cluster has {most} GPUs. Set rollout.sglang.tp={most} or less; a model that does not fit "
@@ -72,7 +72,7 @@ class RayCluster:
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
         self._config = config
         self._on_event = on_event
-        half = config.run.half
+        run_mode = config.run.half
         check_places(config, ray.nodes(), ray.get_runtime_context().get_node_id())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
         self._pairs = None
@@ -80,14 +80,14 @@ class RayCluster:
             self._pairs, gpus = _pairs(config.rollout.workers), 0.5
         self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
         self._workers = Workers(
-            config.cluster, self._spawn_rollout, on_event, config.rollout.workers * half.rolls
+            config.cluster, self._spawn_rollout, on_event, config.rollout.workers * run_mode.generates
         )
         self._group: Rendezvous | None = None  # of trainer and servers, where the trainer broadcasts
         self._members: list[str] = []  # the servers in it
         beside = {_WRITING: 1, _GIVING: 1}
         self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": beside}
         self._trainers: list[Any] = []
-        if half.trains:
+        if run_mode.trains:
             self._start_trainers()
         ray.get([worker.actor.metrics.remote() for worker in self._workers.members])
 

@@ -74,8 +74,8 @@ class RaySession:
         local = {}
         if not config.cluster.address:
             self._folder, self._lock = _private_folder()
-            half = config.run.half
-            actors = config.rollout.workers * half.rolls + config.trainer.world_size * half.trains
+            run_mode = config.run.half
+            actors = config.rollout.workers * run_mode.generates + config.trainer.world_size * run_mode.trains
             local = {
                 "num_cpus": max(actors, os.cpu_count() or 1),
                 "_temp_dir": str(self._folder / "r"),

@@ -25,9 +25,9 @@ from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.relay import RelayEngine
 from rlpipe.rollout.engine import Engine
 from rlpipe.rollout.injection import InjectedEngine
+from rlpipe.rollout.relay import RelayEngine
 from rlpipe.types import GenerateRequest, GenerateResult, Group, Prompt, Trajectory
 from rlpipe.weights.payload import WeightPayload, unpack_weights
 from rlpipe.weights.protocols import ReceivesBroadcasts

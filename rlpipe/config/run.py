@@ -14,7 +14,6 @@ from rlpipe.config.choice import Choice
 from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.env import EnvConfig
-from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.limits import at_least, positive, share
 from rlpipe.config.metrics import MetricsConfig
@@ -22,6 +21,7 @@ from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import EngineKind, RolloutConfig
+from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig
 from rlpipe.config.trainer import TrainerConfig
@@ -60,7 +60,7 @@ class RunSettings:
         memory.
     max_masked_share, masked_window: the run stops, with a checkpoint and exit status 1, when at least this
         share of the last attempts, so many, were masked because something other than the model failed.
-    half: see Half. dump: folder of the batches, read with half=train and written otherwise (empty: RUN/dump
+    half: see RunMode. dump: folder of the batches, read with half=train, otherwise written (empty: RUN/dump
         with half=rollout, none with half=both).
     """
 
@@ -74,13 +74,13 @@ class RunSettings:
     save_async: bool = True
     max_masked_share: float = 0.5
     masked_window: int = 64
-    half: Half = Half.BOTH
+    half: RunMode = RunMode.BOTH
     dump: str = ""
 
     def __post_init__(self) -> None:
-        if self.half is Half.ROLLOUT and not self.dump:
+        if self.half is RunMode.ROLLOUT and not self.dump:
             self.dump = f"{self.dir}/dump"
-        if self.half is Half.TRAIN and not self.dump:
+        if self.half is RunMode.TRAIN and not self.dump:
             raise ValueError("run.half=train trains on a dump, and run.dump is empty: set run.dump=FOLDER.")
         at_least(1, self, "run", "steps", "keep_last", "masked_window")
         at_least(0, self, "run", "save_every", "keep_best")
@@ -188,7 +188,7 @@ class Config:
             rollout.engine is EngineKind.SGLANG
             and rollout.sglang.weight_transfer.is_broadcast
             and self.cluster.mode is ClusterMode.RAY
-            and self.run.half is Half.BOTH
+            and self.run.half is RunMode.BOTH
             and not (self.injection.active() or self.decoupled.active)
         )
 
@@ -198,17 +198,17 @@ class Config:
         return bool(every) and (step % every == 0 or step == self.run.steps)
 
 
-def of_half(config: Config) -> Config:
+def for_run_mode(config: Config) -> Config:
     """The settings a half goes by: without what needs the other one.
 
     No validation (it needs engines, and weights that change) and, without a trainer, no probe. What a dump
     holds was selected when it was made: all of it is trained on, in its order.
     """
-    half = config.run.half
-    if half is Half.BOTH:
+    run_mode = config.run.half
+    if run_mode is RunMode.BOTH:
         return config
     settings: dict[str, Any] = {"val": replace(config.val, every=0)}
-    if half is Half.ROLLOUT:
+    if run_mode is RunMode.ROLLOUT:
         probe = replace(config.metrics.probe, every=0)
         settings["metrics"] = replace(config.metrics, probe=probe)
     else:

@@ -261,8 +261,11 @@ def _check_gpus(config: Config, ray: bool) -> None:
         raise ValueError(
             f"rollout.device={device}, and there are {count} GPUs: set cuda:0 to cuda:{count - 1}."
         )
-    rollout, half, shared = config.rollout, config.run.half, config.cluster.share_gpus
-    served, ranks = rollout.workers * rollout.cards * half.rolls, config.trainer.world_size * half.trains
+    rollout, run_mode, shared = config.rollout, config.run.half, config.cluster.share_gpus
+    served, ranks = (
+        rollout.workers * rollout.cards * run_mode.generates,
+        config.trainer.world_size * run_mode.trains,
+    )
     needed = max(served, ranks) if shared else served + ranks
     if ray and needed > count:
         remedy = "lower them" if shared else "lower them, or use cluster=one_gpu"

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import EngineKind
-from rlpipe.config.run import ClusterMode, Config, Half
+from rlpipe.config.run import ClusterMode, Config, RunMode
 from rlpipe.config.trainer import Precision, Recompute
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
@@ -101,8 +101,8 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
             servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
-    if config.run.half.rolls:
-        engine = _changed(config, {"run.half": Half.ROLLOUT})
+    if config.run.half.generates:
+        engine = _changed(config, {"run.half": RunMode.ROLLOUT})
         servers = [server for server in servers if not excess(_changed(engine, server), card, host)]
     cheap = [
         {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
@@ -213,9 +213,9 @@ def _may_adapt(config: Config) -> bool:
 
 def _cards_of_a_server(config: Config, card: int) -> int:
     """Cards of this size that one server needs, where they are more than a node has; else 0."""
-    if not (card and config.run.half.rolls and config.rollout.engine is EngineKind.SGLANG):
+    if not (card and config.run.half.generates and config.rollout.engine is EngineKind.SGLANG):
         return 0
-    engine = _changed(config, {"run.half": Half.ROLLOUT, "cluster.share_gpus": False})
+    engine = _changed(config, {"run.half": RunMode.ROLLOUT, "cluster.share_gpus": False})
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n >= config.rollout.sglang.tp]
     fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), card, 0))
     needed = next(fits, 0)

@@ -313,17 +313,17 @@ def _element(config: Config) -> int:
 
 def estimate(config: Config, card: int = 0) -> list[Memory]:
     """Every kind of process of a run. card: bytes of one GPU, 0 where everything runs on the CPU."""
-    half, found = config.run.half, []
+    run_mode, found = config.run.half, []
     policy = read_architecture(read_config(resolve(config.model.path)))
     served = read_architecture(read_config(resolve(config.rollout_model)))
-    if half.trains:
+    if run_mode.trains:
         found.append(trainer_memory(policy, config, on_gpu=card > 0))
         if config.decoupled.active:
             actor = trainer_memory(served, config, on_gpu=card > 0)
             found.append(replace(actor, process="trainer rank, the actor's part"))
-    if half.rolls and config.rollout.engine is EngineKind.SGLANG:
+    if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
         found.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
-    elif half.rolls:
+    elif run_mode.generates:
         found.append(engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu"))
     return found
 

@@ -12,13 +12,13 @@ from typing import Any
 from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
 from rlpipe.config.drafters import KINDS
-from rlpipe.config.half import Half
 from rlpipe.config.lora import check_lora
 from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import Stale
 from rlpipe.config.rollout import EngineKind, check_embedded
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
+from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LayerSpec, check_parallel
@@ -31,7 +31,7 @@ from rlpipe.models.rope import read_rope
 def check_shared_gpus(config: Config) -> None:
     """Refuse what cannot run with cluster.share_gpus. Raises ValueError with the remedy."""
     rollout, ranks = config.rollout, config.trainer.world_size
-    if config.cluster.mode is not ClusterMode.RAY or config.run.half is not Half.BOTH:
+    if config.cluster.mode is not ClusterMode.RAY or config.run.half is not RunMode.BOTH:
         raise ValueError(
             f"cluster.share_gpus=true places workers beside trainer ranks, and cluster.mode="
             f"{config.cluster.mode} with run.half={config.run.half} has not both as processes: set it to "
@@ -72,7 +72,7 @@ def _check_growth(config: Config) -> None:
             f"cluster.max_workers={most} is below rollout.workers={workers}, with which the run starts: "
             "raise it, or set 0 for a pool that keeps its size."
         )
-    apart = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is Half.BOTH
+    apart = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is RunMode.BOTH
     if most and not (apart and config.task is Task.RL):
         raise ValueError(
             f"cluster.max_workers={most} with task={config.task}, cluster.mode={cluster.mode}, share_gpus="
@@ -90,7 +90,7 @@ def check(config: Config) -> None:
         check_shared_gpus(config)
     _check_growth(config)
     check_run_dir(config.run)
-    check_half(config)
+    check_run_mode(config)
     if config.task is not Task.RL and config.injection.active():
         raise ValueError(
             f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
@@ -158,7 +158,7 @@ def check(config: Config) -> None:
     check_adapters(config, hf_config)
     check_biases(config.model.path, hf_config)
     check_replay(config, hf_config)
-    if config.rollout.engine is EngineKind.EMBEDDED and config.run.half.rolls:
+    if config.rollout.engine is EngineKind.EMBEDDED and config.run.half.generates:
         check_embedded(config.rollout_model, served)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
@@ -176,7 +176,7 @@ def check(config: Config) -> None:
 def _check_learnable(config: Config) -> None:
     """Refuse runs that would train on nothing. Raises ValueError."""
     greedy = config.spec.mode is SpecMode.GREEDY  # asked for: nothing else can be decoded so
-    if config.rollout.temperature == 0 and config.run.half is Half.BOTH and not greedy:
+    if config.rollout.temperature == 0 and config.run.half is RunMode.BOTH and not greedy:
         raise ValueError(
             "rollout.temperature=0 makes all siblings of a group equal, so that every advantage is 0 and "
             "nothing is learnt: set rollout.temperature=1.0 (val.temperature=0 validates greedily)."
@@ -268,15 +268,15 @@ def _require_sampling(config: Config, need: str) -> None:
         )
 
 
-def check_half(config: Config) -> None:
+def check_run_mode(config: Config) -> None:
     """Halves are of RL, and fixed weights never become stale. Raises ValueError."""
-    half = config.run.half
-    if config.task is not Task.RL and (half is not Half.BOTH or config.run.dump):
+    run_mode = config.run.half
+    if config.task is not Task.RL and (run_mode is not RunMode.BOTH or config.run.dump):
         raise ValueError(
-            f"run.half={half} and run.dump={config.run.dump!r} are of task=rl, not of task={config.task}: "
-            "remove them."
+            f"run.half={run_mode} and run.dump={config.run.dump!r} are of task=rl, not of "
+            f"task={config.task}: remove them."
         )
-    if half is Half.ROLLOUT and config.pipeline.stale is Stale.DROP:
+    if run_mode is RunMode.ROLLOUT and config.pipeline.stale is Stale.DROP:
         raise ValueError(
             "run.half=rollout decodes with the weights of version 0 throughout, and pipeline.stale=drop "
             "would give them up as too old: set pipeline.stale=wait."

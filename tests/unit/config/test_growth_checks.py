@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlpipe.config.half import Half
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings, Task
+from rlpipe.config.run_mode import RunMode
 from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
@@ -25,7 +25,7 @@ def test_fewer_workers_than_the_run_starts_with_are_refused():
     ("options", "words"),
     [
         ({"mode": ClusterMode.INLINE}, "cluster.mode=inline"),
-        ({"half": Half.ROLLOUT}, "run.half=rollout"),
+        ({"half": RunMode.ROLLOUT}, "run.half=rollout"),
         ({"task": Task.MTP_ADAPT}, "task=mtp_adapt"),
         ({"share_gpus": True}, "share_gpus=true"),
     ],
@@ -36,7 +36,7 @@ def test_workers_that_cannot_join_are_refused(options, words):
     )
     config = Config(
         task=options.get("task", Task.RL),
-        run=RunSettings(half=options.get("half", Half.BOTH)),
+        run=RunSettings(half=options.get("half", RunMode.BOTH)),
         cluster=cluster,
     )
     with pytest.raises(ValueError, match=r"cluster\.max_workers=2 with") as caught:

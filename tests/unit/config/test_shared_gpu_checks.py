@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlpipe.config.half import Half
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, RunSettings
+from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import SglangConfig, WeightTransfer
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.preflight.settings import check_shared_gpus
@@ -12,10 +12,10 @@ from rlpipe.preflight.settings import check_shared_gpus
 pytestmark = pytest.mark.unit
 
 
-def config(workers=4, engine=EngineKind.SGLANG, mode=ClusterMode.RAY, half=Half.BOTH, **sglang):
+def config(workers=4, engine=EngineKind.SGLANG, mode=ClusterMode.RAY, half=RunMode.BOTH, **sglang):
     sglang = {"memory_fraction": 0.4, **sglang}
     return Config(
-        run=RunSettings(half=half, dump="dump" if half is Half.TRAIN else ""),
+        run=RunSettings(half=half, dump="dump" if half is RunMode.TRAIN else ""),
         cluster=ClusterConfig(mode=mode, share_gpus=True),
         rollout=RolloutConfig(workers=workers, engine=engine, sglang=SglangConfig(**sglang)),
         trainer=TrainerConfig(tp=2, dp=2),
@@ -39,7 +39,7 @@ def test_the_embedded_engine_needs_no_share_of_memory():
             "rollout.workers=3 and trainer.tp * trainer.cp * trainer.pp * trainer.dp = 4: make them equal",
         ),
         ({"mode": ClusterMode.INLINE}, "set it to false"),
-        ({"half": Half.TRAIN}, "run.half=train"),
+        ({"half": RunMode.TRAIN}, "run.half=train"),
         ({"tp": 2}, "tp=2"),
         ({"memory_fraction": 0.0}, "memory_fraction=0.4"),
         ({"weight_transfer": WeightTransfer.COLLECTIVE}, "Set weight_transfer=auto, shared or disk"),

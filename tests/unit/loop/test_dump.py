@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.half import Half
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import PipelineConfig, Stale
-from rlpipe.config.run import Config, ModelConfig, RunSettings, Task, of_half
+from rlpipe.config.run import Config, ModelConfig, RunSettings, Task, for_run_mode
+from rlpipe.config.run_mode import RunMode
 from rlpipe.loop.dump import Dump, DumpedPrompts
-from rlpipe.preflight.settings import check_half
+from rlpipe.preflight.settings import check_run_mode
 from tests.helpers.trajectories import make_groups
 
 pytestmark = pytest.mark.unit
@@ -133,23 +133,23 @@ def test_settings_of_the_trainer_that_changed_are_named(tmp_path):
 
 def test_half_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match=r"run\.dump is empty"):
-        RunSettings(half=Half.TRAIN)
-    stale = Config(run=RunSettings(half=Half.ROLLOUT), pipeline=PipelineConfig(stale=Stale.DROP))
+        RunSettings(half=RunMode.TRAIN)
+    stale = Config(run=RunSettings(half=RunMode.ROLLOUT), pipeline=PipelineConfig(stale=Stale.DROP))
     with pytest.raises(ValueError, match=r"pipeline\.stale=wait"):
-        check_half(stale)
+        check_run_mode(stale)
     with pytest.raises(ValueError, match="task=rl"):
-        check_half(Config(task=Task.MTP_ADAPT, run=RunSettings(half=Half.ROLLOUT)))
+        check_run_mode(Config(task=Task.MTP_ADAPT, run=RunSettings(half=RunMode.ROLLOUT)))
 
 
 def test_a_half_does_without_what_needs_the_other():
     selecting = PipelineConfig(stale=Stale.DROP, oversample=1.5, filter_equal_rewards=True)
     injected = InjectionConfig(slow_env_share=0.5, slow_env_seconds=1)
-    train = of_half(
-        Config(run=RunSettings(half=Half.TRAIN, dump="d"), pipeline=selecting, injection=injected)
+    train = for_run_mode(
+        Config(run=RunSettings(half=RunMode.TRAIN, dump="d"), pipeline=selecting, injection=injected)
     )
     assert (train.pipeline.stale, train.pipeline.oversample, train.val.every) == (Stale.WAIT, 1, 0)
     assert not train.pipeline.filter_equal_rewards and not train.injection.active()
-    rollout = of_half(Config(run=RunSettings(half=Half.ROLLOUT), injection=injected))
+    rollout = for_run_mode(Config(run=RunSettings(half=RunMode.ROLLOUT), injection=injected))
     assert rollout.metrics.probe.every == rollout.val.every == 0 and rollout.injection.active()
     both = Config(pipeline=selecting)
-    assert of_half(both) is both
+    assert for_run_mode(both) is both

@@ -7,13 +7,13 @@ import pytest
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.decoupled import DecoupledConfig
-from rlpipe.config.half import Half
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, ModelConfig, RunSettings, Task
+from rlpipe.config.run_mode import RunMode
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LayerSpec, TrainerConfig
 from rlpipe.preflight.settings import check, check_adapt
@@ -64,7 +64,7 @@ def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(t
     config = Config(run=RunSettings(dir=str(tmp_path / "run")), model=ModelConfig(path=str(path)))
     with pytest.raises(ValueError, match=f"{family}.*embedded engine does not decode: set rollout=sglang"):
         check(config)
-    config.run.half = Half.TRAIN  # rolled out elsewhere
+    config.run.half = RunMode.TRAIN  # rolled out elsewhere
     check(config)
     config.mtp = MtpConfig(train=MtpTrain.ONLINE, objective=MtpObjective.PPOW)
     with pytest.raises(ValueError, match=r"mtp.objective=ppow .* keep none: set mtp.objective=e2e_tv"):

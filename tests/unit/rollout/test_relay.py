@@ -9,8 +9,8 @@ from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.rollout.collector import Collector
-from rlpipe.rollout.relay import RelayEngine
 from rlpipe.rollout.engine import EngineStats
+from rlpipe.rollout.relay import RelayEngine
 from rlpipe.rollout.turn import nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, Prompt, SamplingParams, SpecCounts
 from tests.unit.rollout.test_recorded_drafts import Chat, Suite

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from rlpipe.actors.dumped_cluster import DumpingCluster, ReplayCluster
-from rlpipe.config.half import Half
 from rlpipe.config.pipeline import Stale
-from rlpipe.config.run import of_half
+from rlpipe.config.run import for_run_mode
+from rlpipe.config.run_mode import RunMode
 from rlpipe.loop.dump import Dump, DumpedPrompts
 from rlpipe.metrics.values import Mean
 from tests.helpers.dying_cluster import DyingCluster, Faults, controller, finish, state_of
@@ -40,19 +40,19 @@ class RolloutHalf(DyingCluster):
         return {}
 
 
-def run_half(directory, cluster, half=Half.BOTH, dump=None, **pipeline):
+def run_half(directory, cluster, half=RunMode.BOTH, dump=None, **pipeline):
     """Run a half in a directory; returns its controller, closed."""
     run = controller(directory, cluster, steps=STEPS, trainer_restarts=9, **{"max_staleness": 1} | pipeline)
     run.config.run.half, run.config.run.dump = half, str(dump)
-    run.config = of_half(run.config)
-    if half is Half.TRAIN:
+    run.config = for_run_mode(run.config)
+    if half is RunMode.TRAIN:
         recorded = Dump.open(dump, run.config)
         run.prompts = DumpedPrompts(recorded)
         changed = recorded.settings_changed(run.config)
         run.cluster = ReplayCluster(cluster, recorded, changed=changed, event=run.bus.event)
     else:
         recorded = Dump.create(dump, run.config, 0)
-        needed = half is Half.ROLLOUT
+        needed = half is RunMode.ROLLOUT
         run.cluster = DumpingCluster(cluster, recorded, needed=needed, event=run.bus.event)
     ended = []
     try:
@@ -83,7 +83,7 @@ PIPELINES = {
 def test_a_replay_reproduces_the_trainer_to_the_last_bit(tmp_path, policy):
     pipeline = PIPELINES[policy]
     run_half(tmp_path / "a", cluster(environment=0.1), dump=tmp_path / "d", **pipeline)
-    counts = run_half(tmp_path / "b", cluster(seed=1), Half.TRAIN, tmp_path / "d", **pipeline)
+    counts = run_half(tmp_path / "b", cluster(seed=1), RunMode.TRAIN, tmp_path / "d", **pipeline)
     assert counts == {"trained": STEPS * 3}
     assert state_of(tmp_path / "b", STEPS) == state_of(tmp_path / "a", STEPS)
     (equal,) = events(tmp_path / "b", "replay_equal")
@@ -94,16 +94,16 @@ def test_the_first_step_that_differs_is_named(tmp_path):
     run_half(tmp_path / "a", cluster(), dump=tmp_path / "d")
     other = cluster()
     other.drift_from = 3
-    run_half(tmp_path / "b", other, Half.TRAIN, tmp_path / "d")
+    run_half(tmp_path / "b", other, RunMode.TRAIN, tmp_path / "d")
     (told,) = events(tmp_path / "b", "replay_differs")
     assert (told["step"], told["equal"], told["names"], told["changed"]) == (3, 2, ["actor/pg_loss"], [])
     assert not events(tmp_path / "b", "replay_equal")
 
 
 def test_rollouts_alone_end_as_dumped_and_can_be_trained_on(tmp_path):
-    counts = run_half(tmp_path / "a", cluster(RolloutHalf, environment=0.2), Half.ROLLOUT, tmp_path / "d")
+    counts = run_half(tmp_path / "a", cluster(RolloutHalf, environment=0.2), RunMode.ROLLOUT, tmp_path / "d")
     assert counts == {"dropped": STEPS * 3}
-    counts = run_half(tmp_path / "b", cluster(), Half.TRAIN, tmp_path / "d")
+    counts = run_half(tmp_path / "b", cluster(), RunMode.TRAIN, tmp_path / "d")
     assert sum(counts.values()) == STEPS * 3 and counts["trained"] >= STEPS * 3 - 1
     learnt = state_of(tmp_path / "b", STEPS)["learnt"]
     assert learnt == [f"g{n:06d}" for n in range(STEPS * 3)]
@@ -117,19 +117,19 @@ def test_a_dump_survives_a_trainer_that_is_lost(tmp_path):
     lossy.lose_at = 9
     run_half(tmp_path / "a", lossy, dump=tmp_path / "d", max_staleness=0)
     assert lossy.losses == 1
-    run_half(tmp_path / "b", cluster(seed=1), Half.TRAIN, tmp_path / "d", max_staleness=0)
+    run_half(tmp_path / "b", cluster(seed=1), RunMode.TRAIN, tmp_path / "d", max_staleness=0)
     assert state_of(tmp_path / "b", STEPS) == state_of(tmp_path / "a", STEPS)
     assert events(tmp_path / "b", "replay_equal")
 
 
-@pytest.mark.parametrize("half", [Half.BOTH, Half.ROLLOUT])
+@pytest.mark.parametrize("half", [RunMode.BOTH, RunMode.ROLLOUT])
 def test_a_full_disk_ends_the_dump_and_only_a_run_that_is_about_it(tmp_path, half, monkeypatch):
     def full(self, step, groups):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Dump, "write", full)
-    kind = Told if half is Half.BOTH else RolloutHalf
-    if half is Half.ROLLOUT:
+    kind = Told if half is RunMode.BOTH else RolloutHalf
+    if half is RunMode.ROLLOUT:
         with pytest.raises(ExceptionGroup) as caught:
             run_half(tmp_path / "a", cluster(kind), half, tmp_path / "d")
         assert caught.group_contains(OSError, match="No space left")
@@ -139,6 +139,6 @@ def test_a_full_disk_ends_the_dump_and_only_a_run_that_is_about_it(tmp_path, hal
 
 
 def test_a_directory_of_one_half_is_not_continued_by_another(tmp_path):
-    run_half(tmp_path / "a", cluster(RolloutHalf), Half.ROLLOUT, tmp_path / "d")
+    run_half(tmp_path / "a", cluster(RolloutHalf), RunMode.ROLLOUT, tmp_path / "d")
     with pytest.raises(ValueError, match=r"run\.half=rollout, and run\.half=both"):
         finish(controller(tmp_path / "a", cluster(), steps=STEPS))

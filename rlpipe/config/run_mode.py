@@ -1,0 +1,23 @@
+"""Which part of the loop a run executes: rollout, training, or both. Imports no torch."""
+
+from __future__ import annotations
+
+from rlpipe.config.choice import Choice
+
+
+class RunMode(Choice):
+    """Which part of the loop runs (the setting `run.half`)."""
+
+    BOTH = "both"
+    ROLLOUT = "rollout"  # roll out and score batches with fixed weights and dump them; no trainer is built
+    TRAIN = "train"  # train on the batches of a dump, in its order; no engine is built
+
+    @property
+    def generates(self) -> bool:
+        """Whether engines and environments run."""
+        return self is not RunMode.TRAIN
+
+    @property
+    def trains(self) -> bool:
+        """Whether a trainer runs."""
+        return self is not RunMode.ROLLOUT
