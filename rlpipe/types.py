@@ -3,16 +3,19 @@
 Owns the shape of what travels between rollout, pipeline and trainer; owns no behaviour beyond
 sums. Flow: a `Prompt` is admitted, its `group_size` attempts become `Trajectory`s of a `Group`,
 each sampled token carries its logprob, entropy and the policy version that sampled it.
+
+What is recorded per token is a NumPy array, a column. Columns are replaced, never changed in place: a
+worker may hold them in shared memory, which is read-only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 class RunStopped(RuntimeError):
@@ -97,15 +100,45 @@ class SamplingParams:
     routes_from: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerateRequest:
-    """One turn to generate.
+@dataclass(slots=True, kw_only=True, eq=False)
+class TokenColumns:
+    """Base of dataclasses with one array per token column: their types, and equality by content.
 
-    session_id: turns of one conversation share it; an engine may reuse the KV of the common prefix.
+    COLUMNS: dtype of each column by field. Sequences passed for them become arrays; arrays of that dtype
+        are not copied.
     """
 
+    COLUMNS: ClassVar[dict[str, type[np.generic]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, dtype in self.COLUMNS.items():
+            setattr(self, name, np.asarray(getattr(self, name), dtype))
+
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        compared = [f.name for f in fields(self) if f.compare and f.name not in self.COLUMNS]
+        return all(getattr(self, name) == getattr(other, name) for name in compared) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.COLUMNS
+        )
+
+
+def _no_tokens() -> np.ndarray:
+    return np.zeros(0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GenerateRequest(TokenColumns):
+    """One turn to generate.
+
+    prompt_ids: int32. session_id: turns of one conversation share it; an engine may reuse the KV of the
+    common prefix.
+    """
+
+    COLUMNS: ClassVar[dict[str, type[np.generic]]] = {"prompt_ids": np.int32}
+
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: np.ndarray
     sampling: SamplingParams
     session_id: str | None = None
 
@@ -137,22 +170,16 @@ def routes_type(experts: int) -> type[np.integer]:
     >>> routes_type(255), routes_type(256)
     (<class 'numpy.uint8'>, <class 'numpy.int16'>)
     """
-    import numpy as np  # here: sinks and reports do without
-
     return np.uint8 if experts <= np.iinfo(np.uint8).max else np.int16
 
 
 def unrecorded(routes: np.ndarray) -> int:
     """What stands in routes for a token without a record: the largest number of their type."""
-    import numpy as np
-
     return np.iinfo(routes.dtype).max
 
 
 def recorded(routes: np.ndarray | None) -> int:
     """How many tokens have a record before the first without one."""
-    import numpy as np
-
     if routes is None:
         return 0
     without = np.flatnonzero(routes[:, 0, 0] == unrecorded(routes))
@@ -165,8 +192,6 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: i
     A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`;
     later: of the tokens from `start` on. Raises ValueError where `start` leaves tokens without a record.
     """
-    import numpy as np
-
     known = recorded(earlier)
     if later is not None and start > known:
         raise ValueError(
@@ -178,24 +203,31 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: i
     return np.concatenate((earlier[:known], later[known - start :]))
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerateResult:
-    """What an engine returns; the four lists are parallel to output_ids.
+@dataclass(slots=True, kw_only=True, eq=False)
+class GenerateResult(TokenColumns):
+    """What an engine returns; the other columns are parallel to output_ids.
 
-    logprobs: target log-softmax(logits / temperature) at the sampled token, nats.
-    entropies: of the same target distribution, nats.
-    versions: policy version that sampled each token.
+    output_ids: int32. logprobs: target log-softmax(logits / temperature) at the sampled token, nats, float32.
+    entropies: of the same target distribution, nats, float32.
+    versions: policy version that sampled each token, int32.
     top_logprobs: per position [(token_id, logprob), ...] when asked for. drafts: when asked for.
     routes: when asked for, [prompt and output tokens from `routes_from` on, layers with experts, experts per
         token] of `routes_type`: the experts that read a token in the pass that made the token after it,
         `unrecorded` where there is none, as for the last token. None from a model without experts.
     """
 
+    COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
+        "output_ids": np.int32,
+        "logprobs": np.float32,
+        "entropies": np.float32,
+        "versions": np.int32,
+    }
+
     request_id: str
-    output_ids: list[int]
-    logprobs: list[float]
-    entropies: list[float]
-    versions: list[int]
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    versions: np.ndarray
     finish_reason: FinishReason
     spec: SpecCounts
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -225,12 +257,12 @@ class Prompt:
         return [f"{self.group_id}/{number}" for number in range(group_size)]
 
 
-@dataclass(slots=True, kw_only=True)
-class Trajectory:
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trajectory(TokenColumns):
     """One attempt: all its tokens in order, sampled ones marked.
 
-    token_ids, loss_mask, rollout_logprobs, entropies, versions are parallel; where loss_mask is 0
-    (prompt, tool output) the last three hold 0.0, 0.0 and -1.
+    token_ids (int32), loss_mask (bool), rollout_logprobs, entropies (float32) and versions (int32) are
+    parallel; where loss_mask is False (prompt, tool output) the last three hold 0.0, 0.0 and -1.
     top_logprobs: as in `GenerateResult`, parallel to token_ids and [] for tokens that were not sampled;
         None unless the engine was asked for them.
     drafts: every verify step, its position counted in token_ids; None unless they were recorded.
@@ -238,14 +270,22 @@ class Trajectory:
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
     """
 
+    COLUMNS: ClassVar[dict[str, type[np.generic]]] = {
+        "token_ids": np.int32,
+        "loss_mask": np.bool_,
+        "rollout_logprobs": np.float32,
+        "entropies": np.float32,
+        "versions": np.int32,
+    }
+
     trajectory_id: str
     group_id: str
     instance_id: str
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: np.ndarray = field(default_factory=_no_tokens)
+    loss_mask: np.ndarray = field(default_factory=_no_tokens)
+    rollout_logprobs: np.ndarray = field(default_factory=_no_tokens)
+    entropies: np.ndarray = field(default_factory=_no_tokens)
+    versions: np.ndarray = field(default_factory=_no_tokens)
     top_logprobs: list[list[tuple[int, float]]] | None = None
     drafts: list[DraftStep] | None = None
     routes: np.ndarray | None = field(default=None, compare=False)
@@ -257,13 +297,10 @@ class Trajectory:
     spec: SpecCounts = field(default_factory=SpecCounts)
     info: dict[str, Any] = field(default_factory=dict)
 
-    def append_context(self, ids: list[int]) -> None:
+    def append_context(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens the model did not sample."""
-        self.token_ids += ids
-        self.loss_mask += [0] * len(ids)
-        self.rollout_logprobs += [0.0] * len(ids)
-        self.entropies += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+        zeros = np.zeros(len(ids), np.bool_)
+        self._append(ids, zeros, zeros, zeros, np.full(len(ids), -1))
         if self.top_logprobs is not None:
             self.top_logprobs += [[] for _ in ids]
 
@@ -284,24 +321,27 @@ class Trajectory:
             self.top_logprobs += result.top_logprobs
         if result.drafts is not None:
             self.drafts = (self.drafts or []) + shifted(result.drafts, len(self.token_ids))
-        self.token_ids += result.output_ids
-        self.loss_mask += [1] * len(result.output_ids)
-        self.rollout_logprobs += result.logprobs
-        self.entropies += result.entropies
-        self.versions += result.versions
+        ones = np.ones(len(result.output_ids), np.bool_)
+        self._append(result.output_ids, ones, result.logprobs, result.entropies, result.versions)
         self.routes = merged_routes(self.routes, result.routes, result.routes_from)
         self.spec.add(result.spec)
         self.num_turns += 1
 
+    def _append(self, *values: Sequence[int] | np.ndarray) -> None:
+        """Lengthen every column, in the order of COLUMNS."""
+        for (name, dtype), column in zip(self.COLUMNS.items(), values, strict=True):
+            setattr(self, name, np.concatenate((getattr(self, name), np.asarray(column, dtype))))
+
     @property
     def oldest_version(self) -> int | None:
         """Oldest policy version among the sampled tokens; None when nothing was sampled."""
-        return min((v for v in self.versions if v >= 0), default=None)
+        sampled = self.versions[self.versions >= 0]
+        return int(sampled.min()) if len(sampled) else None
 
     @property
     def response_length(self) -> int:
         """Number of sampled tokens."""
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ groups and packs them alike; the packing says which micro-batches are its own.
 from __future__ import annotations
 
 import time
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,8 @@ class TrainerWorker:
             seed=seed + self._trainer.policy_version,
         )
         metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}
-        sampled = (
-            value
-            for trajectory, own in zip(trajectories, advantages, strict=True)
-            for value, counts in zip(own.tolist(), trajectory.loss_mask, strict=True)
-            if counts
-        )
-        metrics |= stats("critic/advantages", sampled)
+        sampled = (own[t.loss_mask].tolist() for t, own in zip(trajectories, advantages, strict=True))
+        metrics |= stats("critic/advantages", chain.from_iterable(sampled))
         draft = self._train_draft(trajectories)
         step = self._trainer.train_step(batch)
         for name in step.keys() & draft.keys():  # what both take: seconds

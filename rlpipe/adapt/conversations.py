@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlpipe.envs.base import StepResult
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
@@ -63,8 +65,8 @@ class ConversationFormat:
             trajectory.append_sampled(_as_if_generated(name, said))
             before = []
         trajectory.truncated = len(trajectory.token_ids) > max_context
-        for part in ("token_ids", "loss_mask", "rollout_logprobs", "entropies", "versions"):
-            del getattr(trajectory, part)[max_context:]
+        for name in Trajectory.COLUMNS:
+            setattr(trajectory, name, getattr(trajectory, name)[:max_context].copy())
         return trajectory
 
     def _turn(self, text: str) -> list[int]:
@@ -157,10 +159,10 @@ def _as_if_generated(name: str, ids: list[int]) -> GenerateResult:
     """A turn whose probabilities nobody recorded: adaptation asks the frozen model for them."""
     return GenerateResult(
         request_id=name,
-        output_ids=ids,
-        logprobs=[0.0] * len(ids),
-        entropies=[0.0] * len(ids),
-        versions=[0] * len(ids),
+        output_ids=np.array(ids),
+        logprobs=np.zeros(len(ids)),
+        entropies=np.zeros(len(ids)),
+        versions=np.zeros(len(ids)),
         finish_reason=FinishReason.STOP,
         spec=SpecCounts(),
     )

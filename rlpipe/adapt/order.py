@@ -60,16 +60,16 @@ def with_context(trajectory: Trajectory, weight: float, rng: random.Random) -> T
 
     >>> mask = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
     >>> chat = Trajectory(trajectory_id="t", group_id="g", instance_id="i", loss_mask=mask)
-    >>> with_context(chat, 1.0, random.Random(0)).loss_mask
-    [0, 1, 1, 0, 1, 1, 0, 1, 0, 1]
+    >>> with_context(chat, 1.0, random.Random(0)).loss_mask.astype(int)
+    array([0, 1, 1, 0, 1, 1, 0, 1, 0, 1])
     """
     if not weight:
         return trajectory
-    mask, start = list(trajectory.loss_mask), 0
-    for sampled, stretch in groupby(trajectory.loss_mask):
+    mask, start = trajectory.loss_mask.copy(), 0
+    for sampled, stretch in groupby(trajectory.loss_mask.tolist()):
         stop = start + len(list(stretch))
         if not sampled and rng.random() < weight:
             last = stop if stop == len(mask) else stop - 1
-            mask[start + 1 : last] = [1] * max(0, last - start - 1)
+            mask[start + 1 : last] = True
         start = stop
     return replace(trajectory, loss_mask=mask)

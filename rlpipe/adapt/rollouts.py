@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlpipe.adapt.play import OnEvent, collect
 from rlpipe.batching.packing import trainable
 from rlpipe.config.paths import resolve
@@ -121,24 +123,28 @@ class _Groups:
 
 def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as a line of the file."""
-    sampled = [i for i, mask in enumerate(trajectory.loss_mask) if mask]
     line = {"index": index, **{name: getattr(trajectory, name) for name in PLAIN}}
-    line |= {"status": trajectory.status.value, "token_ids": trajectory.token_ids}
-    line |= {"loss_mask": trajectory.loss_mask}
-    return line | {name: [round(getattr(trajectory, name)[i], 6) for i in sampled] for name in SAMPLED}
+    line |= {"status": trajectory.status.value, "token_ids": trajectory.token_ids.tolist()}
+    line |= {"loss_mask": trajectory.loss_mask.astype(int).tolist()}
+    for name in SAMPLED:
+        line[name] = [round(value, 6) for value in getattr(trajectory, name)[trajectory.loss_mask].tolist()]
+    return line
 
 
 def read(line: dict[str, Any]) -> Trajectory:
     """The inverse of `write`, but for versions, counts and environment facts."""
-    mask = line["loss_mask"]
-    trajectory = Trajectory(**{name: line[name] for name in PLAIN})
-    trajectory.status = TrajectoryStatus(line["status"])
-    trajectory.token_ids, trajectory.loss_mask = line["token_ids"], mask
-    trajectory.versions = [0 if sampled else -1 for sampled in mask]
-    for name in SAMPLED:
-        values = iter(line[name])
-        setattr(trajectory, name, [next(values) if sampled else 0.0 for sampled in mask])
-    return trajectory
+    mask = np.array(line["loss_mask"], np.bool_)
+    columns = {name: np.zeros(len(mask), np.float32) for name in SAMPLED}
+    for name, values in columns.items():
+        values[mask] = line[name]
+    return Trajectory(
+        **{name: line[name] for name in PLAIN},
+        **columns,
+        status=TrajectoryStatus(line["status"]),
+        token_ids=line["token_ids"],
+        loss_mask=mask,
+        versions=np.where(mask, 0, -1),
+    )
 
 
 def _lines(items: Iterable[dict[str, Any]]) -> str:

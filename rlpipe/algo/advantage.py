@@ -100,4 +100,4 @@ def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:
 
 
 def _complete(trajectory: Trajectory) -> bool:
-    return trajectory.status is TrajectoryStatus.COMPLETE and any(trajectory.loss_mask)
+    return trajectory.status is TrajectoryStatus.COMPLETE and bool(trajectory.loss_mask.any())

@@ -6,7 +6,7 @@ business. numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -56,23 +56,25 @@ def lay_out(
         positions.append(np.arange(size - used))
     mask = np.arange(max(map(len, targets))) < np.array([[len(chosen)] for chosen in targets])
 
-    def grid(values: Sequence[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
-        cells = np.zeros(mask.shape, dtype=dtype)
-        cells[mask] = np.concatenate([np.asarray(v)[c] for v, c in zip(values, targets, strict=True)])
+    def of_targets(values: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([v[c] for v, c in zip(values, targets, strict=True)], dtype=dtype)
+
+    def grid(values: np.ndarray) -> np.ndarray:
+        cells = np.zeros(mask.shape, dtype=values.dtype)
+        cells[mask] = values
         return cells
 
-    token_ids = [trajectories[i].token_ids for i in rows]
     return MicroBatch(
         rows=np.array(rows),
-        tokens=np.concatenate(tokens),
+        tokens=np.concatenate(tokens, dtype=np.int64),
         positions=np.concatenate(positions),
         branches=branches,
         sources=np.concatenate(sources),
-        targets=grid(token_ids, np.int64)[mask],
+        targets=of_targets((trajectories[i].token_ids for i in rows), np.int64),
         mask=mask.astype(np.float32),
-        indices=grid([np.arange(len(ids)) for ids in token_ids], np.int64),
-        rollout_logprobs=grid([trajectories[i].rollout_logprobs for i in rows], np.float32),
-        advantages=grid([advantages[i] for i in rows], np.float32),
+        indices=grid(np.concatenate(targets)),
+        rollout_logprobs=grid(of_targets((trajectories[i].rollout_logprobs for i in rows), np.float32)),
+        advantages=grid(of_targets((advantages[i] for i in rows), np.float32)),
         columns={
             name: np.concatenate([columns[i][name][c] for i, c in zip(rows, targets, strict=True)])
             for name in (columns[rows[0]] if columns else ())

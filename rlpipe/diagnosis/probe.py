@@ -272,13 +272,13 @@ def _plain(column: np.ndarray) -> list[list[float | None]]:
 
 def _trajectory(item: Mapping[str, Any]) -> Trajectory:
     """What a probe needs of a record: the tokens, and which were sampled."""
-    versions = [v for version, count in item["policy_versions"] for v in [version] * count]
+    versions = np.repeat(*np.array(item["policy_versions"], np.int32).reshape(-1, 2).T)
     return Trajectory(
         trajectory_id=item["trajectory_id"],
         group_id=item["group_id"],
         instance_id=item["prompt_id"],
         token_ids=item["tokens"],
-        loss_mask=[int(version >= 0) for version in versions],
+        loss_mask=versions >= 0,
         rollout_logprobs=item["rollout_logprobs"],
         entropies=item["entropies"],
         versions=versions,

@@ -303,6 +303,5 @@ def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> Tensor:
     """How often each token was sampled, [vocab]."""
     counts = np.zeros(vocab, np.int64)
     for trajectory in trajectories:
-        ids = np.asarray(trajectory.token_ids)[np.asarray(trajectory.loss_mask) > 0]
-        counts += np.bincount(ids, minlength=vocab)
+        counts += np.bincount(trajectory.token_ids[trajectory.loss_mask], minlength=vocab)
     return torch.from_numpy(counts)

@@ -27,7 +27,8 @@ from rlpipe.loop.saved_groups import read_groups, write_groups
 from rlpipe.models.checkpoint import read_config
 from rlpipe.types import Group, Prompt
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, 2)  # format 1 held the token columns as lists of numbers
 ABOUT = "dump.json"
 _TRAINER = ("algo", "trainer", "mtp", "ppow")  # settings that its metrics depend on
 _EDGE = 4 << 20  # bytes at either end of a model's file that its sum covers
@@ -245,9 +246,10 @@ def _read(directory: Path) -> dict[str, Any]:
             f"run.dump={str(directory)!r} holds no dump ({ABOUT}: {type(error).__name__}). Name the folder "
             "that a run with run.half=rollout or run.dump=FOLDER wrote."
         ) from error
-    if about.get("format") != FORMAT:
+    if about.get("format") not in _READABLE:
         raise ValueError(
-            f"run.dump={str(directory)!r} has format {about.get('format')}, this version reads {FORMAT}: "
+            f"run.dump={str(directory)!r} has format {about.get('format')}, this version reads "
+            f"{' and '.join(map(str, _READABLE))}: "
             "train on it with the version that made it."
         )
     return about

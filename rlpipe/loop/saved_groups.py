@@ -5,8 +5,9 @@ Owns the format: gzipped JSON lines, one object per group with its index in the 
     {"index": n, "prompt": {...}, "trajectories": [...], "gen_seconds": s, "env_seconds": s}
 
 and the fields of `rlpipe.types` by name. JSON keeps every float exactly (Python writes the shortest text that
-reads back as the same number), so a restored group is the saved one. Routes are zlib and base64 of their
-bytes, beside shape and type.
+reads back as the same number), so a restored group is the saved one. Arrays (the token columns, routes) are
+{"shape", "dtype", "data"}, data being base64 of their zlib-compressed bytes. Columns that an earlier version
+wrote as lists are read as well.
 """
 
 from __future__ import annotations
@@ -43,10 +44,20 @@ def read_groups(path: Path) -> list[tuple[int, Group]]:
 def _fields(trajectory: Trajectory) -> dict[str, Any]:
     drafts = trajectory.drafts
     nested = {"drafts": drafts and [_shallow(d) for d in drafts], "spec": _shallow(trajectory.spec)}
-    if (routes := trajectory.routes) is not None:
-        data = base64.b64encode(zlib.compress(routes.tobytes(), 1)).decode()
-        nested["routes"] = {"shape": routes.shape, "dtype": routes.dtype.str, "data": data}
-    return _shallow(trajectory) | nested
+    record = _shallow(trajectory) | nested
+    return {
+        name: _encoded(value) if isinstance(value, np.ndarray) else value for name, value in record.items()
+    }
+
+
+def _encoded(array: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+    return {"shape": array.shape, "dtype": array.dtype.str, "data": data}
+
+
+def _decoded(record: dict[str, Any]) -> np.ndarray:
+    flat = np.frombuffer(zlib.decompress(base64.b64decode(record["data"])), record["dtype"])
+    return flat.reshape(record["shape"])
 
 
 def _shallow(item: Any) -> dict[str, Any]:
@@ -66,9 +77,9 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
     if record["drafts"] is not None:
         record["drafts"] = [DraftStep(**step) for step in record["drafts"]]
-    if (routes := record.get("routes")) is not None:
-        flat = np.frombuffer(zlib.decompress(base64.b64decode(routes["data"])), routes["dtype"])
-        record["routes"] = flat.reshape(routes["shape"])
+    for name in (*Trajectory.COLUMNS, "routes"):
+        if isinstance(record.get(name), dict):
+            record[name] = _decoded(record[name])
     record["status"] = TrajectoryStatus(record["status"])
     record["spec"] = SpecCounts(**record["spec"])
     return Trajectory(**record)

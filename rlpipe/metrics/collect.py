@@ -38,7 +38,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
     rewards = [t.reward for t in trained]
     sampled = [t for t in trained if t.oldest_version is not None]
     ages = [trainer_version - t.oldest_version for t in sampled]
-    spans = [len({v for v in t.versions if v >= 0}) for t in sampled]
+    spans = [len({v for v in t.versions.tolist() if v >= 0}) for t in sampled]
     truncated = Mean.of(t.truncated for t in trained)
     return {
         **stats("critic/score", rewards),
@@ -148,7 +148,7 @@ def _complete(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 def _entropy(trajectories: Iterable[Trajectory]) -> Mean:
     nats = tokens = 0.0
     for t in trajectories:
-        nats += fsum(h for h, sampled in zip(t.entropies, t.loss_mask, strict=True) if sampled)
+        nats += fsum(t.entropies[t.loss_mask].tolist())
         tokens += t.response_length
     return Mean(nats, tokens)
 

@@ -83,13 +83,13 @@ def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> d
         "status": str(t.status),
         "reward": t.reward,
         "trainer_version": trainer_version,
-        "policy_versions": [[version, len(list(run))] for version, run in groupby(t.versions)],
+        "policy_versions": [[version, len(list(run))] for version, run in groupby(t.versions.tolist())],
         "prompt_length": t.prompt_length,
-        "tokens": t.token_ids,
+        "tokens": t.token_ids.tolist(),
         "token_texts": t.info.get("token_texts"),
-        "rollout_logprobs": _rounded(t.rollout_logprobs),
-        "entropies": _rounded(t.entropies),
-        "accepted": None if t.drafts is None else accepted_depths(t.loss_mask, t.drafts),
+        "rollout_logprobs": _rounded(t.rollout_logprobs.tolist()),
+        "entropies": _rounded(t.entropies.tolist()),
+        "accepted": None if t.drafts is None else accepted_depths(t.loss_mask.tolist(), t.drafts),
         "drafts": None if t.drafts is None else [_draft(d) for d in t.drafts],
         "spec": {
             "drafted": t.spec.drafted,
@@ -122,9 +122,9 @@ def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> li
 def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Role, text and token span of every message, in order."""
     ends, start = [], 0
-    for sampled, run in groupby(trajectory.loss_mask):
+    for sampled, run in groupby(trajectory.loss_mask.tolist()):
         length = len(list(run))
-        ends.append((bool(sampled), [start, start + length]))
+        ends.append((sampled, [start, start + length]))
         start += length
     read = [span for sampled, span in ends if not sampled][1:]  # the first one is the opening
     said = [span for sampled, span in ends if sampled]

@@ -26,6 +26,8 @@ from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, suite_tools
 from rlpipe.envs.contract import messages_of, step_of
 from rlpipe.metrics.spans import Lane, SpanLog
@@ -258,7 +260,7 @@ class Collector:
             "turns": attempt.turns,
         }
         if attempt.record:
-            attempt.trajectory.info["token_texts"] = self._chat.pieces(attempt.trajectory.token_ids)
+            attempt.trajectory.info["token_texts"] = self._chat.pieces(attempt.trajectory.token_ids.tolist())
         return attempt
 
     async def _play_once(self, attempt: _Attempt) -> None:
@@ -293,12 +295,13 @@ class Collector:
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
                 generated = await self._generate(attempt, turn)
             trajectory.append_sampled(generated)
-            action = chat.decode(generated.output_ids)
+            turn_ids = generated.output_ids.tolist()
+            action = chat.decode(turn_ids)
             step = step_of(await self._blocking(attempt, episode.step, action))
             _record_turn(attempt, action, step)
             if step.done:
                 return step, ExitReason.DONE
-            context = chat.continuation(chat.observation(step.observation), generated.output_ids)
+            context = chat.continuation(chat.observation(step.observation), turn_ids)
         return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.MAX_TURNS
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
@@ -312,7 +315,7 @@ class Collector:
             if self._closing:
                 raise _Unplayable(*_CLOSED)
             part = await self._request(attempt, turn, whole, budget)
-            fruitless = 0 if part.output_ids else fruitless + 1
+            fruitless = 0 if len(part.output_ids) else fruitless + 1
             if fruitless == _FRUITLESS_ABORTS:
                 raise InfrastructureError(f"the engine aborted a turn {fruitless} times without a token")
             whole = part if whole is None else joined(whole, part)
@@ -325,15 +328,17 @@ class Collector:
         self, attempt: _Attempt, turn: int, whole: GenerateResult | None, budget: int
     ) -> GenerateResult:
         """What is left of a turn. whole: what there is of it."""
-        done = [] if whole is None else whole.output_ids
-        prompt = attempt.trajectory.token_ids + done
+        prompt = attempt.trajectory.token_ids
+        done = 0 if whole is None else len(whole.output_ids)
+        if whole is not None:
+            prompt = np.concatenate((prompt, whole.output_ids))
         start = len(prompt)
         request = GenerateRequest(
             request_id=f"{attempt.session_id}/{turn}/{start}",
             prompt_ids=prompt,
             sampling=SamplingParams(
                 temperature=attempt.temperature,
-                max_new_tokens=budget - len(done),
+                max_new_tokens=budget - done,
                 stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
                 seed=stream_seed(attempt.seed, turn, start),
                 top_logprobs=attempt.top_logprobs,

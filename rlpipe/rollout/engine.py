@@ -71,8 +71,8 @@ class Engine(ReceivesWeights, Protocol):
 def check_request(request: GenerateRequest, vocab: int, mode: SpecMode) -> None:
     """Raise ValueError for a request that no engine can serve; vocab: tokens of the model."""
     ids, sampling = request.prompt_ids, request.sampling
-    if not ids or min(ids) < 0 or max(ids) >= vocab:
-        what = "is empty" if not ids else f"has token ids outside 0..{vocab - 1}"
+    if not len(ids) or ids.min() < 0 or ids.max() >= vocab:
+        what = "is empty" if not len(ids) else f"has token ids outside 0..{vocab - 1}"
         raise ValueError(
             f"prompt_ids of request {request.request_id!r} {what}: use the tokenizer of the model."
         )

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlpipe.rollout.engine import Engine, EngineStats
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 
@@ -54,7 +56,7 @@ class InjectedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's turn; if it drew a long one, returned only after further tokens were decoded."""
         result = await self._engine.generate(request)
-        context = request.prompt_ids + result.output_ids
+        context = np.concatenate((request.prompt_ids, result.output_ids))
         tokens = min(self._config.long_turn_tokens, self._max_context - len(context))
         drawn = random.Random(f"long/{request.sampling.seed}").random() < self._config.long_turn_share
         if drawn and tokens > 0 and result.finish_reason is not FinishReason.ABORT:
@@ -107,7 +109,7 @@ class InjectedEngine:
         self._engine.update_weights(noisy, version)
         self._serving = version
 
-    async def _decode_on(self, request: GenerateRequest, context: list[int], tokens: int) -> None:
+    async def _decode_on(self, request: GenerateRequest, context: np.ndarray, tokens: int) -> None:
         sampling = replace(request.sampling, max_new_tokens=tokens, stop_token_ids=(), top_logprobs=0)
         longer = GenerateRequest(
             request_id=f"{request.request_id}/long", prompt_ids=context, sampling=sampling

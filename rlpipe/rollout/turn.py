@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlpipe.types import (
     FinishReason,
@@ -15,9 +16,6 @@ from rlpipe.types import (
     recorded,
     shifted,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def stream_seed(*parts: object) -> int:
@@ -34,10 +32,10 @@ def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
     """A turn without tokens."""
     return GenerateResult(
         request_id=request.request_id,
-        output_ids=[],
-        logprobs=[],
-        entropies=[],
-        versions=[],
+        output_ids=np.zeros(0),
+        logprobs=np.zeros(0),
+        entropies=np.zeros(0),
+        versions=np.zeros(0),
         finish_reason=reason,
         spec=SpecCounts(),
         top_logprobs=[] if request.sampling.top_logprobs else None,
@@ -56,16 +54,16 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
     routes_from = second.routes_from if first.routes is None else first.routes_from
     for part in (first, second):
         spec.add(part.spec)
+    columns = {
+        name: np.concatenate((getattr(first, name), getattr(second, name))) for name in GenerateResult.COLUMNS
+    }
     return replace(
         second,
         request_id=first.request_id,
-        output_ids=first.output_ids + second.output_ids,
-        logprobs=first.logprobs + second.logprobs,
-        entropies=first.entropies + second.entropies,
-        versions=first.versions + second.versions,
         spec=spec,
         top_logprobs=None if top is None else (first.top_logprobs or []) + top,
         drafts=None if drafts is None else (first.drafts or []) + shifted(drafts, len(first.output_ids)),
         routes=merged_routes(first.routes, second.routes, second.routes_from - routes_from),
         routes_from=routes_from,
+        **columns,
     )

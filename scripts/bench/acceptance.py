@@ -76,7 +76,7 @@ class Conversation:
             p, q = step.target_probs, step.draft_probs
             if rule != "tree":
                 self.chains.append([p, q])
-                self.first.append((result.entropies[step.position], min(1.0, p[0] / q[0])))
+                self.first.append((float(result.entropies[step.position]), min(1.0, p[0] / q[0])))
 
 
 def play(model: Path, rule: str, temperature: float, work: Workload) -> list[Conversation]:

@@ -95,7 +95,7 @@ def differences(trainer: MegatronTrainer, trajectories: list[Trajectory], replay
     batch = pack(trajectories, None, 4096, routes=replay)
     rows = zip(trainer.logprobs(batch), trajectories, strict=True)
     pairs = [(line[i], t.rollout_logprobs[i]) for line, t in rows for i in np.flatnonzero(t.loss_mask)]
-    theirs, ours = np.array(pairs).T
+    theirs, ours = np.array(pairs, np.float64).T
     ratio = theirs - ours
     figures = {
         "probs_diff_mean": float(np.abs(np.exp(ours) - np.exp(theirs)).mean()),

@@ -77,7 +77,7 @@ def turns_through(engine, fault):
 def check_served(engine, results, version, held):
     """Whole turns, each token of `version` and with its model's logprob, drafted by its draft."""
     weights, model = held
-    assert [result.versions for result in results] == [[version] * TOKENS] * 8
+    assert [result.versions.tolist() for result in results] == [[version] * TOKENS] * 8
     logits = transformers_logits(model)
     for result in results[:3]:
         logprobs, _ = recomputed(logits, PROMPT, result)

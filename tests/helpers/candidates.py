@@ -19,7 +19,7 @@ def tell_candidates(
     for trajectory in (t for group in groups for t in group.trajectories):
         log_q = rollout(trajectory)
         trajectory.top_logprobs = [[] for _ in trajectory.token_ids]
-        for place, sampled in enumerate(trajectory.loss_mask):
+        for place, sampled in enumerate(trajectory.loss_mask.tolist()):
             if sampled:
                 best = log_q[place].topk(count)
                 trajectory.rollout_logprobs[place] = log_q[place, trajectory.token_ids[place]].item()
@@ -30,7 +30,7 @@ def tell_candidates(
 
 def policy_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
     """log p [T, V] of a Hugging Face model; row 0, which nothing precedes, is uniform."""
-    logits = model(torch.tensor([trajectory.token_ids])).logits[0] / temperature
+    logits = model(torch.tensor([trajectory.token_ids.tolist()])).logits[0] / temperature
     return torch.cat([torch.zeros_like(logits[:1]), logits[:-1]]).log_softmax(-1)
 
 

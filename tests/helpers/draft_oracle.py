@@ -94,7 +94,7 @@ def draft_numerator(
 
 
 def _one(model, layers, trajectory, config, temperature):
-    ids, depths = torch.tensor([trajectory.token_ids]), config.depths
+    ids, depths = torch.tensor([trajectory.token_ids.tolist()]), config.depths
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states[-1]
         target = model.lm_head(hidden[0])
@@ -108,7 +108,7 @@ def _one(model, layers, trajectory, config, temperature):
     draft = stack_depths(states, ids.shape[1]) @ model.lm_head.weight.detach().T
     last = len(ids[0]) - 1
     places = (torch.arange(last + 1)[:, None] + torch.arange(1, depths + 1)).clamp(max=last)
-    found = depth_targets(ids, torch.tensor([trajectory.loss_mask]).bool(), depths)
+    found = depth_targets(ids, torch.tensor([trajectory.loss_mask.tolist()]).bool(), depths)
     return mtp_loss(
         config.objective,
         draft,

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import ClusterConfig, Config, RunSettings, ValConfig
 from rlpipe.loop.checkpoints import CheckpointStore
@@ -88,13 +90,13 @@ class DyingCluster:
         for _ in range(own.randint(1, 6)):
             version, weight = self.served
             draw = own.random() * weight
-            t.token_ids.append(int(draw * 1000) % 97)
-            t.versions.append(version)
-            t.rollout_logprobs.append(-draw)
+            t.token_ids = np.append(t.token_ids, int(draw * 1000) % 97)
+            t.versions = np.append(t.versions, version)
+            t.rollout_logprobs = np.append(t.rollout_logprobs, -draw)
             for _ in range(self.luck.randrange(3)):
                 await asyncio.sleep(0)
-        t.loss_mask = [1] * len(t.token_ids)
-        t.entropies = [0.5] * len(t.token_ids)
+        t.loss_mask = np.ones(len(t.token_ids), bool)
+        t.entropies = np.full(len(t.token_ids), 0.5, np.float32)
         if self.luck.random() < self.faults.environment:
             t.status = TrajectoryStatus.MASKED
         else:
@@ -113,7 +115,7 @@ class DyingCluster:
             for t in group.trajectories:
                 if t.status is TrajectoryStatus.COMPLETE:
                     self.staleness.append(self.trainer_version - t.oldest_version)
-                    self.weight = (self.weight * 1.1 - sum(t.rollout_logprobs) * t.reward) % 7.3 + 0.1
+                    self.weight = (self.weight * 1.1 - float(t.rollout_logprobs.sum()) * t.reward) % 7.3 + 0.1
         self.trainer_version += 1
         await asyncio.sleep(0)
         self._may_be_lost()

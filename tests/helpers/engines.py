@@ -68,9 +68,9 @@ def recomputed(
     logits: Callable, prompt: Sequence[int], result: GenerateResult, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the output tokens and entropies at them, each [n], from one full forward pass."""
-    rows = logits([*prompt, *result.output_ids])[len(prompt) - 1 : -1] / temperature
+    rows = logits([*prompt, *result.output_ids.tolist()])[len(prompt) - 1 : -1] / temperature
     log_p = rows.log_softmax(-1)
-    sampled = torch.tensor(result.output_ids).unsqueeze(1)
+    sampled = torch.tensor(result.output_ids.tolist()).unsqueeze(1)
     return log_p.gather(1, sampled).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 

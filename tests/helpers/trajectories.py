@@ -77,12 +77,12 @@ def make_groups(
 
 def _start_like(leader: Trajectory, t: Trajectory, *, tokens: int, instead_of: int) -> None:
     """Replace the start of a trajectory by that of another."""
-    for name in ("token_ids", "loss_mask", "rollout_logprobs", "entropies", "versions"):
-        setattr(t, name, getattr(leader, name)[:tokens] + getattr(t, name)[instead_of:])
+    for name in Trajectory.COLUMNS:
+        setattr(t, name, np.concatenate((getattr(leader, name)[:tokens], getattr(t, name)[instead_of:])))
 
 
 def _first_turn(trajectory: Trajectory) -> int:
     """Tokens from the end of the prompt to the end of the first tool output."""
-    sampled = trajectory.loss_mask[trajectory.prompt_length :]
+    sampled = trajectory.loss_mask[trajectory.prompt_length :].tolist()
     command = sampled.index(0)
     return command + sampled[command:].index(1)

@@ -77,7 +77,7 @@ def hand_divergences(models, groups, temperature=1.0):
     both = []
     for t in (t for group in groups for t in group.trajectories):
         log_p, log_q = (policy_logprobs(model, t, temperature) for model in models)
-        places = torch.tensor(t.loss_mask) > 0
+        places = torch.tensor(t.loss_mask.tolist()) > 0
         log_p, log_q = log_p[places].detach(), log_q[places]
         forward = (log_p.exp() * (log_p - log_q)).sum(-1)
         both.append(torch.stack([forward, (log_q.exp() * (log_q - log_p)).sum(-1)]))
@@ -114,7 +114,11 @@ def test_the_loss_of_the_actor_is_the_weighted_sum_of_ppo_and_distillation(paths
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for t, advantage in zip(group.trajectories, advantages, strict=True):
             log_q = policy_logprobs(models[1], t)
-            own = [log_q[place, t.token_ids[place]] for place, sampled in enumerate(t.loss_mask) if sampled]
+            own = [
+                log_q[place, t.token_ids[place]]
+                for place, sampled in enumerate(t.loss_mask.tolist())
+                if sampled
+            ]
             loss = loss - 0.3 * advantage * torch.stack(own).sum() / tokens
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in models[1].parameters()]).sum().sqrt().item()

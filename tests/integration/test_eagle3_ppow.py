@@ -128,7 +128,7 @@ def test_the_reference_of_these_tests_drafts_with_the_probabilities_of_the_engin
         (result,) = driven.generate(request(1, prompt, max_new_tokens=24, temperature=T, record_drafts=True))
     assert len(result.drafts) > 5
     for step in result.drafts:
-        known = torch.tensor(prompt + result.output_ids[: step.position])
+        known = torch.tensor(prompt + result.output_ids.tolist()[: step.position])
         drafts = torch.tensor(step.tokens)
         q = oracle.drafted(known, drafts).gather(1, drafts[:, None])[:, 0].exp()
         torch.testing.assert_close(q, torch.tensor(step.draft_probs), atol=1e-5, rtol=1e-4)
@@ -145,8 +145,10 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
         coins, uniforms = found.drawn.coins, found.drawn.draft_uniforms
         for w, row in enumerate(rows):
             trajectory, t = trajectories[row], int(found.text.anchors[w])
-            ids = torch.tensor(trajectory.token_ids)
-            assert all(trajectory.loss_mask[t + 1 : t + 5])  # within a turn whose first token is known
+            ids = torch.tensor(trajectory.token_ids.tolist())
+            assert all(
+                trajectory.loss_mask.tolist()[t + 1 : t + 5]
+            )  # within a turn whose first token is known
             torch.testing.assert_close(found.drawn.scores[w : w + 1], oracle.score(ids, t))
             known = ids[: t + 2]
             reference = greedy_logprob(oracle.target, known, 3)
@@ -171,7 +173,7 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(targ
     for rows, found in rollouts(trainer, batch):
         advantages = group_advantages(found.judged.rewards)
         for w, row in enumerate(rows):
-            known = torch.tensor(trajectories[row].token_ids[: int(found.text.anchors[w]) + 2])
+            known = torch.tensor(trajectories[row].token_ids.tolist()[: int(found.text.anchors[w]) + 2])
             for g, drafts in enumerate(found.tokens[w]):
                 q, p = oracle.drafted(known, drafts), found.judged.logprobs[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
@@ -245,8 +247,8 @@ def test_the_cost_of_a_draft_leaves_embedding_and_heads_out(target, start):
 def test_turns_too_short_for_a_window_change_nothing(target, start, trajectories):
     trainer, short = make(target, start, trajectories), copy.deepcopy(trajectories[:2])
     for trajectory in short:
-        sampled = [i for i, m in enumerate(trajectory.loss_mask) if m]
-        trajectory.loss_mask = [int(i in sampled[:3]) for i in range(len(trajectory.loss_mask))]
+        sampled = [i for i, m in enumerate(trajectory.loss_mask.tolist()) if m]
+        trajectory.loss_mask = np.isin(np.arange(len(trajectory.loss_mask)), sampled[:3])
     before = copy.deepcopy(trainer._draft.state_dict())
     metrics = reduce([trainer.adapt_step(packed(short))])
     assert metrics["mtp/skipped_steps"].value() == 1 and trainer.updates == 0

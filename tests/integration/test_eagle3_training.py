@@ -70,7 +70,7 @@ def written_out(target, draft, trajectories, mtp):
     """Loss and statistics with transformers' features, one trajectory at a time."""
     model, parts = AutoModelForCausalLM.from_pretrained(target), []
     for trajectory in trajectories:
-        ids = torch.tensor([trajectory.token_ids])
+        ids = torch.tensor([trajectory.token_ids.tolist()])
         length, depths = ids.shape[1], mtp.depths
         with torch.no_grad():
             found = model(ids, output_hidden_states=True)
@@ -78,7 +78,7 @@ def written_out(target, draft, trajectories, mtp):
         features = torch.cat([found.hidden_states[layer + 1] for layer in draft.shape.layers], -1)
         ahead = torch.stack([embedded[:, k : k + length] for k in range(1, depths + 1)])
         states = torch.stack(draft.unroll(features, ahead), 2)[0]
-        targets = depth_targets(ids, torch.tensor([trajectory.loss_mask]).bool(), depths)
+        targets = depth_targets(ids, torch.tensor([trajectory.loss_mask.tolist()]).bool(), depths)
         places = (torch.arange(length)[:, None] + torch.arange(1, depths + 1)).clamp(max=length - 1)
         parts.append(
             mtp_loss(
@@ -131,7 +131,7 @@ def test_the_top_layer_is_read_before_the_final_norm(target, trajectories):
     trainer = make(target, trajectories, {"layers": [3]})
     model, seen = AutoModelForCausalLM.from_pretrained(target), []
     model.model.layers[3].register_forward_hook(lambda *args: seen.append(args[2]))
-    ids = torch.tensor([trajectories[0].token_ids])
+    ids = torch.tensor([trajectories[0].token_ids.tolist()])
     with torch.no_grad():
         model(ids)
     _, features = trainer._read_target(ids.numpy(), np.array([ids.shape[1]]))
@@ -164,8 +164,8 @@ def test_a_step_without_a_drafted_token_changes_nothing(target, trajectories):
     trainer = make(target, trajectories)
     empty = copy.deepcopy(trajectories[:2])
     for trajectory in empty:
-        sampled = [i for i, m in enumerate(trajectory.loss_mask) if m]
-        trajectory.loss_mask = [int(i == sampled[0]) for i in range(len(trajectory.loss_mask))]
+        sampled = [i for i, m in enumerate(trajectory.loss_mask.tolist()) if m]
+        trajectory.loss_mask = np.arange(len(trajectory.loss_mask)) == sampled[0]
     before = copy.deepcopy(trainer._draft.state_dict())
     batch = pack(empty, None, 96, temperature=TEMPERATURE, share_prefixes=False)
     metrics = reduce([trainer.adapt_step(batch)])
@@ -175,7 +175,12 @@ def test_a_step_without_a_drafted_token_changes_nothing(target, trajectories):
 
 def test_a_reduced_vocabulary_is_that_of_the_data(target, trajectories):
     trainer = make(target, trajectories, {"draft_vocab": 5})
-    sampled = [t for one in trajectories for t, m in zip(one.token_ids, one.loss_mask, strict=True) if m]
+    sampled = [
+        t
+        for one in trajectories
+        for t, m in zip(one.token_ids.tolist(), one.loss_mask.tolist(), strict=True)
+        if m
+    ]
     often = sorted(set(sampled), key=lambda token: (-sampled.count(token), token))[:5]
     assert trainer._draft.ids.tolist() == sorted(often)
 

@@ -105,9 +105,12 @@ def test_greedy_output_is_the_same_with_and_without_speculation(checkpoint, refe
         plain = generate(engine, *requests)
     with running_engine(checkpoint, mode) as engine:
         speculative = generate(engine, *requests)
-    assert [r.output_ids for r in plain] == [r.output_ids for r in speculative]
-    ids = [*requests[0].prompt_ids, *plain[0].output_ids]
-    assert reference(ids).argmax(-1)[len(requests[0].prompt_ids) - 1 : -1].tolist() == plain[0].output_ids
+    assert [r.output_ids.tolist() for r in plain] == [r.output_ids.tolist() for r in speculative]
+    ids = [*requests[0].prompt_ids.tolist(), *plain[0].output_ids.tolist()]
+    assert (
+        reference(ids).argmax(-1)[len(requests[0].prompt_ids) - 1 : -1].tolist()
+        == plain[0].output_ids.tolist()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -119,11 +122,11 @@ def test_a_requests_output_depends_on_its_seed_and_not_on_what_else_runs(checkpo
     with running_engine(checkpoint, mode, max_running=1) as engine:
         alone = [generate(engine, one)[0] for one in requests]
     for one, other in zip(together, alone, strict=True):
-        assert one.output_ids == other.output_ids
+        assert one.output_ids.tolist() == other.output_ids.tolist()
         assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=TOLERANCE)
     with running_engine(checkpoint, mode) as engine:
         (reseeded,) = generate(engine, request(0, prompts[0], max_new_tokens=24, seed=99))
-    assert reseeded.output_ids != together[0].output_ids
+    assert reseeded.output_ids.tolist() != together[0].output_ids.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -143,7 +146,7 @@ def test_siblings_of_one_prompt_are_prefilled_once_and_differ_by_seed(checkpoint
 
         results = asyncio.run(run())
         assert engine.stats().prefill_tokens == len(prompt)
-    assert len({tuple(result.output_ids) for result in results}) == 6
+    assert len({tuple(result.output_ids.tolist()) for result in results}) == 6
     assert max(worst_logprob_error(reference, prompt, result) for result in results) < TOLERANCE
 
 
@@ -164,7 +167,7 @@ def test_a_conversation_prefills_only_what_is_new(checkpoint, reference, mode):
             processed = engine.stats().prefill_tokens - before
             for name, result in zip(ids, results, strict=True):
                 assert worst_logprob_error(reference, ids[name], result) < TOLERANCE
-                ids[name] = [*ids[name], *result.output_ids, 3, 4, 5]
+                ids[name] = [*ids[name], *result.output_ids.tolist(), 3, 4, 5]
         # 3 new tokens, the last sampled one, and with drafts the one before it.
         assert processed == 3 * (4 if mode == "none" else 5)
 
@@ -190,7 +193,7 @@ def test_more_conversations_than_rows_evict_the_oldest_and_stay_right(checkpoint
             )
             for i, result in enumerate(results):
                 assert worst_logprob_error(reference, ids[i], result) < TOLERANCE
-                ids[i] = [*ids[i], *result.output_ids, 9]
+                ids[i] = [*ids[i], *result.output_ids.tolist(), 9]
 
 
 def _mtp_hidden(path, ids: list[int]) -> torch.Tensor:
@@ -220,12 +223,12 @@ def test_drafts_start_from_true_hidden_states_after_steps_and_turns(checkpoint, 
     with running_engine(checkpoint, mode) as engine:
         prompt = _prompts(2)[1]
         (first,) = generate(engine, request(0, prompt, session="s", max_new_tokens=17))
-        second_prompt = [*prompt, *first.output_ids, 7, 8]
+        second_prompt = [*prompt, *first.output_ids.tolist(), 7, 8]
         steps = engine.stats().spec.verify_steps
         (second,) = generate(engine, request(1, second_prompt, session="s", max_new_tokens=1))
         assert engine.stats().spec.verify_steps == steps  # one token: straight from the prefill
         row = engine._table.idle_row("s")
-        ids = [*second_prompt, *second.output_ids]
+        ids = [*second_prompt, *second.output_ids.tolist()]
         assert (engine._table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max() < TOLERANCE
         # And after steps: the state is the one of the last token only if nothing was cut off.
         for seed in range(20):
@@ -234,7 +237,7 @@ def test_drafts_start_from_true_hidden_states_after_steps_and_turns(checkpoint, 
             )
             spec = third.spec
             if 1 + spec.verify_steps + sum(spec.accepted) == 9:
-                ids = [*second_prompt, *third.output_ids]
+                ids = [*second_prompt, *third.output_ids.tolist()]
                 row = engine._table.idle_row("s")
                 assert (engine._table.hidden[row] - _mtp_hidden(checkpoint, ids)).abs().max() < TOLERANCE
                 return
@@ -327,7 +330,7 @@ def test_a_gamma_that_varies_leaves_logprobs_exact(checkpoint, reference, mode):
             )
             for i, result in enumerate(results):
                 assert worst_logprob_error(reference, ids[i], result, temperature or 1.0) < TOLERANCE
-                ids[i] = [*ids[i], *result.output_ids, 9]
+                ids[i] = [*ids[i], *result.output_ids.tolist(), 9]
 
 
 def test_the_adaptive_engine_chooses_for_itself_and_returns_exact_logprobs(checkpoint, reference):
@@ -361,7 +364,7 @@ def test_greedy_mode_equals_greedy_generate_of_transformers(checkpoint, adaptive
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[
             0, len(prompt) :
         ]
-        assert result.output_ids == expected.tolist()
+        assert result.output_ids.tolist() == expected.tolist()
 
 
 def test_greedy_mode_refuses_to_sample(checkpoint):
@@ -383,7 +386,7 @@ def test_cached_latent_vectors_serve_drafts_and_later_turns(tmp_path, mode):
         first = generate(
             engine, *(request(i, p, session=str(i), max_new_tokens=20) for i, p in enumerate(prompts))
         )
-        longer = [[*p, *r.output_ids, 7, 9] for p, r in zip(prompts, first, strict=True)]
+        longer = [[*p, *r.output_ids.tolist(), 7, 9] for p, r in zip(prompts, first, strict=True)]
         second = generate(
             engine, *(request(i, p, session=str(i), max_new_tokens=20) for i, p in enumerate(longer))
         )
@@ -439,7 +442,10 @@ def test_recorded_drafts_stand_where_they_were_drafted_with_their_p_and_q(checkp
                 p = p.gather(1, torch.tensor(step.tokens).unsqueeze(1)).squeeze(1)
                 assert torch.allclose(torch.tensor(step.target_probs), p, atol=TOLERANCE)
                 kept = step.tokens[: step.num_accepted]
-                assert kept[: len(result.output_ids) - position] == result.output_ids[position:][: len(kept)]
+                assert (
+                    kept[: len(result.output_ids) - position]
+                    == result.output_ids.tolist()[position:][: len(kept)]
+                )
             if mode in ("target_only", "greedy"):
                 assert step.draft_probs == [1.0] * 3
             else:
@@ -498,9 +504,9 @@ def test_a_stop_token_ends_the_turn_even_inside_accepted_drafts(checkpoint, mode
         )
     cut = 0
     for whole, part in zip(free, stopped, strict=True):
-        ends = [i for i, token in enumerate(whole.output_ids) if token in (5, 17, 30, 41)]
-        expected = whole.output_ids[: ends[0] + 1] if ends else whole.output_ids
-        assert part.output_ids == expected
+        ends = [i for i, token in enumerate(whole.output_ids.tolist()) if token in (5, 17, 30, 41)]
+        expected = whole.output_ids.tolist()[: ends[0] + 1] if ends else whole.output_ids.tolist()
+        assert part.output_ids.tolist() == expected
         assert part.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
         cut += bool(ends)
     assert cut > 5
@@ -511,11 +517,11 @@ def test_the_context_limit_ends_the_turn(checkpoint, reference, mode):
     prompt = _prompts(2)[1]
     with running_engine(checkpoint, mode, max_context=len(prompt) + 6) as engine:
         (result,) = generate(engine, request(0, prompt, max_new_tokens=50))
-        (full,) = generate(engine, request(1, [*prompt, *result.output_ids], max_new_tokens=50))
+        (full,) = generate(engine, request(1, [*prompt, *result.output_ids.tolist()], max_new_tokens=50))
     assert len(result.output_ids) == 6
     assert result.finish_reason is FinishReason.LENGTH
     assert worst_logprob_error(reference, prompt, result) < TOLERANCE
-    assert (full.output_ids, full.finish_reason) == ([], FinishReason.LENGTH)
+    assert (full.output_ids.tolist(), full.finish_reason) == ([], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -528,7 +534,7 @@ def test_top_logprobs_are_the_largest_of_the_target(checkpoint, reference, mode)
             request(1, prompt, max_new_tokens=11),
         )
     assert other.top_logprobs is None
-    rows = reference([*prompt, *asked.output_ids])[len(prompt) - 1 : -1].log_softmax(-1)
+    rows = reference([*prompt, *asked.output_ids.tolist()])[len(prompt) - 1 : -1].log_softmax(-1)
     assert len(asked.top_logprobs) == 11
     for row, top in zip(rows, asked.top_logprobs, strict=True):
         values, ids = row.topk(3)
@@ -569,7 +575,7 @@ def test_mixed_temperatures_share_a_batch(checkpoint, reference):
             ),
         )
         (alone,) = generate(engine, request(0, prompts[0], max_new_tokens=20, temperature=0.0))
-    assert alone.output_ids == mixed[0].output_ids
+    assert alone.output_ids.tolist() == mixed[0].output_ids.tolist()
     for prompt, result, temperature in zip(prompts, mixed, temperatures, strict=True):
         assert worst_logprob_error(reference, prompt, result, temperature or 1.0) < TOLERANCE
 

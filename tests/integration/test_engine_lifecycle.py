@@ -74,16 +74,16 @@ def test_every_token_carries_the_version_that_sampled_it(checkpoints, mode, kv_o
         )
         assert engine.stats().policy_version == 7
         (fresh,) = generate(engine, request(1, PROMPT, max_new_tokens=30))
-    switch = result.versions.index(7)
+    switch = result.versions.tolist().index(7)
     assert 20 <= switch < LONG
-    assert result.versions == [0] * switch + [7] * (LONG - switch)
+    assert result.versions.tolist() == [0] * switch + [7] * (LONG - switch)
     ours = torch.tensor(result.logprobs)
     before, after = recomputed(old, PROMPT, result)[0], recomputed(new, PROMPT, result)[0]
     assert (ours - before)[:switch].abs().max() < 1e-4
     error = (ours - after)[switch:].abs().max()
     # Recomputed keys give exactly the new model; kept ones are the old model's and must show.
     assert error < 1e-4 if kv_on_update == "recompute" else error > 1e-3
-    assert set(fresh.versions) == {7}
+    assert set(fresh.versions.tolist()) == {7}
     assert (torch.tensor(fresh.logprobs) - recomputed(new, PROMPT, fresh)[0]).abs().max() < 1e-4
 
 
@@ -93,7 +93,7 @@ def test_an_idle_conversation_is_forgotten_on_recompute_and_kept_on_keep(checkpo
             (first,) = generate(engine, request(0, PROMPT, session="s", max_new_tokens=10))
             engine.update_weights(read_weights(checkpoints[1]), 1)
             before = engine.stats().prefill_tokens
-            longer = [*PROMPT, *first.output_ids, 4]
+            longer = [*PROMPT, *first.output_ids.tolist(), 4]
             generate(engine, request(1, longer, session="s", max_new_tokens=4))
             assert (engine.stats().prefill_tokens - before < len(longer)) is reused
 
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(checkpoints):
             engine.update_weights({k: v for k, v in weights.items() if not k.startswith(MTP_PREFIX)}, 1)
         (after,) = generate(engine, request(0, PROMPT, max_new_tokens=20))
         assert engine.stats().policy_version == 0
-    assert after.output_ids == before.output_ids
+    assert after.output_ids.tolist() == before.output_ids.tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,10 +151,10 @@ def test_abort_returns_what_exists_and_leaves_the_others_alone(checkpoints, mode
             after_tokens=5 * LONG + 30,
         )
     for i, (one, all_of_it) in enumerate(zip(aborted, whole, strict=True)):
-        assert one.output_ids == all_of_it.output_ids[: len(one.output_ids)]
+        assert one.output_ids.tolist() == all_of_it.output_ids.tolist()[: len(one.output_ids)]
         assert one.finish_reason is (FinishReason.ABORT if i in (1, 4) else FinishReason.LENGTH)
     assert 0 < len(aborted[1].output_ids) < LONG
-    assert aborted[4].output_ids == []  # it was still waiting for a row
+    assert aborted[4].output_ids.tolist() == []  # it was still waiting for a row
     assert len(aborted[0].output_ids) == LONG
 
 
@@ -204,7 +204,9 @@ def test_requests_from_two_event_loops_at_once(checkpoints):
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(r.output_ids == expected.output_ids for results in found.values() for r in results)
+    assert all(
+        r.output_ids.tolist() == expected.output_ids.tolist() for results in found.values() for r in results
+    )
 
 
 def test_close_answers_everyone_and_later_calls_say_so(checkpoints):

@@ -61,9 +61,9 @@ def test_turns_and_their_acceptance_are_the_small_models(grown):
         with running_engine(path, mode="rejection") as engine:
             results.append(generate(engine, *requests))
     for small, large in zip(*results, strict=True):
-        assert large.output_ids == small.output_ids
+        assert large.output_ids.tolist() == small.output_ids.tolist()
         assert large.spec == small.spec
-        assert small.output_ids
+        assert len(small.output_ids)
 
 
 @pytest.mark.parametrize(

@@ -55,5 +55,5 @@ def test_validation_keeps_the_newest_weights(tmp_path):
             await worker.close()
 
     trained, validated = asyncio.run(asyncio.wait_for(play(), 60))
-    assert {v for t in trained for v in t.versions} == {-1, 1}
-    assert {v for t in validated for v in t.versions} == {-1, 3}
+    assert {v for t in trained for v in t.versions.tolist()} == {-1, 1}
+    assert {v for t in validated for v in t.versions.tolist()} == {-1, 3}

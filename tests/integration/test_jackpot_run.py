@@ -38,8 +38,8 @@ def gap(model, trajectory):
     with torch.no_grad():
         log_p = policy_logprobs(model, trajectory)
     return max(
-        abs(log_p[place, trajectory.token_ids[place]].item() - trajectory.rollout_logprobs[place])
-        for place, sampled in enumerate(trajectory.loss_mask)
+        abs(log_p[place, trajectory.token_ids[place]].item() - trajectory.rollout_logprobs.tolist()[place])
+        for place, sampled in enumerate(trajectory.loss_mask.tolist())
         if sampled
     )
 
@@ -93,8 +93,8 @@ def test_training_rollouts_are_the_actors_and_validation_is_the_policys():
     first, second, third = asyncio.run(asyncio.wait_for(play(), 60))
     assert max(gap(actor, t) for t in first[0]) < 1e-3 < 0.05 < max(gap(policy, t) for t in first[0])
     assert max(gap(policy, t) for t in first[1] + second[1]) < 1e-3
-    assert [{v for t in turn for v in t.versions} for turn in second] == [{-1, 1}, {-1, 0}]
-    assert [{v for t in turn for v in t.versions} for turn in third] == [{-1, 2}, {-1, 2}]
+    assert [{v for t in turn for v in t.versions.tolist()} for turn in second] == [{-1, 1}, {-1, 0}]
+    assert [{v for t in turn for v in t.versions.tolist()} for turn in third] == [{-1, 2}, {-1, 2}]
     policy.load_state_dict(moved[1], strict=False)
     assert max(gap(policy, t) for t in third[1]) < 1e-3
 

@@ -99,7 +99,7 @@ def test_with_the_exact_normaliser_a_step_equals_a_hand_computation(path, model,
         for t, advantage in zip(group.trajectories, advantages, strict=True):
             log_p = policy_logprobs(model, t, temperature)
             uniforms = token_uniforms(0, t.trajectory_id, len(t.token_ids))
-            for place in (n for n, sampled in enumerate(t.loss_mask) if sampled):
+            for place in (n for n, sampled in enumerate(t.loss_mask.tolist()) if sampled):
                 token, p = t.token_ids[place], log_p[place].detach().exp()
                 q = torch.zeros(VOCAB)
                 for other, logprob in t.top_logprobs[place]:

@@ -69,7 +69,7 @@ class Reference:
 
     def logprobs(self, trajectory):
         """[T - 1] of the tokens that follow, by the experts recorded in the trajectory."""
-        ids = trajectory.token_ids
+        ids = trajectory.token_ids.tolist()
         self.given = np.full((len(ids), len(self.mixtures), CHOSEN), NONE, np.uint8)
         if trajectory.routes is not None:
             self.given[: len(trajectory.routes)] = trajectory.routes
@@ -85,7 +85,7 @@ def recorded(groups, layers=2):
     for trajectory in (t for group in groups for t in group.trajectories):
         rows = []
         for end in range(1, len(trajectory.token_ids)):
-            rng = np.random.default_rng(zlib.crc32(bytes(trajectory.token_ids[:end])))
+            rng = np.random.default_rng(zlib.crc32(bytes(trajectory.token_ids.tolist()[:end])))
             choice = [rng.choice(EXPERTS, CHOSEN, replace=False) for _ in range(layers)]
             rows.append(choice if rng.random() < 0.8 else np.full((layers, CHOSEN), NONE))
         trajectory.routes = np.array(rows, np.uint8)
@@ -101,7 +101,7 @@ def test_the_engine_returns_the_experts_that_read_each_token(glm, mode):
     sampling = {"max_new_tokens": 11, "routes": True}
     with running_engine(glm, mode, max_running=4, replay_routes=True) as engine:
         first = generate(engine, *(request(i, p, session=str(i), **sampling) for i, p in enumerate(prompts)))
-        texts = [[*p, *r.output_ids, 3, 4] for p, r in zip(prompts, first, strict=True)]
+        texts = [[*p, *r.output_ids.tolist(), 3, 4] for p, r in zip(prompts, first, strict=True)]
         second = generate(
             engine, *(request(9 + i, t, session=str(i), **sampling) for i, t in enumerate(texts))
         )
@@ -112,7 +112,7 @@ def test_the_engine_returns_the_experts_that_read_each_token(glm, mode):
         spec = [result.spec for _, result in played]
         assert 0 < sum(sum(s.accepted) for s in spec) < sum(s.proposed for s in spec)
     for prompt, result in played:
-        ids = [*prompt, *result.output_ids]
+        ids = [*prompt, *result.output_ids.tolist()]
         assert result.routes.dtype == np.uint8 and result.routes.shape == (len(ids), 2, CHOSEN)
         assert (result.routes[-1] == NONE).all()
         assert np.array_equal(np.sort(result.routes[:-1], -1), chosen_experts(glm, ids)[:-1])
@@ -131,7 +131,7 @@ def test_a_step_with_given_experts_equals_autograd_on_the_transformers_model(
 
     for trajectory, found in zip(trajectories, logprobs, strict=True):
         with torch.no_grad():
-            expected = reference.logprobs(trajectory) * torch.tensor(trajectory.loss_mask[1:])
+            expected = reference.logprobs(trajectory) * torch.tensor(trajectory.loss_mask.tolist()[1:])
         torch.testing.assert_close(torch.tensor(found[1:]), expected, atol=1e-4, rtol=0)
     plain = [t.routes for t in trajectories]
     for trajectory in trajectories:
@@ -149,7 +149,7 @@ def test_a_step_with_given_experts_equals_autograd_on_the_transformers_model(
         for t, advantage in zip(group.trajectories, rewards - rewards.mean(), strict=True):
             found = reference.logprobs(t)
             weight = (found.detach() - torch.tensor(t.rollout_logprobs[1:])).exp().clamp(max=2.0)
-            weight = weight * advantage / (rewards.std() + 1e-6) * torch.tensor(t.loss_mask[1:])
+            weight = weight * advantage / (rewards.std() + 1e-6) * torch.tensor(t.loss_mask.tolist()[1:])
             loss = loss - ((found - found.detach()).exp() * weight).sum() / tokens
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()

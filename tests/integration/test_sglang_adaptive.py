@@ -46,7 +46,7 @@ def score(model, turns, temperature, seed=0):
     """Chi-squared of where each token fell in its law, likely tokens first; number of tokens."""
     logits, rng, places = transformers_logits(model), np.random.default_rng(seed), []
     for prompt, result in turns:
-        ids = list(result.output_ids)
+        ids = result.output_ids.tolist()
         law = torch.softmax(logits([*prompt, *ids])[len(prompt) - 1 : -1].double() / temperature, -1)
         chosen = law.gather(1, torch.tensor(ids)[:, None])
         above = (law * (law > chosen)).sum(1)

@@ -94,7 +94,7 @@ def embedded(target, draft, *asked, weights=None):
 def test_greedy_turns_take_the_tokens_of_the_embedded_engine(served, target, start):
     asked = [request(i, p, temperature=0, max_new_tokens=TOKENS) for i, p in enumerate(prompts(12))]
     theirs, ours = generate(served, *asked), embedded(target, start, *asked)
-    assert [t.output_ids for t in theirs] == [o.output_ids for o in ours]
+    assert [t.output_ids.tolist() for t in theirs] == [o.output_ids.tolist() for o in ours]
 
 
 def test_sampled_turns_have_the_targets_law_and_logprobs(served, target):
@@ -105,7 +105,7 @@ def test_sampled_turns_have_the_targets_law_and_logprobs(served, target):
     asked = [request(i, PROMPT, max_new_tokens=DEPTH + 1) for i in range(SAMPLES)]
     results = generate(served, *asked)
     logits = transformers_logits(target)
-    tokens = np.array([result.output_ids[:DEPTH] for result in results])
+    tokens = np.array([result.output_ids.tolist()[:DEPTH] for result in results])
     limit = normal_quantile(1e-4 / (DEPTH + 1))
     scores = Law.of([logits], PROMPT, VOCAB, DEPTH).scores(tokens)
     wrong = Law.of([lambda ids: logits(ids) / 0.6], PROMPT, VOCAB, DEPTH).scores(tokens)
@@ -141,7 +141,7 @@ def test_acceptance_by_depth_is_that_of_the_embedded_engine_before_and_after_an_
     first = generate(served, *asked), embedded(target, start, *asked)
     served.update_weights(weights, 1)
     second = generate(served, *asked), embedded(target, start, *asked, weights=weights)
-    assert {version for result in second[0] for version in result.versions} == {1}
+    assert {version for result in second[0] for version in result.versions.tolist()} == {1}
     bound = normal_quantile(1e-4 / (4 * GAMMA))
     for theirs, ours in (first, second):
         assert np.abs(acceptance_scores(theirs, ours)).max() < bound
@@ -159,7 +159,7 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(served,
     assert served.check_weights(weights | trained(target, seed=5)).draft == [
         "draft.model.embed_tokens.weight"
     ]
-    assert generate(served, request("v", PROMPT, max_new_tokens=6))[0].versions == [5] * 6
+    assert generate(served, request("v", PROMPT, max_new_tokens=6))[0].versions.tolist() == [5] * 6
 
 
 def test_a_draft_that_is_not_trained_is_left_and_checked(served, target):
@@ -210,7 +210,7 @@ def test_a_replaced_server_starts_on_the_newest_draft(served, target):
     for child in psutil.Process(served.server.pid).children():
         child.kill()
     (result,) = generate(served, request("v", PROMPT, max_new_tokens=TOKENS))
-    assert result.versions == [4] * TOKENS and served.check_weights(new).passed
+    assert result.versions.tolist() == [4] * TOKENS and served.check_weights(new).passed
     assert [kind for kind, _ in served.events] == ["server_died", "server_restarted"]
 
 
@@ -229,7 +229,7 @@ def test_a_reduced_vocabulary_drafts_for_greedy_turns(reduced, target):
     with driven_engine(target, "greedy", gamma=GAMMA, drafter="eagle3", draft_path=draft) as driven:
         ours = driven.generate(*asked)
     theirs = generate(engine, *asked)
-    assert [t.output_ids for t in theirs] == [o.output_ids for o in ours]
+    assert [t.output_ids.tolist() for t in theirs] == [o.output_ids.tolist() for o in ours]
     assert [t.spec.verify_steps for t in theirs] == [o.spec.verify_steps for o in ours]
     accepted = sum(sum(o.spec.accepted) for o in ours)
     assert 0 < accepted < GAMMA * sum(o.spec.verify_steps for o in ours)
@@ -239,7 +239,7 @@ def test_drafts_of_a_reduced_vocabulary_leave_the_targets_law_as_it_is(reduced, 
     """G-test of the first three tokens, as above; power: the law with unknown tokens rarer."""
     engine, _ = reduced
     asked = [request(i, PROMPT, max_new_tokens=DEPTH + 1) for i in range(SAMPLES)]
-    tokens = np.array([result.output_ids[:DEPTH] for result in generate(engine, *asked)])
+    tokens = np.array([result.output_ids.tolist()[:DEPTH] for result in generate(engine, *asked)])
     logits = transformers_logits(target)
     unknown = [token for token in range(VOCAB) if token not in KNOWN]
 

@@ -52,17 +52,17 @@ def test_a_server_holds_the_experts_that_were_sent_and_agrees_with_the_trainer(t
         wrong[name][3, 4] += 1e-3
         assert engine.check_weights(wrong).target == ["model.layers.1.mlp.experts.w2_weight"]
         result = generate(engine, request("r", prompt, max_new_tokens=24, routes=True))[0]
-        text = [*prompt, *result.output_ids, 8, 9]
+        text = [*prompt, *result.output_ids.tolist(), 8, 9]
         later = generate(engine, request("s", text, max_new_tokens=6, routes=True))[0]
         fresh = generate(
             engine, request("t", text, max_new_tokens=6, routes=True, routes_from=len(text) - 3)
         )[0]
     expected = trainer_logprobs(updated, [(prompt, result)])[0]
-    assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    assert result.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
     assert worst_logprob_error(transformers_logits(updated), prompt, result) < 1e-4
     # the second finds the first in the server's cache; the third wants the experts of new tokens alone
     for start, found in ((prompt, result), (text, later), (text, fresh)):
-        ids = [*start, *found.output_ids]
+        ids = [*start, *found.output_ids.tolist()]
         assert found.routes.shape[0] == len(ids) - found.routes_from and (found.routes[-1] == 255).all()
         expected = chosen_experts(updated, ids)[found.routes_from : -1]
         assert np.array_equal(np.sort(found.routes[:-1], -1), expected)

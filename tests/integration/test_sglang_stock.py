@@ -85,7 +85,9 @@ def test_first_tokens_have_the_targets_law_and_that_of_stock(played):
 
     Power: the same turns judged by the law at a temperature of .6 must fail.
     """
-    tokens = {name: np.array([r.output_ids[:DEPTH] for r in rows]) for name, rows in played.results.items()}
+    tokens = {
+        name: np.array([r.output_ids.tolist()[:DEPTH] for r in rows]) for name, rows in played.results.items()
+    }
     law = Law.of([played.logits], PROMPT, VOCAB, DEPTH)
     wrong = Law.of([lambda ids: played.logits(ids) / 0.6], PROMPT, VOCAB, DEPTH)
     limit = normal_quantile(ALPHA / (DEPTH + 1))

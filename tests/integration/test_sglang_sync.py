@@ -34,7 +34,7 @@ def test_after_an_update_target_and_draft_are_bit_equal_to_what_was_sent(sglang,
     assert sglang.check_weights(new).passed
     old = sglang.check_weights(weights)
     assert len(old.target) == 59 and len(old.draft) == 13  # every tensor changed, and every one is checked
-    assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [5] * 6
+    assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions.tolist() == [5] * 6
     figures = sglang.stats().sync
     print(f"{transfer}: {sum(w.nbytes for w in new.values())} bytes, {figures}")
     assert figures["weights/canary_failures"] == 0 and figures["weights/sync_seconds"] > 0
@@ -57,7 +57,7 @@ def test_weights_that_a_trainer_broadcasts_are_bit_equal_on_the_server(sglang, t
         offer = trainer.offer(versions[version], version, members, again=version == 6)
         sglang.receive_weights(offer)
         assert sglang.check_weights(versions[version]).passed and not sglang.events
-        assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions == [version] * 6
+        assert generate(sglang, request("v", [5, 6], max_new_tokens=6))[0].versions.tolist() == [version] * 6
         assert sglang.membership().group == offer.group.name
         print(f"broadcast: {asyncio.run(offer.result()).num_bytes} bytes, {sglang.stats().sync}")
     offer = trainer.offer(versions[7], 7, members, again=True)
@@ -87,16 +87,16 @@ def test_a_request_lives_through_two_updates_and_each_token_is_its_versions(sgla
         return result
 
     result = asyncio.run(run())
-    assert len(result.output_ids) == 200 and set(result.versions) == {0, 1, 2}
-    assert result.versions == sorted(result.versions)
+    assert len(result.output_ids) == 200 and set(result.versions.tolist()) == {0, 1, 2}
+    assert result.versions.tolist() == sorted(result.versions.tolist())
     by_model = {v: torch.tensor(trainer_logprobs(models[v], [([5, 6, 7], result)])[0]) for v in models}
-    own = torch.stack([by_model[v][place] for place, v in enumerate(result.versions)])
+    own = torch.stack([by_model[v][place] for place, v in enumerate(result.versions.tolist())])
     worst = (own - torch.tensor(result.logprobs)).abs().max().item()
     mixed_up = (by_model[0] - torch.tensor(result.logprobs)).abs().max().item()
     print(f"largest difference from its own version: {worst:.2e}, from version 0 throughout: {mixed_up:.2e}")
     assert worst < 1e-3 < mixed_up
     found = {v: recomputed(transformers_logits(models[v]), [5, 6, 7], result)[1] for v in models}
-    exact = torch.stack([found[v][place] for place, v in enumerate(result.versions)])
+    exact = torch.stack([found[v][place] for place, v in enumerate(result.versions.tolist())])
     assert (exact - torch.tensor(result.entropies)).abs().max() < 1e-3
 
 
@@ -110,8 +110,8 @@ def test_requests_can_end_at_an_update_with_what_they_have(sglang, weights):
     with configured(sglang, abort_on_update=True):
         result = asyncio.run(run())
     assert result.finish_reason is FinishReason.ABORT and 0 < len(result.output_ids) < 200
-    assert set(result.versions) == {0}
-    assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions == [3] * 4
+    assert set(result.versions.tolist()) == {0}
+    assert generate(sglang, request("next", [5, 6], max_new_tokens=4))[0].versions.tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("transfer", ["shared", "collective"])
@@ -183,7 +183,7 @@ def test_an_update_lost_once_is_sent_again(sglang, weights):
     sglang.update_weights(new, 4)
     assert sglang.check_weights(new).passed and [kind for kind, _ in sglang.events] == ["canary_failed"]
     assert sglang.stats().sync["weights/canary_failures"] == 1
-    assert generate(sglang, request("v", [5, 6], max_new_tokens=4))[0].versions == [4] * 4
+    assert generate(sglang, request("v", [5, 6], max_new_tokens=4))[0].versions.tolist() == [4] * 4
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(sglang, weights):
@@ -210,6 +210,6 @@ def test_a_draft_that_cannot_be_updated_is_switched_off(tmp_path, weights):
         assert [kind for kind, _ in engine.events] == ["canary_failed"] * 2 + ["speculation_disabled"]
         assert engine.spec.mode is SpecMode.NONE and engine.check_weights(new).passed
         (after,) = generate(engine, request("t", [5, 6, 7], max_new_tokens=20))
-        assert after.versions == [7] * 20 and not after.spec.verify_steps
+        assert after.versions.tolist() == [7] * 20 and not after.spec.verify_steps
         engine.update_weights(weights, 8)
-        assert generate(engine, request("t", [5, 6], max_new_tokens=3))[0].versions == [8] * 3
+        assert generate(engine, request("t", [5, 6], max_new_tokens=3))[0].versions.tolist() == [8] * 3

@@ -48,7 +48,7 @@ def test_mixed_requests_aborts_and_changed_drafts_leave_every_token_the_targets(
             await update.wait()  # so that turns are left for each of the drafts
         async with gate:
             async for result in sglang.stream(one):
-                if i % 7 == 0 and result.output_ids:
+                if i % 7 == 0 and len(result.output_ids):
                     sglang.abort([one.request_id])
             return result
 
@@ -65,9 +65,9 @@ def test_mixed_requests_aborts_and_changed_drafts_leave_every_token_the_targets(
     results = asyncio.run(run())
     counts = {name: count - before.get(name, 0) for name, count in sglang._call(judged(sglang)).items()}
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} == {r.finish_reason for r in results}
-    assert {version for result in results for version in result.versions} == {0, 1, 2}
+    assert {version for result in results for version in result.versions.tolist()} == {0, 1, 2}
     worst = max(
-        worst_logprob_error(logits, one.prompt_ids, result, one.sampling.temperature or 1.0)
+        worst_logprob_error(logits, one.prompt_ids.tolist(), result, one.sampling.temperature or 1.0)
         for one, result in zip(asked, results, strict=True)
     )
     print(
@@ -115,13 +115,13 @@ def test_recorded_drafts_are_those_of_the_model_and_say_what_became_of_the_token
                 assert one.sampling.stop_token_ids and result.output_ids[following - 1] == END
                 following += 1
             assert step.position == following and len(step.tokens) == 3
-            given = result.output_ids[step.position : step.position + step.num_accepted]
+            given = result.output_ids.tolist()[step.position : step.position + step.num_accepted]
             assert given == step.tokens[: len(given)]
             following += step.num_accepted + 1
             if step.num_accepted < 3 and following <= len(result.output_ids):
                 assert result.output_ids[following - 1] != step.tokens[step.num_accepted]
             kept.add(step.num_accepted)
-            context = [*one.prompt_ids, *result.output_ids[: step.position]]
+            context = [*one.prompt_ids.tolist(), *result.output_ids.tolist()[: step.position]]
             for found, wanted in zip(
                 (step.target_probs, step.draft_probs), laws(context, step.tokens, temperature), strict=True
             ):

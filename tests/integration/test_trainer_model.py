@@ -134,9 +134,9 @@ def test_logprobs_equal_transformers_at_the_rollout_temperature(checkpoint, trai
     found = trainer.logprobs(make_batch(groups, AlgoConfig(), temperature=0.7))
     trajectories = [t for g in groups for t in g.trajectories]
     for trajectory, own in zip(trajectories, found, strict=True):
-        mask = torch.tensor(trajectory.loss_mask[1:])
+        mask = torch.tensor(trajectory.loss_mask.tolist()[1:])
         with torch.no_grad():
-            expected = token_logprobs_of(model, trajectory.token_ids, 0.7) * mask
+            expected = token_logprobs_of(model, trajectory.token_ids.tolist(), 0.7) * mask
         assert own[0] == 0.0
         torch.testing.assert_close(torch.tensor(own[1:]), expected, atol=1e-4, rtol=0)
 
@@ -161,10 +161,10 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(
         rewards = torch.tensor([t.reward for t in group.trajectories])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for t, advantage in zip(group.trajectories, advantages, strict=True):
-            logprobs = token_logprobs_of(model, t.token_ids)
+            logprobs = token_logprobs_of(model, t.token_ids.tolist())
             weight = (logprobs.detach() - torch.tensor(t.rollout_logprobs[1:])).exp().clamp(max=2.0)
             ratio = (logprobs - logprobs.detach()).exp()
-            loss = loss - (ratio * advantage * weight * torch.tensor(t.loss_mask[1:])).sum() / tokens
+            loss = loss - (ratio * advantage * weight * torch.tensor(t.loss_mask.tolist()[1:])).sum() / tokens
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
     optimizer.step()
@@ -354,7 +354,7 @@ def test_without_correction_staleness_does_not_weigh_tokens(tmp_path, trainer_of
     path = write_random_checkpoint(tmp_path / "model", "mimo")
     groups = make_groups()
     for t in (t for g in groups for t in g.trajectories):
-        t.rollout_logprobs = [x - 3.0 for x in t.rollout_logprobs]
+        t.rollout_logprobs = t.rollout_logprobs - 3
     losses = {}
     for correction in (Correction.NONE, Correction.TIS_TOKEN):
         algo = AlgoConfig(correction=correction)

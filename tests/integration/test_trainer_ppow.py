@@ -135,7 +135,7 @@ def test_the_reference_of_these_tests_drafts_with_the_probabilities_of_the_engin
         (result,) = generate(engine, request(1, prompt, **sampling))
     assert len(result.drafts) > 5
     for step in result.drafts:
-        known = torch.tensor(prompt + result.output_ids[: step.position])
+        known = torch.tensor(prompt + result.output_ids.tolist()[: step.position])
         drafts = torch.tensor(step.tokens)
         q = oracle.draft(known, drafts).detach()
         _, p = oracle.target(torch.cat((known, drafts)))
@@ -191,7 +191,7 @@ def test_windows_are_drawn_by_their_score_and_lie_within_a_turn(path):
     ((micro, rollout),) = rollouts(trainer, adaptation(groups=1))
     embed = oracle.model.get_input_embeddings()
     for row, trajectory in enumerate(whole):
-        ids, mask = torch.tensor(trajectory.token_ids), trajectory.loss_mask
+        ids, mask = torch.tensor(trajectory.token_ids.tolist()), trajectory.loss_mask.tolist()
         hidden, log_p = oracle.target(ids)
         positions = torch.arange(len(ids) - 1)[None]
         states = oracle.layer(hidden[None, :-1], embed(ids[1:]).detach()[None], positions)

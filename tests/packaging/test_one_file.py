@@ -57,7 +57,7 @@ for spec in (SpecConfig(mode="greedy", drafter=name, draft_path=path), SpecConfi
     engine = EmbeddedEngine(RolloutConfig(max_running=8, max_context=128, device="cpu"), spec, sys.argv[1])
     outputs += generate(engine, request(1, [5, 9, 2, 33], max_new_tokens=24, temperature=0.0))
     engine.close()
-assert outputs[0].output_ids == outputs[1].output_ids
+assert outputs[0].output_ids.tolist() == outputs[1].output_ids.tolist()
 assert outputs[0].spec.proposed and not outputs[1].spec.proposed
 assert Drafter(name).kind.title == name
 """

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,8 +80,8 @@ class Loop:
             for name in prompt.trajectory_ids(self.pipeline.group_size):
                 t = Trajectory(trajectory_id=name, group_id=prompt.group_id, instance_id=prompt.instance_id)
                 for _ in range(self.luck.randint(1, 3)):
-                    t.versions.append(self.version)
-                    t.loss_mask.append(1)
+                    t.versions = np.append(t.versions, self.version)
+                    t.loss_mask = np.append(t.loss_mask, True)
                     for _ in range(self.luck.choice([0, 0, 1, 9])):
                         await asyncio.sleep(0)
                 masked = self.luck.random() < 0.2

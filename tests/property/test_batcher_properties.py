@@ -71,8 +71,8 @@ def test_every_trainable_token_is_packed_once_behind_its_own_past(drawn, dp, min
         for (b, r), source, target in zip(cells, micro.sources, micro.targets, strict=True):
             t, s = trajectories[micro.rows[b]], micro.indices[b, r]
             assert target == t.token_ids[s]
-            assert seen_from(micro, source) == t.token_ids[:s]
-            assert micro.rollout_logprobs[b, r] == np.float32(t.rollout_logprobs[s])
+            assert seen_from(micro, source) == t.token_ids.tolist()[:s]
+            assert micro.rollout_logprobs[b, r] == np.float32(t.rollout_logprobs.tolist()[s])
             assert micro.advantages[b, r] == advantages[micro.rows[b]][s]
             seen.append((int(micro.rows[b]), int(s)))
     wanted = {
@@ -108,7 +108,7 @@ def test_budgets_are_kept_ranks_are_in_step_and_the_sums_add_up(drawn, dp, minis
     read = sum(
         int(np.flatnonzero(t.loss_mask)[-1])
         for t in trajectories
-        if t.status is TrajectoryStatus.COMPLETE and any(t.loss_mask[1:])
+        if t.status is TrajectoryStatus.COMPLETE and any(t.loss_mask.tolist()[1:])
     )
     if share:
         assert run == read - batch.shared_tokens + batch.padding_tokens

@@ -41,9 +41,10 @@ def batches(draw: st.DrawFn, vocab: int = VOCAB) -> tuple[list[Trajectory], int,
         if made and draw(st.booleans()):  # begins as another one did, then goes its own way
             other = draw(st.sampled_from(made))
             common = draw(st.integers(1, len(other.token_ids) - 1))
-            for name in ("token_ids", "loss_mask", "rollout_logprobs", "entropies", "versions"):
+            for name in Trajectory.COLUMNS:
                 own = getattr(one, name)
-                setattr(one, name, getattr(other, name)[:common] + own[min(common, len(own) - 1) :])
+                start = getattr(other, name)[:common]
+                setattr(one, name, np.concatenate((start, own[min(common, len(own) - 1) :])))
         made.append(one)
     budget = max(len(t.token_ids) for t in made) + draw(st.integers(0, 60))
     how = draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.sampled_from([1, 2, 4]))
@@ -56,7 +57,7 @@ Label = tuple[tuple[int, ...], tuple[int, ...], int]  # the text up to an anchor
 def expected(trajectories: list[Trajectory], depths: int) -> Iterator[Label]:
     """By definition: depth k at t reads t + 1 .. t + k and predicts t + k + 1, all sampled in one turn."""
     for t in trajectories:
-        ids, mask = t.token_ids, [*t.loss_mask, 0]
+        ids, mask = t.token_ids.tolist(), [*t.loss_mask.tolist(), 0]
         for anchor in range(len(ids)):
             for k in range(1, depths + 1):
                 label = anchor + k + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,9 @@ many = settings(max_examples=100, deadline=None)
 
 
 def group_of(index: int, version: int) -> Group:
-    trajectory = Trajectory(trajectory_id=f"{index}/0", group_id=str(index), instance_id="i")
-    trajectory.versions = [version]
+    trajectory = Trajectory(
+        trajectory_id=f"{index}/0", group_id=str(index), instance_id="i", versions=[version]
+    )
     return Group(prompt=Prompt(instance_id="i", group_id=str(index)), trajectories=[trajectory])
 
 
@@ -74,7 +76,8 @@ async def play(
         group = group_of(index, gate.version)
         flying[index] = asyncio.get_running_loop().create_future()
         await flying[index]
-        group.trajectories[0].versions.append(gate.version)
+        (trajectory,) = group.trajectories
+        trajectory.versions = np.append(trajectory.versions, gate.version)
         await buffer.put(index, group)
 
     async def roll(tasks: asyncio.TaskGroup) -> None:

@@ -109,8 +109,8 @@ def _sample(
 
         driven.play(_conversations(samples, temperature), between=swap)
         results = [driven.results[str(i)] for i in range(samples)]
-    tokens = np.array([result.output_ids[:DEPTH] for result in results])
-    return tokens, np.array([result.versions[:DEPTH] for result in results]) % 2
+    tokens = np.array([result.output_ids.tolist()[:DEPTH] for result in results])
+    return tokens, np.array([result.versions.tolist()[:DEPTH] for result in results]) % 2
 
 
 def _score(case: Case, mode: str, **settings) -> float:

@@ -29,7 +29,7 @@ def test_top_logprobs_are_parallel_to_the_tokens_when_every_turn_brings_them():
     trajectory.append_sampled(turn([5], [[(5, -0.1)]]))
     trajectory.append_context([3])
     trajectory.append_sampled(turn([6, 7], [[(6, -0.2)], [(8, -0.3)]]))
-    assert trajectory.token_ids == [1, 2, 5, 3, 6, 7]
+    assert trajectory.token_ids.tolist() == [1, 2, 5, 3, 6, 7]
     assert trajectory.top_logprobs == [[], [], [(5, -0.1)], [], [(6, -0.2)], [(8, -0.3)]]
 
 

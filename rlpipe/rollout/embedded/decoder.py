@@ -37,7 +37,7 @@ from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
 class Emitted:
     """Host arrays of what a step emitted for rows 0, 1, ...; W is 1 + the most drafts it could accept.
 
-    tokens: [J, W] int64, valid up to counts [J]. logprobs, entropies: [J, W], of the target.
+    tokens: [J, W] int32, valid up to counts [J]. logprobs, entropies: [J, W] float32, of the target.
     verified: the leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] when asked for.
     draft_tokens, draft_target_probs, draft_probs: [verified, N], what was drafted with p and q of it,
     when asked for.
@@ -295,11 +295,13 @@ class Decoder:
         if top:
             best = log_p.topk(min(top, log_p.shape[1]), 1)
             parts += [best.indices.flatten(), best.values.flatten()]
-        host = torch.cat([part.double() for part in parts]).cpu().numpy()
+        # Integers as int32 and the bits of float32 numbers share one tensor, hence one transfer.
+        host = torch.cat([x.view(torch.int32) if x.is_floating_point() else x.int() for x in parts])
+        host = host.cpu().numpy()
         counts = np.ones(self._table.active, np.int64)
         width = 1
         if accepted is not None:
-            counts[:decoding] += host[3 * count : 3 * count + decoding].astype(np.int64)
+            counts[:decoding] += host[3 * count : 3 * count + decoding]
             width = (count - len(counts) + decoding) // decoding
 
         def by_row(flat: np.ndarray) -> np.ndarray:
@@ -311,16 +313,16 @@ class Decoder:
             return rows
 
         emitted = Emitted(
-            tokens=by_row(host[:count].astype(np.int64)),
+            tokens=by_row(host[:count]),
             counts=counts,
-            logprobs=by_row(host[count : 2 * count]),
-            entropies=by_row(host[2 * count : 3 * count]),
+            logprobs=by_row(host[count : 2 * count].view(np.float32)),
+            entropies=by_row(host[2 * count : 3 * count].view(np.float32)),
             verified=0,
         )
         if top:
             ids, values = np.split(host[-2 * best.indices.numel() :], 2)
-            emitted.top_ids = by_row(ids.astype(np.int64).reshape(count, -1))
-            emitted.top_logprobs = by_row(values.reshape(count, -1))
+            emitted.top_ids = by_row(ids.reshape(count, -1))
+            emitted.top_logprobs = by_row(values.view(np.float32).reshape(count, -1))
         return emitted
 
 

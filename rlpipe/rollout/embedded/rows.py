@@ -50,9 +50,9 @@ class RowTable:
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
         self.end = np.zeros(rows, np.int64)  # total at which the request's length is exhausted
-        self.logprobs = np.zeros((rows, slots))
-        self.entropies = np.zeros((rows, slots))
-        self.versions = np.zeros((rows, slots), np.int64)
+        self.logprobs = np.zeros((rows, slots), np.float32)
+        self.entropies = np.zeros((rows, slots), np.float32)
+        self.versions = np.zeros((rows, slots), np.int32)
         self.uniforms = np.zeros((rows, slots, streams))  # by index among the output tokens
         self.drafted = np.zeros((rows, depth), np.int64)  # verify steps that reached a depth
         self.accepted = np.zeros((rows, depth), np.int64)  # those of them that accepted it
@@ -110,7 +110,7 @@ class RowTable:
         row: int,
         job: Any,
         *,
-        prompt: list[int],
+        prompt: np.ndarray,
         end: int,
         temperature: float,
         stops: tuple[int, ...],

@@ -136,24 +136,24 @@ class Scheduler:
         leaders.sort(key=lambda item: item[0])
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
-            for job in followers[tuple(leader.request.prompt_ids)]:
+            for job in followers[leader.request.prompt_ids.tobytes()]:
                 self._seat(job)
                 copies.append(row)
         self._stats.prefill_tokens += int(table.total[first : first + len(starts)].sum()) - sum(starts)
         return starts, copies
 
-    def _choose(self) -> tuple[list[tuple[int, Job]], dict[tuple[int, ...], list[Job]]]:
+    def _choose(self) -> tuple[list[tuple[int, Job]], dict[bytes, list[Job]]]:
         """Pop requests that fit: [(tokens to process, job)], and by prompt those that copy its keys."""
         room, budget = self._table.rows - self._table.active, self._prefill_tokens
         leaders: list[tuple[int, Job]] = []
-        followers: dict[tuple[int, ...], list[Job]] = {}
+        followers: dict[bytes, list[Job]] = {}
         while self._waiting and room:
             job = self._waiting[0]
             prompt = job.request.prompt_ids
             if len(prompt) >= self._max_context:
                 self._finish(self._waiting.popleft(), None, FinishReason.LENGTH)
                 continue
-            row, key = self._table.idle_row(job.request.session_id), tuple(prompt)
+            row, key = self._table.idle_row(job.request.session_id), prompt.tobytes()
             if key in followers and row is None:
                 followers[key].append(job)
             elif key in followers:
@@ -169,13 +169,13 @@ class Scheduler:
             room -= 1
         return leaders, followers
 
-    def _start(self, row: int | None, prompt: list[int]) -> int:
+    def _start(self, row: int | None, prompt: np.ndarray) -> int:
         """First prompt position to process, given the row of the conversation (None: a fresh one)."""
         if row is None:
             return 0
         table, length, depths = self._table, len(prompt), self._table.hidden.shape[1]
         keys = max(0, min(int(table.total[row]) - 1, length))
-        differ = np.flatnonzero(table.tokens[row, :keys] != np.asarray(prompt[:keys]))
+        differ = np.flatnonzero(table.tokens[row, :keys] != prompt[:keys])
         common = int(differ[0]) if len(differ) else keys
         start = min(common, length - 1)
         if self._depth:
@@ -285,10 +285,10 @@ class Scheduler:
         row_or_any = row or 0
         result = GenerateResult(
             request_id=request.request_id,
-            output_ids=table.tokens[row_or_any, output].tolist(),
-            logprobs=table.logprobs[row_or_any, output].tolist(),
-            entropies=table.entropies[row_or_any, output].tolist(),
-            versions=table.versions[row_or_any, output].tolist(),
+            output_ids=table.tokens[row_or_any, output].astype(np.int32),
+            logprobs=table.logprobs[row_or_any, output].copy(),
+            entropies=table.entropies[row_or_any, output].copy(),
+            versions=table.versions[row_or_any, output].copy(),
             finish_reason=reason,
             spec=SpecCounts() if row is None else self._spec(row),
             top_logprobs=job.top if request.sampling.top_logprobs else None,

@@ -13,13 +13,13 @@ E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.
 from __future__ import annotations
 
 import base64
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from math import isnan
 from typing import Any
+
+import numpy as np
 
 from rlpipe.rollout.turn import next_route
 from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResult, SpecCounts
@@ -33,7 +33,7 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
     sampling = request.sampling
     body: dict[str, Any] = {
         "rid": rid,
-        "input_ids": request.prompt_ids,
+        "input_ids": request.prompt_ids.tolist(),
         "sampling_params": {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -55,7 +55,7 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
 
 
 def parse_answer(
-    request: GenerateRequest, answer: Mapping[str, Any], known: Sequence[int] = ()
+    request: GenerateRequest, answer: Mapping[str, Any], known: Sequence[int] | np.ndarray = ()
 ) -> GenerateResult:
     """The answer to `generate_body(request)`, whole or partial.
 
@@ -71,10 +71,11 @@ def parse_answer(
     if meta.get("finish_reason"):
         versions = token_versions(meta.get("weight_versions") or [], len(ids))
     else:
-        versions = [*known, *[int(meta["weight_version"])] * (len(ids) - len(known))]
+        versions = np.full(len(ids), int(meta["weight_version"]))
+        versions[: len(known)] = known
     return GenerateResult(
         request_id=request.request_id,
-        output_ids=ids,
+        output_ids=np.array(ids, np.int32),
         logprobs=logprobs,
         entropies=entropies,
         versions=versions,
@@ -90,34 +91,35 @@ _Top = list[list[tuple[int, float]]] | None
 
 def _packed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
-) -> tuple[list[float], list[float], _Top]:
+) -> tuple[np.ndarray, np.ndarray, _Top]:
     """Logprobs, entropies and top logprobs of `ids`, as the plugin packs them."""
     column = partial(_column, meta["rlpipe"])
     logprobs, entropies = column("logprobs"), column("entropies")
     if len(logprobs) != len(ids):
         raise _foreign(request, ids, len(logprobs))
-    if len(entropies) != len(ids) or isnan(sum(entropies)):
-        known = sum(not isnan(value) for value in entropies)
+    if len(entropies) != len(ids) or np.isnan(entropies).any():
+        known = np.count_nonzero(~np.isnan(entropies))
         raise ServerError(
             f"request {request.request_id!r}: {len(ids)} output ids came with {known} entropies."
         )
     top, count = None, request.sampling.top_logprobs
     if count:
-        pairs = list(zip(column("top_ids", "i"), column("top_logprobs"), strict=True))
+        pairs = list(zip(column("top_ids", "i4").tolist(), column("top_logprobs").tolist(), strict=True))
         if len(pairs) != len(ids) * count:
             raise _foreign(request, ids, len(pairs) // count)
         top = [pairs[first : first + count] for first in range(0, len(pairs), count)]
     return logprobs, entropies, top
 
 
-def _column(packed: Mapping[str, str], name: str, kind: str = "f") -> list[Any]:
-    return array(kind, base64.b64decode(packed.get(name, ""))).tolist()
+def _column(packed: Mapping[str, str], name: str, kind: str = "f4") -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed.get(name, "")), kind)
 
 
 def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
     """The verify steps, as the plugin packs them."""
-    shapes = _column(packed, "steps", "i")
-    columns = [iter(_column(packed, name, kind)) for name, kind in (("drafts", "i"), ("p", "f"), ("q", "f"))]
+    shapes = _column(packed, "steps", "i4").tolist()
+    kinds = (("drafts", "i4"), ("p", "f4"), ("q", "f4"))
+    columns = [iter(_column(packed, name, kind).tolist()) for name, kind in kinds]
     steps = []
     for position, count, accepted in zip(shapes[::3], shapes[1::3], shapes[2::3], strict=True):
         tokens, p, q = (list(islice(column, count)) for column in columns)
@@ -130,7 +132,7 @@ def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
 
 def _listed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
-) -> tuple[list[float], list[float], _Top]:
+) -> tuple[np.ndarray, np.ndarray, _Top]:
     """The same from SGLang's own lists, with estimates of the entropies."""
     logprobs = meta.get("output_token_logprobs") or []
     if [token for _, token, _ in logprobs] != ids:
@@ -139,8 +141,8 @@ def _listed(
     if request.sampling.top_logprobs:
         rows = meta.get("output_top_logprobs") or []
         top = [[(int(token), float(value)) for value, token, _ in row] for row in rows[: len(ids)]]
-    values = [float(value) for value, _, _ in logprobs]
-    return values, [-value for value in values], top
+    values = np.array([float(value) for value, _, _ in logprobs], np.float32)
+    return values, -values, top
 
 
 def _foreign(request: GenerateRequest, ids: Sequence[int], count: int) -> ServerError:
@@ -150,19 +152,22 @@ def _foreign(request: GenerateRequest, ids: Sequence[int], count: int) -> Server
     )
 
 
-def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray:
     """The policy version of each output token. Raises ServerError unless the spans tile 0..count - 1.
 
     >>> token_versions([{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}], 3)
-    [3, 3, 4]
+    array([3, 3, 4], dtype=int32)
     """
-    versions: list[int] = []
+    end = 0
     for span in spans:
-        if span["start"] != len(versions):
+        if span["start"] != end or span["end"] < end:
             raise ServerError(f"weight_versions do not join: {spans}")
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise ServerError(f"weight_versions cover {len(versions)} of {count} tokens: {spans}")
+        end = span["end"]
+    if end != count:
+        raise ServerError(f"weight_versions cover {end} of {count} tokens: {spans}")
+    versions = np.empty(count, np.int32)
+    for span in spans:
+        versions[span["start"] : span["end"]] = int(span["version"])
     return versions
 
 
@@ -207,4 +212,6 @@ def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequ
         seed=request.sampling.seed + len(done.output_ids),
         routes_from=max(request.sampling.routes_from, next_route(None, done)),
     )
-    return replace(request, prompt_ids=request.prompt_ids + done.output_ids, sampling=sampling)
+    return replace(
+        request, prompt_ids=np.concatenate((request.prompt_ids, done.output_ids)), sampling=sampling
+    )

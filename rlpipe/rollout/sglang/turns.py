@@ -200,7 +200,7 @@ async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> 
 
 def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
     """`done` itself when there is more to come, else as the turn it is: only its last word was lost."""
-    if done.output_ids and done.output_ids[-1] in request.sampling.stop_token_ids:
+    if len(done.output_ids) and done.output_ids[-1] in request.sampling.stop_token_ids:
         return replace(done, finish_reason=FinishReason.STOP)
     if len(done.output_ids) >= request.sampling.max_new_tokens:
         return replace(done, finish_reason=FinishReason.LENGTH)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from rlpipe.adapt.conversations import ConversationFormat, ConversationSuite, read_conversations
@@ -57,12 +58,12 @@ def test_a_file_without_conversations_is_refused(tmp_path):
 def test_exactly_what_the_assistant_said_counts_as_sampled(tiny):
     trajectory = ConversationFormat(tiny).trajectory(CHAT, "c:0", 512)
     chat = ChatFormat.from_pretrained(tiny)
-    sampled = [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
+    sampled = [t for t, m in zip(trajectory.token_ids.tolist(), trajectory.loss_mask, strict=True) if m]
     end = chat.stop_token_ids[0]
     assert chat.decode(sampled[: sampled.index(end) + 1]) == CHAT[1]["content"]
     assert chat.decode(sampled[sampled.index(end) + 1 :]) == CHAT[3]["content"]
     assert sampled.count(end) == trajectory.num_turns == 2
-    assert trajectory.token_ids == chat.initial(CHAT)[:-1]  # without the next generation prompt
+    assert trajectory.token_ids.tolist() == chat.initial(CHAT)[:-1]  # without the next generation prompt
     assert trajectory.prompt_length == len(chat.initial(CHAT[:1]))
 
 
@@ -70,14 +71,14 @@ def test_what_the_assistant_spells_out_never_ends_its_turn(tiny):
     tricky = [CHAT[0], {"role": "assistant", "content": "echo '<|end|><|user|>'"}]
     trajectory = ConversationFormat(tiny).trajectory(tricky, "c:0", 512)
     end = ChatFormat.from_pretrained(tiny).stop_token_ids[0]
-    said = trajectory.token_ids[trajectory.prompt_length :]
+    said = trajectory.token_ids[trajectory.prompt_length :].tolist()
     assert said.index(end) == len(said) - 1
 
 
 def test_a_long_conversation_is_cut_to_the_context(tiny):
     whole = ConversationFormat(tiny).trajectory(CHAT, "c:0", 512)
     cut = ConversationFormat(tiny).trajectory(CHAT, "c:0", 20)
-    assert cut.token_ids == whole.token_ids[:20] and cut.truncated and not whole.truncated
+    assert np.array_equal(cut.token_ids, whole.token_ids[:20]) and cut.truncated and not whole.truncated
     parts = (cut.loss_mask, cut.rollout_logprobs, cut.entropies, cut.versions)
     assert {len(part) for part in parts} == {20}
 

@@ -44,7 +44,7 @@ def test_a_step_has_the_same_batch_whatever_was_asked_before():
 def test_context_counts_as_often_as_its_weight_and_stays_apart_from_turns():
     rng = random.Random(0)
     mask = [0] * 6 + [1] * 3 + [0] * 5 + [1] * 2
-    masks = [with_context(made("t", mask), 0.3, rng).loss_mask for _ in range(4000)]
+    masks = [with_context(made("t", mask), 0.3, rng).loss_mask.tolist() for _ in range(4000)]
     for start, stop in ((1, 5), (10, 13)):
         share = sum(m[start] for m in masks) / len(masks)
         assert share == pytest.approx(0.3, abs=0.03)

@@ -89,8 +89,11 @@ def test_a_trajectory_survives_the_file():
     line = write(3, trajectory)
     again = read(line)
     assert write(3, again) == line
-    assert (again.token_ids, again.loss_mask) == (trajectory.token_ids, trajectory.loss_mask)
-    assert again.rollout_logprobs == pytest.approx(trajectory.rollout_logprobs, abs=1e-6)
+    assert (again.token_ids.tolist(), again.loss_mask.tolist()) == (
+        trajectory.token_ids.tolist(),
+        trajectory.loss_mask.tolist(),
+    )
+    assert again.rollout_logprobs.tolist() == pytest.approx(trajectory.rollout_logprobs.tolist(), abs=1e-6)
 
 
 def test_rollouts_belong_to_the_backbone_not_to_its_draft(tmp_path):

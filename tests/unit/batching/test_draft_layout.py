@@ -29,7 +29,7 @@ def followed(batch: DraftBatch, anchor: int) -> list[int]:
 
 def turns_of(trajectory):
     """(first, last) index of every run of two or more sampled tokens."""
-    mask = [0, *trajectory.loss_mask, 0]
+    mask = [0, *trajectory.loss_mask.tolist(), 0]
     starts = [i - 1 for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
     ends = [i - 2 for i in range(1, len(mask)) if not mask[i] and mask[i - 1]]
     return [(a, b) for a, b in zip(starts, ends, strict=True) if b > a]
@@ -40,7 +40,7 @@ def turns_of(trajectory):
 def test_every_scored_anchor_reads_and_follows_its_own_trajectory(common, share):
     trajectories = [t for seed in range(4) for g in make_groups(seed, common=common) for t in g.trajectories]
     expected = sorted(
-        tuple(t.token_ids[a - 1 : b + 1]) + tuple(t.token_ids[:a])
+        tuple(t.token_ids.tolist()[a - 1 : b + 1]) + tuple(t.token_ids.tolist()[:a])
         for t in trajectories
         for a, b in turns_of(t)
     )
@@ -73,7 +73,7 @@ def test_every_scored_anchor_reads_and_follows_its_own_trajectory(common, share)
 def test_siblings_share_all_but_as_many_anchors_as_there_are_depths():
     rng = np.random.default_rng(0)
     first, second = (make_trajectory(rng, prompt=20, turns=(6,)) for _ in range(2))
-    second.token_ids[:20] = first.token_ids[:20]
+    second.token_ids[:20] = first.token_ids.tolist()[:20]
     second.token_ids[20] = first.token_ids[20] + 1  # so that they part there
     (micro,) = micro_batches([first, second])
     batch = draft_batch(micro, DEPTHS)

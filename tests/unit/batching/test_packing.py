@@ -58,7 +58,7 @@ def test_columns_and_candidates_stay_with_their_token_however_it_is_laid_out(sha
         name = [100.0 * i + place for place in range(len(t.token_ids))]
         columns.append({"name": np.array(name, dtype=np.float32)})
         told = [[(int(x), -x), (1, -1.0)][: 1 + (x > 10)] for x in name]
-        t.top_logprobs = [top if m else [] for top, m in zip(told, t.loss_mask, strict=True)]
+        t.top_logprobs = [top if m else [] for top, m in zip(told, t.loss_mask.tolist(), strict=True)]
     (micro,) = micro_batches(
         pack(trajectories, None, 40, share_prefixes=share, candidates=True, columns=columns)
     )

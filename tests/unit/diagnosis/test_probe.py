@@ -99,14 +99,14 @@ def test_the_set_stays_the_same_for_the_run_and_for_one_that_is_resumed(tmp_path
     first, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 1, make_groups(seed=0))
     probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
     second, _ = measure(probe, 11, make_groups(seed=5))
-    assert [t.token_ids for t in second] == [t.token_ids for t in first]
-    assert [t.loss_mask for t in second] == [t.loss_mask for t in first]
+    assert [t.token_ids.tolist() for t in second] == [t.token_ids.tolist() for t in first]
+    assert [t.loss_mask.tolist() for t in second] == [t.loss_mask.tolist() for t in first]
     assert [head["step"] for head, _ in read_probes(tmp_path)] == [1, 11]
     probe.forget_after(5)
     assert [head["step"] for head, _ in read_probes(tmp_path)] == [1]
     probe.forget_after(0)
     third, _ = measure(probe, 1, make_groups(seed=5))
-    assert third[0].token_ids != first[0].token_ids
+    assert third[0].token_ids.tolist() != first[0].token_ids.tolist()
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
@@ -176,9 +176,9 @@ def test_a_draft_trained_online_is_read_on_contexts_that_are_held_out(tmp_path):
     probe.hold_out(make_groups(seed=9)[0].trajectories, 20)  # a later validation: the set stays
     asked, metrics = measure(probe, 1, make_groups(seed=0))
     fixed = len(read_probes(tmp_path)[0][1])
-    assert [t.token_ids for t in asked[fixed:]] == [t.token_ids for t in held_out]
+    assert [t.token_ids.tolist() for t in asked[fixed:]] == [t.token_ids.tolist() for t in held_out]
     assert metrics["probe/held_out/acceptance_length/rejection"].count == sum(
         t.response_length - 1 for t in held_out
     )
     resumed, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 6, make_groups(seed=1))
-    assert [t.token_ids for t in resumed] == [t.token_ids for t in asked]
+    assert [t.token_ids.tolist() for t in resumed] == [t.token_ids.tolist() for t in asked]

@@ -114,11 +114,13 @@ def test_more_steps_than_the_dump_holds_are_refused(tmp_path):
         Dump.open(tmp_path / "dump", settings(tmp_path, steps=3))
 
 
-def test_a_dump_of_another_format_is_refused(tmp_path):
+def test_a_dump_of_another_format_is_refused_and_one_of_the_format_before_is_read(tmp_path):
     made(tmp_path)
     file = tmp_path / "dump" / "dump.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 1}))
+    assert Dump.open(tmp_path / "dump", settings(tmp_path)).steps() == 2
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 0}))
-    with pytest.raises(ValueError, match="has format 0, this version reads 1"):
+    with pytest.raises(ValueError, match="has format 0, this version reads 1 and 2"):
         Dump.open(tmp_path / "dump", settings(tmp_path))
 
 

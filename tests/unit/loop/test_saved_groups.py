@@ -1,3 +1,5 @@
+import gzip
+import json
 import math
 
 import numpy as np
@@ -44,6 +46,29 @@ def test_groups_come_back_exactly_as_they_were(tmp_path):
     assert np.array_equal(restored.trajectories[0].routes, full.routes)
     assert restored.trajectories[1].routes is None
     assert restored.trajectories[1].status is TrajectoryStatus.MASKED
+
+
+def test_columns_written_as_lists_by_an_earlier_version_are_read(tmp_path):
+    path = tmp_path / "groups.jsonl.gz"
+    columns = {
+        "token_ids": [5, 6, 7],
+        "loss_mask": [0, 1, 1],
+        "rollout_logprobs": [0.0, -0.3333333432674408, -0.25],
+        "entropies": [0.0, 0.5, 2.0],
+        "versions": [-1, 3, 4],
+    }
+    made = Trajectory(trajectory_id="g7/0", group_id="g7", instance_id="i", reward=1.0, **columns)
+    prompt = Prompt(instance_id="i", group_id="g7", seed=1)
+    write_groups(path, [(0, Group(prompt=prompt, trajectories=[made]))])
+    with gzip.open(path, "rt") as file:
+        record = json.loads(file.read())
+    assert record["trajectories"][0]["versions"]["dtype"] == "<i4"
+    record["trajectories"][0] |= columns
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(record) + "\n")
+    ((_, group),) = read_groups(path)
+    assert group.trajectories == [made]
+    assert {name: getattr(group.trajectories[0], name).dtype for name in columns} == Trajectory.COLUMNS
 
 
 def test_an_empty_buffer_is_a_file_too(tmp_path):

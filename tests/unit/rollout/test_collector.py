@@ -62,9 +62,9 @@ class ScriptedEngine:
                 await asyncio.sleep(0.001)
         finally:
             self.running -= 1
-        turn = request.prompt_ids.count(2)
+        turn = request.prompt_ids.tolist().count(2)
         before = 3 if turn else ord("p")  # the token after which this turn starts
-        said = request.prompt_ids[::-1].index(before)
+        said = request.prompt_ids.tolist()[::-1].index(before)
         rest = [*map(ord, self.script[turn]), STOP][said:]
         finish = FinishReason.STOP
         if self.abort_after and len(rest) > self.abort_after:
@@ -82,7 +82,7 @@ class ScriptedEngine:
             finish_reason=finish,
             spec=SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1),
             top_logprobs=[[(i, -0.5), (7, -2.0)] for i in rest] if request.sampling.top_logprobs else None,
-            routes=self.routes(request.prompt_ids + rest, request.sampling),
+            routes=self.routes(request.prompt_ids.tolist() + rest, request.sampling),
             routes_from=request.sampling.routes_from,
         )
 
@@ -161,7 +161,7 @@ def collect(engine, suite, group_size=1, seed=5, **settings):
 
 
 def text(trajectory, mask):
-    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    pairs = zip(trajectory.token_ids.tolist(), trajectory.loss_mask.tolist(), strict=True)
     return [token for token, sampled in pairs if sampled == mask]
 
 
@@ -169,11 +169,11 @@ def test_a_trajectory_holds_prompt_turns_and_observations_in_order_with_what_was
     engine, suite = ScriptedEngine(["ls", "submit"]), EchoSuite()
     [trajectory] = collect(engine, suite).trajectories
     p, ls, up, end = ord("p"), list(map(ord, "ls")), list(map(ord, "LS")), list(map(ord, "submit"))
-    assert trajectory.token_ids == [1, p, *ls, STOP, 2, *up, 3, *end, STOP]
-    assert trajectory.loss_mask == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    assert trajectory.versions == [-1, -1, 1, 1, 1, -1, -1, -1, -1, *[2] * 7]
-    assert trajectory.rollout_logprobs == [-0.5 * m for m in trajectory.loss_mask]
-    assert trajectory.entropies == [0.25 * m for m in trajectory.loss_mask]
+    assert trajectory.token_ids.tolist() == [1, p, *ls, STOP, 2, *up, 3, *end, STOP]
+    assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert trajectory.versions.tolist() == [-1, -1, 1, 1, 1, -1, -1, -1, -1, *[2] * 7]
+    assert trajectory.rollout_logprobs.tolist() == [-0.5 * m for m in trajectory.loss_mask.tolist()]
+    assert trajectory.entropies.tolist() == [0.25 * m for m in trajectory.loss_mask.tolist()]
     assert (trajectory.reward, trajectory.num_turns, trajectory.prompt_length) == (1.0, 2, 2)
     assert not trajectory.truncated and trajectory.status is TrajectoryStatus.COMPLETE
     assert trajectory.spec.verify_steps == 2
@@ -190,7 +190,7 @@ def test_the_tools_of_a_suite_stand_in_the_prompt():
     suite = EchoSuite()
     suite.tools = [{"type": "function", "function": {"name": "look"}}]
     [trajectory] = collect(ScriptedEngine(["submit"]), suite).trajectories
-    assert trajectory.token_ids[: trajectory.prompt_length] == [1, *map(ord, "lookp")]
+    assert trajectory.token_ids.tolist()[: trajectory.prompt_length] == [1, *map(ord, "lookp")]
 
 
 @pytest.mark.parametrize("abort_after", [None, 3])
@@ -200,7 +200,7 @@ def test_candidates_come_with_every_sampled_token_across_turns_and_aborts(abort_
     assert {request.sampling.top_logprobs for request in engine.requests} == {2}
     assert trajectory.top_logprobs == [
         [(token, -0.5), (7, -2.0)] if sampled else []
-        for token, sampled in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+        for token, sampled in zip(trajectory.token_ids.tolist(), trajectory.loss_mask.tolist(), strict=True)
     ]
 
 
@@ -275,17 +275,22 @@ def test_a_turn_cut_by_length_is_played_and_closed_before_the_observation():
     engine, suite = ScriptedEngine(["abcdef", "ls"]), EchoSuite(max_turns=2)
     [trajectory] = collect(engine, suite, max_new_tokens=3).trajectories
     assert suite.episodes[0].actions[0] == "abc"
-    assert trajectory.token_ids[2:7] == [*map(ord, "abc"), STOP, 2]
-    assert trajectory.loss_mask[2:7] == [1, 1, 1, 0, 0]
+    assert trajectory.token_ids.tolist()[2:7] == [*map(ord, "abc"), STOP, 2]
+    assert trajectory.loss_mask.tolist()[2:7] == [1, 1, 1, 0, 0]
 
 
 def test_an_aborted_turn_is_continued_from_what_exists_within_its_budget():
     whole = collect(ScriptedEngine(["abcdefgh", "submit"]), EchoSuite()).trajectories[0]
     engine = ScriptedEngine(["abcdefgh", "submit"], abort_after=3)
     [trajectory] = collect(engine, EchoSuite()).trajectories
-    assert trajectory.token_ids == whole.token_ids and trajectory.loss_mask == whole.loss_mask
+    assert (
+        trajectory.token_ids.tolist() == whole.token_ids.tolist()
+        and trajectory.loss_mask.tolist() == whole.loss_mask.tolist()
+    )
     assert trajectory.num_turns == 2
-    assert trajectory.versions[2:11] == [1, 1, 1, 2, 2, 2, 3, 3, 3], "each part keeps its own version"
+    assert trajectory.versions.tolist()[2:11] == [1, 1, 1, 2, 2, 2, 3, 3, 3], (
+        "each part keeps its own version"
+    )
     assert [r.sampling.max_new_tokens for r in engine.requests[:3]] == [20, 17, 14]
     assert len({r.sampling.seed for r in engine.requests}) == len(engine.requests)
     assert trajectory.spec.verify_steps == len(engine.requests)

@@ -96,9 +96,9 @@ def test_a_long_turn_decodes_on_and_returns_what_it_was():
     inner = NotingEngine()
     engine = InjectedEngine(inner, InjectionConfig(long_turn_share=1.0, long_turn_tokens=50), 30)
     result = generate(engine, request())
-    assert result.request_id == "r0" and result.output_ids == [7, 1]
+    assert result.request_id == "r0" and result.output_ids.tolist() == [7, 1]
     _, longer = inner.requests
-    assert longer.prompt_ids == [1, 2, 3, 7, 1] and longer.session_id is None
+    assert longer.prompt_ids.tolist() == [1, 2, 3, 7, 1] and longer.session_id is None
     assert longer.sampling.max_new_tokens == 25  # what the context has room for
     assert longer.sampling.stop_token_ids == () and longer.sampling.top_logprobs == 0
 

@@ -104,10 +104,24 @@ def test_the_first_attempt_of_a_group_keeps_its_verify_steps_if_asked(record):
     if not record:
         assert first.drafts is None
         return
-    assert first.token_ids == [1, 2, 3, *TURN, 4, 5, *TURN]
+    assert first.token_ids.tolist() == [1, 2, 3, *TURN, 4, 5, *TURN]
     assert [step.position for step in first.drafts] == [4, 10]
     assert all(first.token_ids[step.position] == step.tokens[0] for step in first.drafts)
-    assert accepted_depths(first.loss_mask, first.drafts) == [-1, -1, -1, 0, 1, 2, 0, -1, -1, 0, 1, 2, 0]
+    assert accepted_depths(first.loss_mask.tolist(), first.drafts) == [
+        -1,
+        -1,
+        -1,
+        0,
+        1,
+        2,
+        0,
+        -1,
+        -1,
+        0,
+        1,
+        2,
+        0,
+    ]
     assert first.info["token_texts"][:4] == ["<1>", "<2>", "<3>", "<50>"]
 
 

@@ -83,7 +83,7 @@ def test_a_turn_that_had_begun_is_ended_by_another_engine_and_each_token_keeps_i
             if turn.done():
                 request = turn.result()
                 asked.append(request)
-                rest = [52, 53] if request.prompt_ids[-2:] == [50, 51] else [50, 51, 52, 53]
+                rest = [52, 53] if request.prompt_ids.tolist()[-2:] == [50, 51] else [50, 51, 52, 53]
                 await leaving.turn_played(request.request_id, said(request, rest, 7))
             turn.cancel()
         await leaving._collector.close()
@@ -92,8 +92,8 @@ def test_a_turn_that_had_begun_is_ended_by_another_engine_and_each_token_keeps_i
 
     group = asyncio.run(asyncio.wait_for(run(), 30))
     for trajectory in group.trajectories:
-        assert trajectory.token_ids == [1, 2, 3, 50, 51, 52, 53, 4, 5, 50, 51, 52, 53]
-        assert trajectory.versions == [-1] * 3 + [3, 3, 7, 7] + [-1] * 2 + [7] * 4
+        assert trajectory.token_ids.tolist() == [1, 2, 3, 50, 51, 52, 53, 4, 5, 50, 51, 52, 53]
+        assert trajectory.versions.tolist() == [-1] * 3 + [3, 3, 7, 7] + [-1] * 2 + [7] * 4
         assert trajectory.reward == 1.0 and trajectory.num_turns == 2
     assert len({request.request_id for request in asked}) == len(asked) == 4
     assert all(request.request_id.startswith("worker 4/") and not request.session_id for request in asked)
@@ -125,7 +125,7 @@ def test_a_turn_that_nobody_plays_ends_all_the_same(end):
         again = asyncio.ensure_future(away.generate(request))
         assert (await away.next_turn()).request_id == moved.request_id
         away.close()
-        assert (await again).output_ids == []
+        assert (await again).output_ids.tolist() == []
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

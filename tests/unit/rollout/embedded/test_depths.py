@@ -85,7 +85,7 @@ def play(path, policy=None, *, gamma: int = 3, mode: str = "rejection") -> list[
         driven.submit(*(request(i, p, max_new_tokens=9) for i, p in enumerate(PROMPTS) if i > 1))
         driven.run()
         for i, (prompt, cut) in enumerate(zip(PROMPTS, (7, 3), strict=False)):
-            turn = driven.results[str(i)].output_ids[:cut]
+            turn = driven.results[str(i)].output_ids.tolist()[:cut]
             driven.submit(request(f"{i} goes on", [*prompt, *turn, 44, 45], session=str(i), max_new_tokens=7))
         driven.run()
     return recorded.steps

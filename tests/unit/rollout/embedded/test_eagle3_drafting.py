@@ -116,7 +116,7 @@ def test_greedy_decoding_with_a_draft_emits_the_argmax(checkpoint, tmp_path):
     with driven_engine(checkpoint, "greedy", drafter="eagle3", draft_path=path) as driven:
         (result,) = driven.generate(request(0, PROMPTS[0], max_new_tokens=20, temperature=0.0))
     ids = [*PROMPTS[0]]
-    for token in result.output_ids:
+    for token in result.output_ids.tolist():
         assert token == int(logits(ids)[-1].argmax())
         ids.append(token)
 

@@ -36,9 +36,9 @@ def answer(ids, **meta):
 
 def test_an_answer_becomes_tokens_with_logprobs_and_versions():
     result = parse_answer(request(), answer([7, 8, 9]))
-    assert result.output_ids == [7, 8, 9] and result.logprobs == [0.0, -0.5, -1.0]
-    assert result.versions == [3, 3, 3] and result.finish_reason is FinishReason.LENGTH
-    assert result.entropies == [0.0, 0.5, 1.0]  # the estimate: -logprob
+    assert result.output_ids.tolist() == [7, 8, 9] and result.logprobs.tolist() == [0.0, -0.5, -1.0]
+    assert result.versions.tolist() == [3, 3, 3] and result.finish_reason is FinishReason.LENGTH
+    assert result.entropies.tolist() == [0.0, 0.5, 1.0]  # the estimate: -logprob
     assert result.top_logprobs is None and result.drafts is None
 
 
@@ -59,7 +59,7 @@ def test_without_speculation_nothing_is_counted():
 
 def test_tokens_carry_the_version_of_their_span():
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 3}]
-    assert parse_answer(request(), answer([7, 8, 9], weight_versions=spans)).versions == [4, 7, 7]
+    assert parse_answer(request(), answer([7, 8, 9], weight_versions=spans)).versions.tolist() == [4, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_logprobs_of_other_tokens_are_refused():
 
 def test_an_aborted_request_returns_what_exists():
     result = parse_answer(request(), answer([7], finish_reason={"type": "abort", "message": "Aborted"}))
-    assert result.finish_reason is FinishReason.ABORT and result.output_ids == [7]
+    assert result.finish_reason is FinishReason.ABORT and result.output_ids.tolist() == [7]
 
 
 def test_a_part_of_a_stream_keeps_the_versions_already_known():
     part = answer([7, 8, 9], finish_reason=None, weight_version="4")
     del part["meta_info"]["weight_versions"]
-    assert parse_answer(request(), part, known=[3, 3]).versions == [3, 3, 4]
+    assert parse_answer(request(), part, known=[3, 3]).versions.tolist() == [3, 3, 4]
 
 
 def test_top_logprobs_are_pairs_of_token_and_logprob():
@@ -115,8 +115,8 @@ def test_two_parts_of_a_turn_are_one():
     whole = request(max_new_tokens=5, seed=9)
     first = parse_answer(whole, answer([7, 8]))
     rest = continuation(whole, first)
-    assert rest.prompt_ids == [5, 6, 7, 8] and rest.sampling.max_new_tokens == 3
+    assert rest.prompt_ids.tolist() == [5, 6, 7, 8] and rest.sampling.max_new_tokens == 3
     assert rest.sampling.seed != whole.sampling.seed
     both = joined(first, parse_answer(rest, answer([9])))
-    assert both.output_ids == [7, 8, 9] and both.versions == [3, 3, 3]
+    assert both.output_ids.tolist() == [7, 8, 9] and both.versions.tolist() == [3, 3, 3]
     assert both.spec.drafted == [8, 4, 2] and both.spec.verify_steps == 8

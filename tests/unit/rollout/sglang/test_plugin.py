@@ -147,14 +147,18 @@ def server(plugin):
 
 def test_packed_numbers_of_a_growing_turn_are_read_back(server):
     first = parse_answer(REQUEST, server.send([-0.5], [1.25]))
-    assert (first.logprobs, first.entropies, first.top_logprobs) == ([-0.5], [1.25], [[(7, -0.5), (8, -1.5)]])
+    assert (first.logprobs.tolist(), first.entropies.tolist(), first.top_logprobs) == (
+        [-0.5],
+        [1.25],
+        [[(7, -0.5), (8, -1.5)]],
+    )
     answer = server.send([-2.0, -0.25], [0.5, 2.5])
     assert "output_token_logprobs" not in answer["meta_info"]
     whole = parse_answer(REQUEST, answer)
-    assert whole.logprobs == [-0.5, -2.0, -0.25] and whole.entropies == [1.25, 0.5, 2.5]
-    assert whole.top_logprobs == [[(7, v), (8, v - 1)] for v in whole.logprobs]
+    assert whole.logprobs.tolist() == [-0.5, -2.0, -0.25] and whole.entropies.tolist() == [1.25, 0.5, 2.5]
+    assert whole.top_logprobs == [[(7, v), (8, v - 1)] for v in whole.logprobs.tolist()]
     again = parse_answer(REQUEST, server.send([], None))  # an abort that brings no token
-    assert again.entropies == whole.entropies
+    assert again.entropies.tolist() == whole.entropies.tolist()
 
 
 @pytest.mark.parametrize("entropies", [None, [1.0], [1.0, None]])

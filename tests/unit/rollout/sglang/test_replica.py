@@ -108,7 +108,7 @@ def test_turns_of_a_lost_server_are_played_by_one_on_the_newest_weights(fake, we
         return await asyncio.gather(*turns)
 
     results = asyncio.run(run())
-    assert [r.versions for r in results] == [[3] * 4] * 3
+    assert [r.versions.tolist() for r in results] == [[3] * 4] * 3
     assert kinds(fake) == [kind, "server_restarted"]
     (model, first), (folder, second) = fake.started
     assert (model, first, second) == (str(TINY), 0, 3) and folder != model
@@ -120,7 +120,7 @@ def test_turns_of_a_lost_server_are_played_by_one_on_the_newest_weights(fake, we
 def test_an_idle_server_that_dies_is_replaced_before_anyone_asks(fake):
     kill(fake)
     until(lambda: "server_restarted" in kinds(fake))
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [0, 0]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [0, 0]
     assert kinds(fake) == ["server_died", "server_restarted"]
 
 
@@ -131,7 +131,7 @@ def test_an_update_its_server_dies_of_is_complete_when_the_next_serves(fake, wei
     assert [version for _, version in fake.started] == [0, 5] and fake.stats().policy_version == 5
     assert not (fake.folder / "updates").exists()  # nothing was sent to the new one: it started so
     fake.update_weights(weights, 6)
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [6, 6]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [6, 6]
     assert not list(fake.folder.glob("sglang-weights-*"))
 
 
@@ -218,7 +218,7 @@ def offered(fake, weights, version, members):
 
 def test_a_server_outside_the_group_is_given_the_weights_alone(fake, weights):
     fake.receive_weights(offered(fake, weights, 4, ["another"]))
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [4, 4]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [4, 4]
     assert not fake.events and fake.membership() == Member(server=fake._replica.server_id, group="")
 
 
@@ -228,7 +228,7 @@ def test_a_server_whose_broadcast_broke_off_is_given_the_weights_alone(fake, wei
 
     monkeypatch.setattr(sync.WeightSync, "receive", broken)
     fake.receive_weights(offered(fake, weights, 4, [fake.membership().server]))
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [4, 4]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [4, 4]
     assert fake.events == [("broadcast_failed", {"version": 4, "error": "the group broke off"})]
 
 
@@ -251,9 +251,9 @@ def test_without_a_trainer_that_has_the_weights_the_next_server_serves_version_0
     kill(fake)
     until(lambda: "server_restarted" in kinds(fake))
     assert kinds(fake) == ["server_died", "weights_lost", "server_restarted"]
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [0, 0]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [0, 0]
     fake.update_weights(weights, 5)
-    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions == [5, 5]
+    assert generate(fake, request("r", [5], max_new_tokens=2))[0].versions.tolist() == [5, 5]
 
 
 def test_a_server_that_never_comes_back_ends_in_a_clear_error(fake):
@@ -290,7 +290,7 @@ def test_a_turn_waiting_for_a_server_can_be_aborted(fake):
         return await waiting
 
     result = asyncio.run(run())
-    assert result.finish_reason is FinishReason.ABORT and result.output_ids == []
+    assert result.finish_reason is FinishReason.ABORT and result.output_ids.tolist() == []
 
 
 def test_a_turn_aborted_on_a_server_that_then_hangs_is_played_by_no_other(fake):
@@ -309,8 +309,8 @@ def test_a_turn_aborted_on_a_server_that_then_hangs_is_played_by_no_other(fake):
         return result, again
 
     result, again = asyncio.run(run())
-    assert result.finish_reason is FinishReason.ABORT and result.output_ids == []
-    assert again.output_ids == [7, 7]
+    assert result.finish_reason is FinishReason.ABORT and result.output_ids.tolist() == []
+    assert again.output_ids.tolist() == [7, 7]
 
 
 def test_one_who_leaves_does_not_take_the_restart_with_him(fake):
@@ -378,7 +378,7 @@ def test_a_restart_on_demand_lets_running_turns_end_first(fake, weights):
         await restarting
         return await running, await late
 
-    assert [r.versions for r in asyncio.run(run())] == [[2, 2]] * 2
+    assert [r.versions.tolist() for r in asyncio.run(run())] == [[2, 2]] * 2
     assert kinds(fake) == ["server_restarted"]
 
 

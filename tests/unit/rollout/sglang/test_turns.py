@@ -68,7 +68,7 @@ def play(asked, answers, stream=False, done=None, **options):
 def test_a_turn_the_server_ended_at_its_own_end_token_goes_on_from_there():
     answers = [answer([7, END], "stop"), answer([8, 9], "stop")]
     (result,), stats, sent = play(request(stop_token_ids=(9,)), answers)
-    assert result.output_ids == [7, END, 8, 9] and result.finish_reason is FinishReason.STOP
+    assert result.output_ids.tolist() == [7, END, 8, 9] and result.finish_reason is FinishReason.STOP
     second = sent[1][1]
     assert second["input_ids"] == [5, 6, 7, END] and second["sampling_params"]["max_new_tokens"] == 2
     assert second["rid"] != sent[0][1]["rid"]
@@ -82,16 +82,16 @@ def test_an_end_token_on_the_last_place_is_the_length():
 
 def test_an_end_token_that_was_asked_for_ends_the_turn():
     (result,), _, _ = play(request(stop_token_ids=(END,)), [answer([7, END], "stop")])
-    assert result.finish_reason is FinishReason.STOP and result.output_ids == [7, END]
+    assert result.finish_reason is FinishReason.STOP and result.output_ids.tolist() == [7, END]
 
 
 def test_a_stream_grows_through_the_parts_of_a_turn():
     first = [answer([7], None), answer([7, END], "stop")]
     second = [answer([8], None), answer([8, 9], "stop")]
     parts, _, _ = play(request(stop_token_ids=(9,)), [first, second], stream=True)
-    assert [part.output_ids for part in parts] == [[7], [7, END, 8], [7, END, 8, 9]]
+    assert [part.output_ids.tolist() for part in parts] == [[7], [7, END, 8], [7, END, 8, 9]]
     assert [part.finish_reason.value for part in parts] == ["abort", "abort", "stop"]
-    assert all(part.versions == [2] * len(part.output_ids) for part in parts)
+    assert all(part.versions.tolist() == [2] * len(part.output_ids) for part in parts)
 
 
 def test_a_turn_stays_inside_the_context():
@@ -101,7 +101,7 @@ def test_a_turn_stays_inside_the_context():
 
 def test_a_prompt_that_fills_the_context_gives_no_token():
     (result,), _, sent = play(request(prompt=range(10, 18)), [], max_context=8)
-    assert result.output_ids == [] and result.finish_reason is FinishReason.LENGTH and not sent
+    assert result.output_ids.tolist() == [] and result.finish_reason is FinishReason.LENGTH and not sent
 
 
 def test_a_part_the_server_aborted_is_not_continued():
@@ -126,8 +126,10 @@ def test_a_turn_whose_server_was_lost_goes_on_where_its_stream_broke_off():
     done = broken_off([7, 8])
     (result,), _, sent = play(request(), [answer([9, 10])], done=done)
     assert sent[0][1]["input_ids"] == [5, 6, 7, 8] and sent[0][1]["sampling_params"]["max_new_tokens"] == 2
-    assert result.output_ids == [7, 8, 9, 10] and result.versions == [1, 1, 2, 2]
-    assert result.logprobs == [-2.0, -2.0, -1.0, -1.0] and result.finish_reason is FinishReason.LENGTH
+    assert result.output_ids.tolist() == [7, 8, 9, 10] and result.versions.tolist() == [1, 1, 2, 2]
+    assert (
+        result.logprobs.tolist() == [-2.0, -2.0, -1.0, -1.0] and result.finish_reason is FinishReason.LENGTH
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_a_turn_whose_server_was_lost_goes_on_where_its_stream_broke_off():
 )
 def test_a_stream_that_lost_only_its_last_word_is_a_whole_turn(ids, reason):
     (result,), _, sent = play(request(stop_token_ids=(9,)), [], done=broken_off(ids))
-    assert result.output_ids == ids and result.finish_reason is reason and not sent
+    assert result.output_ids.tolist() == ids and result.finish_reason is reason and not sent
 
 
 def test_aborting_uses_the_servers_id_of_the_running_request_alone():
