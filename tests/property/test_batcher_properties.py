@@ -126,4 +126,4 @@ def test_padded_rows_hold_the_same_predictions(drawn, budget):
         for (b, r), source in zip(cells, sources, strict=True):
             s = micro.indices[b, r]
             assert divmod(int(source), rows.shape[1]) == (b, s - 1)
-            assert rows[b, :s].tolist() == trajectories[micro.rows[b]].token_ids[:s]
+            assert rows[b, :s].tolist() == trajectories[micro.rows[b]].token_ids[:s].tolist()
