@@ -20,30 +20,33 @@ _ARGUMENTS = ("token_level_rewards", "response_mask", "index", "norm_adv_by_std_
 
 
 def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.ndarray]:
-    """Per-token advantages, one float32 array per trajectory, in the order of the groups.
+    """Compute per-token advantages, one float32 array per trajectory, in the order of the groups.
 
     Each array is parallel to `token_ids` and 0 where loss_mask is 0. The trajectory's reward is
     placed on its last sampled token, as verl's outcome estimators expect.
     """
-    everyone = [t for group in groups for t in group.trajectories]
-    result = [np.zeros(len(t.token_ids), dtype=np.float32) for t in everyone]
+    trajectories = [t for group in groups for t in group.trajectories]
+    result = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
     rows, uids = _comparable(groups)
     if not rows:
         return result
-    masks = [np.asarray(everyone[r].loss_mask, dtype=np.float32) for r in rows]
+
+    # Outcome estimators read the reward from the last sampled token of a padded grid.
+    masks = [np.asarray(trajectories[r].loss_mask, dtype=np.float32) for r in rows]
     width = max(len(m) for m in masks)
     mask, rewards = np.zeros((2, len(rows), width), dtype=np.float32)
-    for i, (row, own) in enumerate(zip(rows, masks, strict=True)):
-        mask[i, : len(own)] = own
-        rewards[i, np.flatnonzero(own)[-1]] = everyone[row].reward
-    values = _estimate(rewards, mask, uids, config)
+    for i, (row, row_mask) in enumerate(zip(rows, masks, strict=True)):
+        mask[i, : len(row_mask)] = row_mask
+        rewards[i, np.flatnonzero(row_mask)[-1]] = trajectories[row].reward
+
+    values = _estimate(rewards, mask, uids=uids, config=config)
     for i, row in enumerate(rows):
         result[row][:] = values[i, : len(result[row])]
     return result
 
 
 def check_estimator(config: AlgoConfig) -> None:
-    """Refuse, at launch, an estimator that asks for more than a batch of groups has.
+    """Refuse, at launch, an estimator that needs more than a batch of groups has.
 
     Raises ValueError with the reason and the estimators that can be used.
     """
@@ -55,30 +58,32 @@ def check_estimator(config: AlgoConfig) -> None:
 
 
 def _obstacle(config: AlgoConfig) -> str:
-    """Why an estimator cannot be used; empty if it can.
+    """Explain why an estimator cannot be used; empty if it can.
 
-    Its signature tells of arguments without a default. Some refuse the default of another (`config=None`),
-    which shows only when it is called, here on a group of two.
+    Its signature shows arguments without a default. Some estimators refuse the default of another argument
+    (`config=None`), which shows only in a call, here on a group of two.
     """
     parameters = inspect.signature(verl_door.advantage_estimator(config.advantage)).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
     if missing := sorted(required - set(_ARGUMENTS)):
         return f"needs {', '.join(missing)}, but rlpipe passes {', '.join(_ARGUMENTS)} only"
+
     rewards = np.array([[0.0], [1.0]], dtype=np.float32)
     try:
-        _estimate(rewards, np.ones_like(rewards), ["g", "g"], config)
-    except Exception as error:  # whatever it is, the first batch would fail with it
+        _estimate(rewards, np.ones_like(rewards), uids=["g", "g"], config=config)
+    except Exception as error:  # any exception: the first batch would fail with it
         return f"cannot be computed from {', '.join(_ARGUMENTS)} ({error!r})"
     return ""
 
 
-def _estimate(rewards: np.ndarray, mask: np.ndarray, uids: list[str], config: AlgoConfig) -> np.ndarray:
-    """The estimator's advantages of responses in groups `uids`, [B, S] as rewards and mask are."""
+def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config: AlgoConfig) -> np.ndarray:
+    """Estimate advantages of responses in groups `uids`, [B, S] as rewards and mask are."""
     import torch
 
     estimator = verl_door.advantage_estimator(config.advantage)
     values = (torch.from_numpy(rewards), torch.from_numpy(mask), np.array(uids, dtype=object))
+
     arguments = dict(zip(_ARGUMENTS, (*values, config.normalize_std), strict=True))
     accepted = inspect.signature(estimator).parameters
     advantages, _ = estimator(**{name: value for name, value in arguments.items() if name in accepted})
@@ -86,7 +91,7 @@ def _estimate(rewards: np.ndarray, mask: np.ndarray, uids: list[str], config: Al
 
 
 def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:
-    """Rows (over all trajectories) that have a complete sibling, and their group ids."""
+    """Find the rows (over all trajectories) that have a complete sibling, and their group ids."""
     rows: list[int] = []
     uids: list[str] = []
     start = 0

@@ -1,8 +1,8 @@
 """Correction of the mismatch between the policy that sampled and the policy that is trained.
 
-One contract for every kind: `correct` returns weights, the mask of the tokens kept, and metrics. Ratios and
-divergence masks are verl's; every other kind is a `CorrectionRule` that `_RULES` names. They cover precision
-differences and staleness alike, because rollout_logprobs are those of the weights that sampled.
+One contract for every kind: `correct` returns weights, the mask of the accepted tokens, and metrics. Ratios
+and divergence masks are verl's; every other kind is a `CorrectionRule` with a row in `RULES`. All cover
+precision differences and staleness alike, because rollout_logprobs are those of the weights that sampled.
 
 Weights lead to the proximal policy of PPO's ratio: weight x ratio = pi / pi_rollout. Rejected tokens have
 weight 0 and leave the loss, but still count where it is normalised by the tokens of the global batch; in
@@ -25,7 +25,11 @@ from rlpipe.config.algo import AlgoConfig, Correction, MaskRule
 from rlpipe.metrics.values import Max, Mean, Min, Value
 from rlpipe.types import Trajectory
 
-_RULES = {Correction.OBRS: Obrs, Correction.USER: UserCorrection}
+# A new correction is one file with a subclass of `CorrectionRule`, imported above, and a row here.
+RULES: dict[Correction, type[CorrectionRule]] = {
+    Correction.OBRS: Obrs,
+    Correction.USER: UserCorrection,
+}
 
 _LEVEL = {
     Correction.TIS_TOKEN: "token",
@@ -42,7 +46,7 @@ _PER_SEQUENCE = ("training_ppl", "rollout_ppl", "ppl_ratio", "log_ppl_diff", "lo
 
 @dataclass(slots=True, kw_only=True)
 class Corrected:
-    """weights: [B, S] without a graph, 0 where mask is 0; None stands for ones. mask: [B, S] tokens kept."""
+    """weights: [B, S] without a graph, 0 where mask is 0, None for ones. mask: [B, S] accepted tokens."""
 
     weights: torch.Tensor | None
     mask: torch.Tensor
@@ -50,22 +54,22 @@ class Corrected:
 
 
 def make_rule(config: AlgoConfig) -> CorrectionRule | None:
-    """The rule of `algo.correction`; None for those that verl computes from the two logprobs of a token.
+    """Make the rule of `algo.correction`; None for those that verl computes from a token's two logprobs.
 
-    Raises ValueError for a user's that cannot be imported.
+    Raises ValueError for a user's rule that cannot be imported.
     """
-    rule = _RULES.get(config.correction)
+    rule = RULES.get(config.correction)
     return None if rule is None else rule(config)
 
 
 def top_logprobs(config: AlgoConfig, vocab_size: int) -> int:
-    """How many logprobs the engine returns with each sampled token."""
+    """Return how many logprobs the engine must return with each sampled token."""
     rule = make_rule(config)
     return 0 if rule is None else rule.top_logprobs(vocab_size)
 
 
 def token_data(rule: CorrectionRule | None, trajectories: Sequence[Trajectory], seed: int) -> dict[str, Any]:
-    """What the packing lays out for a rule, as options of `pack`; seed: the run's."""
+    """Collect the token data that a rule needs, as options of `pack`; seed: the run's."""
     if rule is None:
         return {}
     return {
@@ -84,17 +88,18 @@ def correct(
     rule: CorrectionRule | None = None,
     extras: TokenExtras | None = None,
 ) -> Corrected:
-    """Weights, kept tokens and off-policy metrics of one micro-batch.
+    """Compute weights, accepted tokens and off-policy metrics of one micro-batch.
 
     All tensors [B, S], detached; the mask holds at least one 1. current_logprobs: of the policy being
-    updated. trainer_logprobs: of the proximal policy. rule: `make_rule(config)`, with what it remembers;
-    extras: what it asked for. Metrics are `rollout_corr/*`; `add_sample_size` completes them once they are
+    updated. trainer_logprobs: of the proximal policy. rule: of `make_rule(config)`, with its state;
+    extras: the data it declared. Metrics are `rollout_corr/*`; `add_sample_size` completes them once they are
     reduced. Raises ValueError when a rule lacks what it needs, or breaks the contract.
     """
     threshold: float | str = config.correction_threshold
     if config.correction is Correction.ICEPOP:
         threshold = f"{config.correction_low}_{config.correction_threshold}"
-    proto, kept, verl_metrics = verl_door.rollout_correction(
+
+    proto, accepted, verl_metrics = verl_door.rollout_correction(
         old_log_prob=trainer_logprobs,
         rollout_log_prob=rollout_logprobs,
         response_mask=mask,
@@ -103,10 +108,12 @@ def correct(
         rollout_rs=None if config.mask is MaskRule.NONE else config.mask.value,
         rollout_rs_threshold=_mask_bounds(config),
     )
+    weights = None if proto is None else proto.batch["rollout_is_weights"]
     metrics = _divergences(verl_metrics, mask)
     if config.mask is not MaskRule.NONE:
-        metrics |= _masked(mask, kept)
-    weights = None if proto is None else proto.batch["rollout_is_weights"]
+        metrics |= _masked(mask, accepted)
+
+    # A rule brings its own weights, and rejects tokens on top of those that verl's mask rejected.
     if rule is not None:
         inputs = CorrectionInputs(
             trainer_logprobs=trainer_logprobs,
@@ -119,22 +126,24 @@ def correct(
         )
         result = rule.weigh(inputs)
         weights, count = result.weights, result.mask.sum().item()
-        kept = kept * result.mask
+        accepted = accepted * result.mask
+
         if rule.counts_masked:
-            metrics |= _masked(mask, kept)
+            metrics |= _masked(mask, accepted)
         for name, value in result.metrics.items():
             mean = value if isinstance(value, Value) else Mean(float(value) * count, count)
             metrics[f"rollout_corr/{name}"] = mean
+
     if weights is not None:
-        weights = weights * kept
-        metrics |= _weight_metrics(weights[mask.bool()], kept[mask.bool()], config)
-    return Corrected(weights=weights, mask=kept, metrics=metrics)
+        weights = weights * accepted
+        metrics |= _weight_metrics(weights[mask.bool()], accepted[mask.bool()], config)
+    return Corrected(weights=weights, mask=accepted, metrics=metrics)
 
 
 def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
-    """Effective sample size of the importance weights, as a fraction: mean(w)^2 / mean(w^2).
+    """Add the effective sample size of the importance weights, a fraction: mean(w)^2 / mean(w^2).
 
-    Needs the sums over all micro-batches and ranks, so it is added after they were reduced.
+    It needs the sums over all micro-batches and ranks, so it is added after they were reduced.
     """
     square = metrics.pop(_SQUARE, None)
     if square is not None and square.value():
@@ -144,9 +153,11 @@ def add_sample_size(metrics: dict[str, Value]) -> dict[str, Value]:
 
 
 def _mask_bounds(config: AlgoConfig) -> str | None:
-    """verl's spelling of the bounds of `config.mask`."""
+    """Return the bounds of `config.mask` in verl's notation."""
     if config.mask is MaskRule.NONE:
         return None
+
+    # Only k1 has a sign, and so a lower bound.
     if not config.mask.value.endswith("k1"):
         return str(config.mask_high)
     low = 1 / config.mask_high if config.mask_low is None else config.mask_low
@@ -154,7 +165,7 @@ def _mask_bounds(config: AlgoConfig) -> str | None:
 
 
 def _divergences(verl_metrics: dict[str, float], mask: torch.Tensor) -> dict[str, Value]:
-    """verl's divergences of rollout and trainer, with what each averages over."""
+    """Return verl's divergences of rollout and trainer, each weighted by the number it averages over."""
     counts = {_PER_TOKEN: mask.sum().item(), _PER_SEQUENCE: (mask.sum(-1) > 0).sum().item()}
     return {
         f"rollout_corr/{name}": Mean(verl_metrics[f"rollout_corr/{name}"] * count, count)
@@ -163,19 +174,19 @@ def _divergences(verl_metrics: dict[str, float], mask: torch.Tensor) -> dict[str
     }
 
 
-def _masked(mask: torch.Tensor, kept: torch.Tensor) -> dict[str, Value]:
-    """Shares of tokens, and of trajectories with a token, that were left out."""
-    lost = (mask - kept) > 0
+def _masked(mask: torch.Tensor, accepted: torch.Tensor) -> dict[str, Value]:
+    """Compute the shares of rejected tokens, and of trajectories with a rejected token."""
+    rejected = (mask - accepted) > 0
     return {
-        "rollout_corr/rollout_rs_masked_fraction": Mean(lost.sum().item(), mask.sum().item()),
+        "rollout_corr/rollout_rs_masked_fraction": Mean(rejected.sum().item(), mask.sum().item()),
         "rollout_corr/rollout_rs_seq_masked_fraction": Mean(
-            lost.any(-1).sum().item(), (mask.sum(-1) > 0).sum().item()
+            rejected.any(-1).sum().item(), (mask.sum(-1) > 0).sum().item()
         ),
     }
 
 
-def _weight_metrics(weights: torch.Tensor, kept: torch.Tensor, config: AlgoConfig) -> dict[str, Value]:
-    """Metrics of the weights [P] that are applied; kept: [P], 1 where a token is trained on."""
+def _weight_metrics(weights: torch.Tensor, accepted: torch.Tensor, config: AlgoConfig) -> dict[str, Value]:
+    """Compute metrics of the applied weights [P]; accepted: [P], 1 where a token is trained on."""
     tokens = len(weights)
     metrics: dict[str, Value] = {
         "rollout_corr/rollout_is_mean": Mean(weights.sum().item(), tokens),
@@ -183,9 +194,10 @@ def _weight_metrics(weights: torch.Tensor, kept: torch.Tensor, config: AlgoConfi
         "rollout_corr/rollout_is_min": Min(weights.min().item()),
         _SQUARE: Mean(weights.square().sum().item(), tokens),
     }
+
     if config.correction is Correction.ICEPOP:
-        metrics["rollout_corr/rollout_is_oob_ratio"] = Mean(((weights == 0) * kept).sum().item(), tokens)
-    elif config.correction not in _RULES:
+        metrics["rollout_corr/rollout_is_oob_ratio"] = Mean(((weights == 0) * accepted).sum().item(), tokens)
+    elif config.correction not in RULES:
         clipped = (weights >= config.correction_threshold).sum().item()
         metrics["rollout_corr/rollout_is_ratio_fraction_high"] = Mean(clipped, tokens)
     return metrics

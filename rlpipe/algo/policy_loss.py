@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: verl's policy loss, plus entropy bonus and KL penalty when asked for.
+"""The loss of one micro-batch: verl's policy loss, plus entropy bonus and KL penalty where configured.
 
 Owns how the terms are combined and normalised; every term is verl's. The loss is divided by the totals
 of the global batch (all ranks, all micro-batches of one optimizer step), so it does not depend on how
@@ -8,9 +8,9 @@ Which "old" logprobs. PPO's ratio compares with the policy at the start of the b
 step per batch that policy is the current one: the old logprobs are the current ones, detached, no extra
 forward pass is made, and the ratio is 1 with the gradient of log pi. With several steps (ppo_epochs,
 minibatches) a pass before the first step computes them. `algo.proximal` chooses another policy: the current
-one always, whose ratio is never clipped, or the one that sampled. What separates trainer and rollout policy
+one always, whose ratio is never clipped, or the one that sampled. The mismatch of trainer and rollout policy
 (staleness, precision) is handled by `correction`, not by this ratio: its weights multiply the loss of each
-token, and what it masks leaves every term.
+token, and a token that it masks leaves every term.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ _MOMENT = "_moment/"
 
 @dataclass(slots=True, kw_only=True)
 class LossTotals:
-    """Totals of the global batch of one optimizer step. dp_size cancels the mean over ranks."""
+    """Totals of the global batch of one optimizer step.
+
+    tokens, sequences: trainable ones. dp_size: data parallel ranks; it cancels the mean over them.
+    """
 
     tokens: float
     sequences: float
     dp_size: int
 
     def for_verl(self, config: AlgoConfig) -> dict[str, float | None]:
-        """Under the names verl's aggregation reads."""
+        """Return the totals under the names that verl's aggregation reads."""
         return {
             "dp_size": self.dp_size,
             "batch_num_tokens": self.tokens,
@@ -51,90 +54,108 @@ class LossTotals:
         }
 
 
+@dataclass(slots=True, kw_only=True)
+class LossInputs:
+    """Tokens of one micro-batch: tensors [B, S] float32, zero where mask is 0.
+
+    logprobs, entropies: of the policy being updated, with the graph. old_logprobs: of the trainer at the
+    start of the batch. rollout_logprobs: of the policy that sampled. reference_logprobs: None without a KL
+    penalty. mask: 1 where a token is trained on.
+    """
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    reference_logprobs: torch.Tensor | None
+
+
 def micro_batch_loss(
-    *,
-    logprobs: torch.Tensor,
-    entropies: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    reference_logprobs: torch.Tensor | None,
+    inputs: LossInputs,
     totals: LossTotals,
     config: AlgoConfig,
+    *,
     rule: CorrectionRule | None = None,
     extras: TokenExtras | None = None,
 ) -> tuple[torch.Tensor, dict[str, Value]]:
-    """Loss (scalar, its gradient summed over micro-batches is the batch's) and metrics.
+    """Compute the loss of one micro-batch, a scalar, and its metrics.
 
-    All tensors [B, S] float32, zero where mask is 0; logprobs and entropies carry the graph.
-    old_logprobs: of the trainer at the start of the batch. rule, extras: see `correct`.
+    The gradients of all micro-batches add up to that of the batch. rule, extras: as `correct` takes them.
     """
+    logprobs, mask = inputs.logprobs, inputs.mask
     tokens = mask.sum().item()
-    if tokens == 0:  # an empty micro-batch, there to keep the ranks in step
+
+    # An empty micro-batch keeps this rank in step with the others.
+    if tokens == 0:
         return (logprobs * mask).sum(), {"perf/train_tokens": Sum(0)}
+
     current = logprobs.detach()
-    trainer = current if config.proximal is Proximal.CURRENT else old_logprobs
+    trainer = current if config.proximal is Proximal.CURRENT else inputs.old_logprobs
     corrected = correct(
         current_logprobs=current,
         trainer_logprobs=trainer,
-        rollout_logprobs=rollout_logprobs,
+        rollout_logprobs=inputs.rollout_logprobs,
         mask=mask,
         config=config,
         rule=rule,
         extras=extras,
     )
-    metrics = corrected.metrics | _probability_gap(trainer, rollout_logprobs, mask)
+    metrics = corrected.metrics | _probability_gap(trainer, inputs.rollout_logprobs, mask)
     metrics["perf/train_tokens"] = Sum(tokens)
-    metrics["actor/entropy"] = Mean((entropies.detach() * mask).sum().item(), tokens)
+    metrics["actor/entropy"] = Mean((inputs.entropies.detach() * mask).sum().item(), tokens)
+
+    # verl averages its metrics over the accepted tokens: there must be one.
     if not corrected.mask.any():
         return (logprobs * corrected.mask).sum(), metrics
-    proximal = rollout_logprobs if config.proximal is Proximal.ROLLOUT else trainer
-    loss, terms = _loss(
-        logprobs, entropies, proximal, advantages, reference_logprobs, corrected, totals, config
-    )
-    return loss, metrics | terms
+
+    proximal = inputs.rollout_logprobs if config.proximal is Proximal.ROLLOUT else trainer
+    loss, loss_metrics = _loss(inputs, corrected, proximal=proximal, totals=totals, config=config)
+    return loss, metrics | loss_metrics
 
 
 def _loss(
-    logprobs: torch.Tensor,
-    entropies: torch.Tensor,
-    proximal: torch.Tensor,
-    advantages: torch.Tensor,
-    reference: torch.Tensor | None,
+    inputs: LossInputs,
     corrected: Corrected,
+    *,
+    proximal: torch.Tensor,
     totals: LossTotals,
     config: AlgoConfig,
 ) -> tuple[torch.Tensor, dict[str, Value]]:
-    """Policy loss, entropy bonus and KL penalty over the kept tokens, and their metrics."""
-    info = totals.for_verl(config)
+    """Compute policy loss, entropy bonus and KL penalty over the accepted tokens, and their metrics."""
+    verl_totals = totals.for_verl(config)
     mask, mode = corrected.mask, config.loss_agg.value
-    kept = mask.sum().item()
+    tokens = mask.sum().item()
+
     loss, verl_metrics = verl_door.policy_loss(config.policy_loss)(
         old_log_prob=proximal,
-        log_prob=logprobs,
-        advantages=advantages,
+        log_prob=inputs.logprobs,
+        advantages=inputs.advantages,
         response_mask=mask,
         loss_agg_mode=mode,
-        config=verl_door.actor_config(config, info),
+        config=verl_door.actor_config(config, verl_totals),
         rollout_is_weights=corrected.weights,
     )
-    metrics: dict[str, Value] = {name: Mean(value * kept, kept) for name, value in verl_metrics.items()}
+    metrics: dict[str, Value] = {name: Mean(value * tokens, tokens) for name, value in verl_metrics.items()}
     metrics["actor/pg_loss"] = _share(loss, totals)
+
     if config.entropy_coef:
-        loss = loss - config.entropy_coef * verl_door.agg_loss(entropies, mask, mode, **info)
-    if reference is not None:
-        kl = verl_door.kl_penalty(logprobs, reference, config.kl_kind.value)
-        kl_loss = verl_door.agg_loss(kl, mask, mode, **info)
+        entropy = verl_door.agg_loss(inputs.entropies, mask, mode, **verl_totals)
+        loss = loss - config.entropy_coef * entropy
+
+    if inputs.reference_logprobs is not None:
+        kl = verl_door.kl_penalty(inputs.logprobs, inputs.reference_logprobs, config.kl_kind.value)
+        kl_loss = verl_door.agg_loss(kl, mask, mode, **verl_totals)
         loss = loss + config.kl_coef * kl_loss
         metrics["actor/kl_loss"] = _share(kl_loss, totals)
     return loss, metrics
 
 
 def distillation_loss(
-    divergence: torch.Tensor, mask: torch.Tensor, totals: LossTotals, config: AlgoConfig
+    divergence: torch.Tensor, mask: torch.Tensor, *, totals: LossTotals, config: AlgoConfig
 ) -> tuple[torch.Tensor, Value]:
-    """Divergences of tokens [B, S] as a loss, aggregated as the policy's is (Jackpot Eq. 7: their mean).
+    """Aggregate divergences of tokens [B, S] to a loss as the policy's are (Jackpot Eq. 7: their mean).
 
     Returns it and, for its metric, this micro-batch's share (see `_share`).
     """
@@ -143,19 +164,22 @@ def distillation_loss(
 
 
 def optimizer_step_count(config: AlgoConfig) -> dict[str, Value]:
-    """Counts one optimizer step in the metrics whose micro-batches report shares (see `_share`)."""
+    """Count one optimizer step in the metrics whose micro-batches report shares (see `_share`)."""
     names = ["actor/pg_loss"] + ["actor/kl_loss"] * bool(config.kl_coef)
     return {name: Mean(0.0, 1.0) for name in names}
 
 
 def finish(metrics: dict[str, Value]) -> dict[str, Value]:
-    """Turn the raw moments gathered over all micro-batches and ranks into the metrics they stand for.
+    """Complete the metrics that need sums over all micro-batches and ranks.
 
-    Pearson correlation of the probabilities that rollout and trainer give to the sampled tokens.
+    These are the effective sample size, and the Pearson correlation of the probabilities that rollout and
+    trainer assign to the sampled tokens.
     """
     moments = {name: metrics.pop(_MOMENT + name, None) for name in ("x", "y", "xx", "yy", "xy")}
+
     if moments["x"] is not None:
         x, y, xx, yy, xy = (m.value() for m in moments.values())
+        # Rounding can make a variance slightly negative.
         spread = sqrt(max(xx - x * x, 0.0) * max(yy - y * y, 0.0))
         correlation = (xy - x * y) / spread if spread else 1.0
         metrics["training/rollout_actor_probs_pearson_corr"] = Mean(correlation, 1.0)
@@ -163,17 +187,19 @@ def finish(metrics: dict[str, Value]) -> dict[str, Value]:
 
 
 def _share(loss: torch.Tensor, totals: LossTotals) -> Mean:
-    """A micro-batch's share of a loss that is summed over micro-batches and averaged over steps.
+    """Return a micro-batch's share of a loss that is summed over micro-batches and averaged over steps.
 
-    It counts nothing itself; `optimizer_step_count` does, once per step.
+    Its count is 0; `optimizer_step_count` does, once per step.
     """
     return Mean(loss.item() / totals.dp_size, 0.0)
 
 
 def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, Value]:
-    chosen = mask.bool()
-    x, y = rollout[chosen].double().exp(), trainer[chosen].double().exp()
+    """Compare the probabilities of the sampled tokens; `finish` makes a correlation of the moments."""
+    sampled = mask.bool()
+    x, y = rollout[sampled].double().exp(), trainer[sampled].double().exp()
     n, gap = len(x), (x - y).abs()
+
     sums = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
     return {
         "training/rollout_probs_diff_mean": Mean(gap.sum().item(), n),
@@ -183,8 +209,10 @@ def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
 
 
 def check_names(config: AlgoConfig) -> None:
-    """Refuse names that are unknown or cannot be used, at launch. Raises ValueError with the registered ones,
-    or saying why a user's correction cannot be imported."""
+    """Refuse names of algorithms that are unknown or cannot be used, at launch.
+
+    Raises ValueError with the registered names, or with the reason why a user's correction does not import.
+    """
     verl_door.policy_loss(config.policy_loss)
     check_estimator(config)
     make_rule(config)

@@ -1,7 +1,7 @@
-"""What a correction of off-policy tokens declares: the data it needs, what it does, what it remembers.
+"""The contract of a correction of off-policy tokens: the data it needs, its weights, its state.
 
 One class per correction, in one file: `obrs` is one, a user's another. The worker, the packing, the passes
-and the checkpoint ask the rule and know none by name.
+and the checkpoint use the contract and know no correction by name.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rlpipe.types import Trajectory
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TokenExtras:
-    """What a rule asked for, of the P ones of the mask, row by row; no gradients.
+    """The data that a rule declared, for the P ones of the mask, row by row, without gradients.
 
     columns: [P] float32 by name. rollout_top, target_top: [P, K] float32 logprobs that the rollout and the
-        target policy give to the same candidates, -inf on both sides for padding.
+        target policy assign to the same candidates, -inf on both sides for padding.
     """
 
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class CorrectionInputs:
 
     trainer_logprobs: of the proximal policy. rollout_logprobs: of the policy that sampled.
     current_logprobs: of the policy being updated. mask: 1 where a token is trained on.
-    threshold, low: `algo.correction_threshold` and `algo.correction_low`, to use or not.
-    extras: what the rule declared besides.
+    threshold, low: `algo.correction_threshold` and `algo.correction_low`; a rule may ignore them.
+    extras: the further data that the rule declared.
     """
 
     trainer_logprobs: torch.Tensor
@@ -57,11 +57,11 @@ class CorrectionInputs:
 
 @dataclass(slots=True, kw_only=True)
 class TokenWeights:
-    """What a rule returns.
+    """The result of a rule.
 
-    weights: [B, S], what multiplies the loss of each token, or None for ones. mask: [B, S], the tokens kept,
-    a part of `inputs.mask`; the others leave the loss and still count where it is normalised.
-    metrics: by name, logged as `rollout_corr/NAME`; a number is a mean over the kept tokens.
+    weights: [B, S], factors of the loss of each token, None for ones. mask: [B, S], the accepted tokens, a
+    subset of `inputs.mask`; the others leave the loss and still count where it is normalised.
+    metrics: by name, logged as `rollout_corr/NAME`; a number is a mean over the accepted tokens.
     """
 
     weights: torch.Tensor | None
@@ -70,10 +70,10 @@ class TokenWeights:
 
 
 class CorrectionRule:
-    """A correction. What it does not override it does not need.
+    """A correction; a subclass overrides `weigh` and the declarations it needs.
 
     target_at_start: whether the candidates are scored by the policy at the start of the batch, not by the
-        current one. counts_masked: whether the tokens it leaves out are reported with those of `algo.mask`.
+        current one. counts_masked: whether the tokens it rejects are reported with those of `algo.mask`.
     """
 
     target_at_start = False
@@ -83,27 +83,27 @@ class CorrectionRule:
         self.config = config
 
     def top_logprobs(self, vocab_size: int) -> int:
-        """How many logprobs the engine returns with each sampled token."""
+        """Return how many logprobs the engine must return with each sampled token."""
         return 0
 
     @property
     def needs_candidates(self) -> bool:
-        """Whether it reads them."""
+        """Whether the rule reads the logprobs of candidate tokens."""
         return self.top_logprobs(1) > 0
 
     def columns(self, trajectory: Trajectory, seed: int) -> dict[str, np.ndarray]:
-        """Numbers of the rule's own for each token, float32, parallel to token_ids; seed: the run's."""
+        """Compute further numbers for each token, float32, parallel to token_ids; seed: the run's."""
         return {}
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
-        """Weights and tokens kept of a micro-batch."""
+        """Compute weights and accepted tokens of a micro-batch."""
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
         """Learn from the metrics of a batch, reduced over all ranks and under their full names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, the same on every rank; part of the trainer's checkpoint."""
+        """Return the state that the trainer's checkpoint saves, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
 
     def correction(inputs: CorrectionInputs) -> TokenWeights
 
-or, where it needs more than the logprobs of a micro-batch, a subclass of `CorrectionRule`.
+or, if it needs more than the logprobs of a micro-batch, a subclass of `CorrectionRule`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SETTING = "algo.user_correction"
 
 
 class UserCorrection(CorrectionRule):
-    """The user's function or rule, whose results are checked. Raises ValueError if it cannot be imported."""
+    """The user's function or rule, with checked results. Raises ValueError if it cannot be imported."""
 
     def __init__(self, config: AlgoConfig) -> None:
         super().__init__(config)
-        made = load_function(config.user_correction, setting=SETTING, takes="inputs")
-        is_rule = isinstance(made, type) and issubclass(made, CorrectionRule)
-        self._rule = made(config) if is_rule else _Function(config, made)
+        user = load_function(config.user_correction, setting=SETTING, takes="inputs")
+        is_rule = isinstance(user, type) and issubclass(user, CorrectionRule)
+        self._rule: CorrectionRule = user(config) if is_rule else _Function(config, user)
         self.target_at_start, self.counts_masked = self._rule.target_at_start, self._rule.counts_masked
 
     def top_logprobs(self, vocab_size: int) -> int:
@@ -41,22 +41,25 @@ class UserCorrection(CorrectionRule):
         return self._rule.columns(trajectory, seed)
 
     def weigh(self, inputs: CorrectionInputs) -> TokenWeights:
-        """Weights and kept tokens, checked.
+        """Compute weights and accepted tokens, and check them.
 
         Raises ValueError when they break the contract: another type or shape, a graph, a weight that is
-        negative or not finite, a token kept that was not there.
+        negative or not finite, an accepted token that inputs.mask leaves out.
         """
         result, mask = self._rule.weigh(inputs), inputs.mask
+
         if not isinstance(result, TokenWeights):
             raise self._broken(f"returned a {type(result).__name__}, not TokenWeights")
         if result.weights is not None:
             self._check_grid("weights", result.weights, mask)
         self._check_grid("mask", result.mask, mask)
-        kept = result.mask.to(mask.dtype)
-        if (kept * (1 - mask)).any() or not ((kept == 0) | (kept == 1)).all():
+
+        accepted = result.mask.to(mask.dtype)
+        if (accepted * (1 - mask)).any() or not ((accepted == 0) | (accepted == 1)).all():
             raise self._broken("returned a mask that is not made of zeros and of ones where inputs.mask is 1")
+
         weights = None if result.weights is None else result.weights.to(mask.dtype)
-        return TokenWeights(weights=weights, mask=kept, metrics=result.metrics)
+        return TokenWeights(weights=weights, mask=accepted, metrics=result.metrics)
 
     def observe(self, metrics: Mapping[str, Value]) -> None:
         self._rule.observe(metrics)
@@ -67,7 +70,7 @@ class UserCorrection(CorrectionRule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rule.load_state_dict(state)
 
-    def _check_grid(self, name: str, value: Any, mask: torch.Tensor) -> None:
+    def _check_grid(self, name: str, value: object, mask: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor) or value.shape != mask.shape:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise self._broken(f"returned {name} of shape {shape}, not {tuple(mask.shape)}")
@@ -76,12 +79,12 @@ class UserCorrection(CorrectionRule):
         if not torch.isfinite(value[mask.bool()].float()).all() or (value[mask.bool()] < 0).any():
             raise self._broken(f"returned {name} that are negative or not finite")
 
-    def _broken(self, what: str) -> ValueError:
-        return ValueError(f"{SETTING}={self.config.user_correction!r} {what}: see rlpipe.algo.rule.")
+    def _broken(self, complaint: str) -> ValueError:
+        return ValueError(f"{SETTING}={self.config.user_correction!r} {complaint}: see rlpipe.algo.rule.")
 
 
 class _Function(CorrectionRule):
-    """A function from the logprobs of a micro-batch to weights."""
+    """Adapts a function from the logprobs of a micro-batch to weights."""
 
     def __init__(self, config: AlgoConfig, function: Callable[[CorrectionInputs], TokenWeights]) -> None:
         super().__init__(config)

@@ -7,24 +7,28 @@ covers every symbol used here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.config.algo import AlgoConfig
 
+if TYPE_CHECKING:
+    import torch
+
 
 @functools.cache
-def core_algos() -> Any:
-    """verl's algorithms: registries of advantages and losses, `agg_loss`, `kl_penalty`."""
+def core_algos() -> ModuleType:
+    """Return verl's module of algorithms: registries of advantages and losses, `agg_loss`, `kl_penalty`."""
     from verl.trainer.ppo import core_algos as module
 
     return module
 
 
 def advantage_estimator(name: str) -> Callable[..., Any]:
-    """A registered advantage estimator.
+    """Return a registered advantage estimator.
 
-    Raises ValueError listing the names for one that is not registered.
+    Raises ValueError with the registered names for an unknown one.
     """
     registry = core_algos().ADV_ESTIMATOR_REGISTRY
     _require("algo.advantage", name, registry)
@@ -32,34 +36,34 @@ def advantage_estimator(name: str) -> Callable[..., Any]:
 
 
 def policy_loss(name: str) -> Callable[..., Any]:
-    """A registered policy loss.
+    """Return a registered policy loss.
 
-    Raises ValueError listing the names for one that is not registered.
+    Raises ValueError with the registered names for an unknown one.
     """
     registry = core_algos().POLICY_LOSS_REGISTRY
     _require("algo.policy_loss", name, registry)
     return registry[name]
 
 
-def kl_penalty(logprobs: Any, reference: Any, kind: str) -> Any:
-    """Per-token estimate of KL(policy || reference) (verl `kl_penalty`)."""
+def kl_penalty(logprobs: torch.Tensor, reference: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate the per-token KL(policy || reference) (verl `kl_penalty`)."""
     return core_algos().kl_penalty(logprobs, reference, kind)
 
 
-def agg_loss(losses: Any, mask: Any, mode: str, **totals: Any) -> Any:
-    """Token losses to one number (verl `agg_loss`)."""
+def agg_loss(losses: torch.Tensor, mask: torch.Tensor, mode: str, **totals: float | None) -> torch.Tensor:
+    """Aggregate token losses to one number (verl `agg_loss`)."""
     return core_algos().agg_loss(losses, mask, mode, **totals)
 
 
-def rollout_correction(*args: Any, **kwargs: Any) -> Any:
-    """verl `compute_rollout_correction_and_rejection_mask`."""
+def rollout_correction(**arguments: Any) -> tuple[Any, torch.Tensor, dict[str, float]]:
+    """Call verl's `compute_rollout_correction_and_rejection_mask`: weights (a DataProto), mask, metrics."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    return compute_rollout_correction_and_rejection_mask(*args, **kwargs)
+    return compute_rollout_correction_and_rejection_mask(**arguments)
 
 
-def actor_config(config: AlgoConfig, totals: dict[str, Any]) -> Any:
-    """verl's `ActorConfig` with our settings; `totals` normalise the loss over the global batch."""
+def actor_config(config: AlgoConfig, totals: dict[str, float | None]) -> Any:
+    """Build verl's `ActorConfig` from our settings; `totals` normalise the loss over the global batch."""
     from verl.workers.config import ActorConfig
 
     return ActorConfig(
@@ -76,6 +80,6 @@ def actor_config(config: AlgoConfig, totals: dict[str, Any]) -> Any:
     )
 
 
-def _require(setting: str, name: str, registry: dict[str, Any]) -> None:
+def _require(setting: str, name: str, registry: Mapping[str, object]) -> None:
     if name not in registry:
         raise ValueError(f"{setting}={name!r} is not registered with verl. Use one of {sorted(registry)}.")

@@ -230,7 +230,7 @@ class _Student:
         mask = torch.from_numpy(micro.mask).to(found.logprobs)
         chosen = rows.kl if config.distill_kl is DistillKl.FORWARD else rows.reverse_kl
         grid = torch.zeros_like(found.logprobs).masked_scatter(mask > 0, chosen[:, 0])
-        distillation, share = distillation_loss(grid, mask, totals, self._algo)
+        distillation, share = distillation_loss(grid, mask, totals=totals, config=self._algo)
         if config.distill_coef:
             loss = loss + config.distill_coef * distillation
         return loss, {

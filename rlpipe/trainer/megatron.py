@@ -24,7 +24,14 @@ import numpy as np
 import torch
 
 from rlpipe.algo.correction import make_rule
-from rlpipe.algo.policy_loss import LossTotals, check_names, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.policy_loss import (
+    LossInputs,
+    LossTotals,
+    check_names,
+    finish,
+    micro_batch_loss,
+    optimizer_step_count,
+)
 from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.mtp import MtpConfig, check_draft
@@ -346,7 +353,7 @@ class MegatronTrainer:
         def loss_of(index: int, micro: MicroBatch, found: Predictions) -> Any:
             move = self._runtime.to_device
             start = None if old is None else old[index]
-            loss, metrics = micro_batch_loss(
+            inputs = LossInputs(
                 logprobs=found.logprobs,
                 entropies=found.entropies,
                 old_logprobs=found.logprobs.detach() if start is None else start.logprobs,
@@ -354,8 +361,11 @@ class MegatronTrainer:
                 advantages=move(micro.advantages),
                 mask=move(micro.mask),
                 reference_logprobs=None if reference is None else reference[index].logprobs,
-                totals=totals,
-                config=self._algo,
+            )
+            loss, metrics = micro_batch_loss(
+                inputs,
+                totals,
+                self._algo,
                 rule=self.rule,
                 extras=None if self.rule is None else self._passes.extras(micro, found, start),
             )

@@ -46,7 +46,7 @@ def test_acceptance_rate_kept_distribution_and_weights_are_one_identity(pair, la
     kept = kept_logprobs(target, rollout, lam).exp()
     torch.testing.assert_close(kept, q * accept / z, rtol=EXACT, atol=EXACT)
     close = sampled & ((target - rollout).abs() < 20)  # beyond, the ratio is bounded for safety
-    weights = reweight(target, rollout, z, lam)
+    weights = reweight(target, rollout, z=z, lam=lam)
     torch.testing.assert_close((kept * weights)[close], p[close], rtol=EXACT, atol=EXACT)
 
 
@@ -81,5 +81,5 @@ def test_equal_policies_keep_everything_with_weight_one_exactly(pair):
         top = possible.topk(count).values
         z = normalizer_bounds(top, top, 1.0)[1]
         assert z == 1
-        assert (reweight(possible, possible, z, 1.0) == 1).all()
+        assert (reweight(possible, possible, z=z, lam=1.0) == 1).all()
     assert (acceptance(possible, possible, 1.0) == 1).all()

@@ -9,7 +9,7 @@ import torch
 
 from rlpipe.algo.correction import add_sample_size, correct, make_rule
 from rlpipe.algo.obrs import Obrs, acceptance, kept_logprobs, kl, normalizer_bounds
-from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.algo.rule import TokenExtras
 from rlpipe.config.algo import (
     AlgoConfig,
@@ -335,7 +335,7 @@ def gradient(
     if isinstance(rule, Obrs):
         rule.kappa = kappa
     logprobs = current.clone().requires_grad_()
-    loss, metrics = micro_batch_loss(
+    inputs = LossInputs(
         logprobs=logprobs,
         entropies=torch.ones_like(mask) * mask,
         old_logprobs=start,
@@ -343,8 +343,11 @@ def gradient(
         advantages=advantages,
         mask=mask,
         reference_logprobs=reference,
-        totals=totals or LossTotals(tokens=mask.sum().item(), sequences=len(mask), dp_size=1),
-        config=config,
+    )
+    loss, metrics = micro_batch_loss(
+        inputs,
+        totals or LossTotals(tokens=mask.sum().item(), sequences=len(mask), dp_size=1),
+        config,
         rule=make_rule(config),
         extras=obrs,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 
 from rlpipe.algo.obrs import (
     ObrsInputs,
+    accept_and_weigh,
     acceptance,
-    judge,
     kept_logprobs,
     kl,
     kl_estimates,
@@ -42,9 +43,11 @@ def every_token(p, q, uniforms=None, **settings):
     tokens = p.shape[-1]
     table = p.log().expand(tokens, -1), q.log().expand(tokens, -1)
     draws = torch.zeros(tokens, dtype=p.dtype) if uniforms is None else uniforms
-    inputs = ObrsInputs(uniforms=draws, target_top=table[0], rollout_top=table[1])
+    inputs = ObrsInputs(
+        target=p.log(), rollout=q.log(), uniforms=draws, target_top=table[0], rollout_top=table[1]
+    )
     config = ObrsConfig(normalizer=ObrsNormalizer.EXACT, **settings)
-    return judge(p.log(), q.log(), inputs, config), inputs
+    return accept_and_weigh(inputs, config), inputs
 
 
 @pytest.mark.parametrize("lam", LAMS)
@@ -75,7 +78,7 @@ def test_the_weight_is_the_ratio_of_target_to_kept_logprobs(lam):
     p, q = pair(3, rows=20)
     z = torch.minimum(q, p / lam).sum(-1, keepdim=True)
     torch.testing.assert_close(
-        reweight(p.log(), q.log(), z, lam), p / kept_logprobs(p.log(), q.log(), lam).exp()
+        reweight(p.log(), q.log(), z=z, lam=lam), p / kept_logprobs(p.log(), q.log(), lam).exp()
     )
 
 
@@ -86,7 +89,7 @@ def test_a_weight_from_another_policy_is_its_ratio_only_where_neither_can_be_rej
     new, _ = pair(5, rows=50)
     new = (0.5 * target.log() + 0.5 * new.log()).softmax(-1)
     z = torch.minimum(rollout, target / lam).sum(-1, keepdim=True)
-    printed = reweight(new.log(), rollout.log(), z, lam)
+    printed = reweight(new.log(), rollout.log(), z=z, lam=lam)
     true = new / kept_logprobs(target.log(), rollout.log(), lam).exp()
     equal = torch.isclose(printed, true, rtol=1e-9)
     unrejectable = (target >= lam * rollout) & (new >= lam * rollout)
@@ -165,18 +168,19 @@ def test_equal_policies_and_lambda_one_give_weight_one_and_accept_all_exactly(no
     top = p.topk(candidates, -1).values
     draws = torch.from_numpy(token_uniforms(0, "t", 300))
     draws[0] = 1 - 2**-24  # the largest there is
-    inputs = ObrsInputs(uniforms=draws, rollout_top=top, target_top=top)
-    verdict = judge(sampled, sampled, inputs, ObrsConfig(normalizer=normalizer, top_k=4))
+    inputs = ObrsInputs(target=sampled, rollout=sampled, uniforms=draws, rollout_top=top, target_top=top)
+    verdict = accept_and_weigh(inputs, ObrsConfig(normalizer=normalizer, top_k=4))
     assert verdict.accepted.all() and (verdict.accept_prob == 1).all()
     assert (verdict.weights == 1).all() and (verdict.estimate == 1).all()
-    assert kl_estimates(sampled, sampled, verdict) == (0.0, 0.0)
+    assert kl_estimates(inputs, verdict) == (0.0, 0.0)
 
 
 def test_the_sum_of_the_paper_weighs_equal_policies_unequally():
     p = torch.randn(100, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     top = p.topk(5, -1).values
-    inputs = ObrsInputs(uniforms=torch.zeros(100), rollout_top=top, target_top=top)
-    verdict = judge(p[:, 0], p[:, 0], inputs, ObrsConfig(normalizer=ObrsNormalizer.TOPK))
+    uniforms = torch.zeros(100)
+    inputs = ObrsInputs(target=p[:, 0], rollout=p[:, 0], uniforms=uniforms, rollout_top=top, target_top=top)
+    verdict = accept_and_weigh(inputs, ObrsConfig(normalizer=ObrsNormalizer.TOPK))
     torch.testing.assert_close(verdict.weights, top.exp().sum(-1))
     assert verdict.weights.max() < 1 and verdict.weights.std() > 0.01
 
@@ -217,7 +221,7 @@ def test_divergence_estimates_average_to_the_divergences(lam):
         one, _ = every_token(p, q, lam=lam)
         for name in ("accept_prob", "weights", "z"):
             setattr(one, name, getattr(one, name)[row])
-        terms = kl_estimates(p.log()[row], q.log()[row], one)
+        terms = kl_estimates(replace(inputs, target=p.log()[row], rollout=q.log()[row]), one)
         assert min(terms) >= -1e-12
         sums = [s + q[x].item() * t for s, t in zip(sums, terms, strict=True)]
     exact = kl(p.log(), q.log()).item(), kl(p.log(), kept_logprobs(p.log(), q.log(), lam)).item()
@@ -228,11 +232,13 @@ def test_divergence_estimates_average_to_the_divergences(lam):
 
 def test_calibration_scales_the_estimate_unless_it_is_switched_off_or_the_normaliser_is_exact():
     p, q = (x.log() for x in pair(13, rows=6))
-    inputs = ObrsInputs(uniforms=torch.zeros(6), rollout_top=q, target_top=p, kappa=1.25)
+    inputs = ObrsInputs(
+        target=p[:, 0], rollout=q[:, 0], uniforms=torch.zeros(6), rollout_top=q, target_top=p, kappa=1.25
+    )
     for normalizer in ObrsNormalizer:
         for calibration in ObrsCalibration:
             config = ObrsConfig(normalizer=normalizer, calibration=calibration, top_k=2)
-            verdict = judge(p[:, 0], q[:, 0], inputs, config)
+            verdict = accept_and_weigh(inputs, config)
             if normalizer is ObrsNormalizer.EXACT:
                 torch.testing.assert_close(verdict.z, torch.minimum(p.exp(), q.exp()).sum(-1))
                 assert verdict.exact is verdict.z and not torch.allclose(verdict.estimate, verdict.z)
@@ -253,10 +259,12 @@ def test_draws_depend_on_seed_and_trajectory_alone_and_never_reach_one():
 
 def test_inputs_of_other_sizes_are_refused():
     top = torch.zeros(3, 2)
-    with pytest.raises(ValueError, match=r"4 sampled tokens need as many draws.*got 3 draws"):
-        judge(
-            torch.zeros(4),
-            torch.zeros(4),
-            ObrsInputs(uniforms=torch.zeros(3), rollout_top=top, target_top=top),
-            ObrsConfig(),
+    with pytest.raises(ValueError, match=r"4 sampled tokens need as many uniforms.*got 3 uniforms"):
+        inputs = ObrsInputs(
+            target=torch.zeros(4),
+            rollout=torch.zeros(4),
+            uniforms=torch.zeros(3),
+            rollout_top=top,
+            target_top=top,
         )
+        accept_and_weigh(inputs, ObrsConfig())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss, optimizer_step_count
+from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss, optimizer_step_count
 from rlpipe.config.algo import AlgoConfig, Correction, LossAgg
 from rlpipe.metrics.values import Sum, reduce
 
@@ -42,9 +42,9 @@ def gradient(data, config, totals):
     entropies = data["entropies"].clone().requires_grad_()
     reference = data["reference_logprobs"] if config.kl_coef else None
     loss, metrics = micro_batch_loss(
-        **data | {"logprobs": logprobs, "entropies": entropies, "reference_logprobs": reference},
-        totals=totals,
-        config=config,
+        LossInputs(**data | {"logprobs": logprobs, "entropies": entropies, "reference_logprobs": reference}),
+        totals,
+        config,
     )
     loss.backward()
     grad_entropy = torch.zeros_like(entropies) if entropies.grad is None else entropies.grad

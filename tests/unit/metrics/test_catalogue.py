@@ -20,7 +20,7 @@ import torch
 from rlpipe.adapt.estimates import PromptCounts
 from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, PlayedCounts
 from rlpipe.algo.correction import make_rule
-from rlpipe.algo.policy_loss import LossTotals, finish, micro_batch_loss
+from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss
 from rlpipe.algo.rule import TokenExtras
 from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig, ObrsNormalizer
 from rlpipe.diagnosis.probe import COLUMNS, ProbeTable, table_metrics
@@ -94,7 +94,7 @@ def put_together() -> set[str]:
     config = AlgoConfig(
         kl_coef=0.1, correction=Correction.OBRS, obrs=ObrsConfig(normalizer=ObrsNormalizer.EXACT)
     )
-    _, loss = micro_batch_loss(
+    inputs = LossInputs(
         logprobs=-mask,
         entropies=mask,
         old_logprobs=-mask,
@@ -102,8 +102,11 @@ def put_together() -> set[str]:
         advantages=mask,
         mask=mask,
         reference_logprobs=-mask,
-        totals=LossTotals(tokens=3, sequences=1, dp_size=1),
-        config=config,
+    )
+    _, loss = micro_batch_loss(
+        inputs,
+        LossTotals(tokens=3, sequences=1, dp_size=1),
+        config,
         rule=make_rule(config),
         extras=TokenExtras(columns={"uniforms": torch.zeros(3)}, rollout_top=law, target_top=law),
     )
