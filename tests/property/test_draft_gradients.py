@@ -24,7 +24,7 @@ from rlpipe.batching.micro_batch import Branch
 from rlpipe.batching.packing import pack
 from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.mtp_loss import MtpObjective
-from rlpipe.drafts import head
+from rlpipe.drafts import megatron_draft
 from rlpipe.trainer import draft
 from rlpipe.trainer.context import ContextLayout
 from rlpipe.trainer.draft import DraftPasses
@@ -192,12 +192,12 @@ def keys_over_packing(patch: Any) -> None:
 
 def recomputation_drops_gradients(patch: Any) -> None:
     """No input of the layer needs a gradient, so its backward pass is never run again."""
-    real = head.draft_step
+    real = megatron_draft.draft_step
 
     def wrong(model: Any, depth: int, state: torch.Tensor, *given: Any, recompute: bool) -> torch.Tensor:
         return real(model, depth, state.detach() if recompute else state, *given, recompute=recompute)
 
-    patch.setattr(head, "draft_step", wrong)
+    patch.setattr(megatron_draft, "draft_step", wrong)
 
 
 def recomputation_reads_other_tokens(patch: Any) -> None:
