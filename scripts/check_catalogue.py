@@ -1,0 +1,182 @@
+"""Check that every declared metric and event is emitted somewhere, and that every emitted one is declared.
+
+    python scripts/check_catalogue.py
+
+A linter of rlpipe/metrics/catalogue.toml: it reads the source, as ruff does. A name counts as emitted where
+the source spells it: as a key or value of a dict, as the target of an assignment or as an argument of
+`stats`; a hole of an f-string stands for a placeholder of the declaration. Names that are composed of parts,
+and verl's, come from a call of the function that composes them. Modules that only read metrics do not count.
+Exit status 1 with the names that only one side has.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlpipe.adapt.estimates import PromptCounts
+from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, PlayedCounts
+from rlpipe.algo.correction import make_rule
+from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss
+from rlpipe.algo.rule import TokenExtras
+from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig, ObrsNormalizer
+from rlpipe.diagnosis.probe import COLUMNS, ProbeTable, table_metrics
+from rlpipe.drafts.loss.stats import no_stats
+from rlpipe.metrics.collect import spec_metrics, validation_metrics
+from rlpipe.metrics.names import EVENTS, declared, metrics
+from rlpipe.metrics.spans import SpanLog
+from rlpipe.types import SpecCounts
+
+ROOT = Path(__file__).resolve().parents[1]
+READERS = ("rlpipe/report", "rlpipe/diagnosis", "rlpipe/config", "rlpipe/metrics/names.py")
+EMITTERS = ("rlpipe/diagnosis/probe.py",)  # within the readers' folders
+HOLE = "{}"
+
+
+def sources(without: tuple[str, ...]) -> Iterator[ast.AST]:
+    """Yield the nodes of every module of the library and the recipes, except those `without`."""
+    for file in chain(*((ROOT / top).rglob("*.py") for top in ("rlpipe", "recipes"))):
+        path = file.relative_to(ROOT).as_posix()
+        if path in EMITTERS or not path.startswith(without):
+            yield from ast.walk(ast.parse(file.read_text()))
+
+
+def text(node: ast.AST | None) -> str | None:
+    """Return a string of the source, with HOLE for what an f-string or `str.format` fills in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return shape(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
+    return None
+
+
+def shape(name: str) -> str:
+    """Return a declared name with HOLE for its placeholders."""
+    return re.sub(r"\{\w+\}", HOLE, name)
+
+
+def called(node: ast.Call) -> str:
+    """Return the name of the called function or method."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def spelled(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of metrics that these nodes emit."""
+    names = set()
+    for node in nodes:
+        match node:
+            case ast.Dict():
+                names |= {*map(text, node.keys), *map(text, node.values)}
+            case ast.DictComp():
+                names.add(text(node.key))
+            case ast.Subscript(ctx=ast.Store()):
+                names.add(text(node.slice))
+            case ast.Call() if called(node) == "stats" and node.args and text(node.args[0]):
+                names |= {f"{text(node.args[0])}/{part}" for part in ("mean", "max", "min")}
+    return names - {None}
+
+
+def raised(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the kinds of events that these nodes raise: of `event` and the like, or by a condition."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Call) and called(node).endswith(("event", "_lost")):
+            names |= {text(argument) for argument in node.args[:2]}
+        elif isinstance(node, ast.IfExp):
+            names |= {text(node.body), text(node.orelse)} & EVENTS.keys()
+    return names - {None}
+
+
+def composed() -> set[str]:
+    """Return the names that functions compose of parts, from a case in which they emit all of them."""
+    mask = torch.ones(1, 3)
+    law = torch.full((3, 2), 0.5).log()
+    config = AlgoConfig(
+        kl_coef=0.1, correction=Correction.OBRS, obrs=ObrsConfig(normalizer=ObrsNormalizer.EXACT)
+    )
+    inputs = LossInputs(
+        logprobs=-mask,
+        entropies=mask,
+        old_logprobs=-mask,
+        rollout_logprobs=-mask,
+        advantages=mask,
+        mask=mask,
+        reference_logprobs=-mask,
+    )
+    _, loss = micro_batch_loss(
+        inputs,
+        LossTotals(tokens=3, sequences=1, dp_size=1),
+        config,
+        rule=make_rule(config),
+        extras=TokenExtras(columns={"uniforms": torch.zeros(3)}, rollout_top=law, target_top=law),
+    )
+    counts = SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1)
+    prompts = {"a": PromptCounts(spec=counts, emitted=2)}
+    played = PlayedCounts(counts=prompts, tokens=2, seconds=1.0)
+    domain = DomainEvaluation(in_domain=True, played={"rejection": played})
+    table = ProbeTable(
+        trajectory_id="t",
+        positions=np.zeros(1, int),
+        values=dict.fromkeys(COLUMNS, np.ones((1, 1))),
+    )
+    return set(
+        chain(
+            finish(loss),
+            no_stats(1, torch.device("cpu")).metrics(),
+            Evaluation(step=0, gamma=1, temperature=1.0, domains={"held": domain}).metrics(),
+            table_metrics([table], "probe/fixed"),
+            spec_metrics(counts),
+            SpanLog("trainer 0").drain(),
+            validation_metrics("held", [], primary=True),
+        )
+    )
+
+
+def never_emitted(names: Iterable[str], shapes: set[str], composed_names: set[str]) -> list[str]:
+    """Return the declared names that neither the source spells nor a function composes."""
+    return [name for name in names if shape(name) not in shapes and name not in composed_names]
+
+
+def may_be(spelled: str, declared: str) -> bool:
+    """Tell whether some filling of the holes of both makes them equal, segment by segment."""
+    pairs = list(zip(spelled.split("/"), declared.split("/"), strict=False))
+    holes = [[re.escape(x).replace(r"\{\}", r"[^/]+") for x in pair] for pair in pairs]
+    return spelled.count("/") == declared.count("/") and all(
+        re.fullmatch(a, y) or re.fullmatch(b, x) for (x, y), (a, b) in zip(pairs, holes, strict=True)
+    )
+
+
+def undeclared(shapes: Iterable[str]) -> list[str]:
+    """Return spelled names that no declaration covers, of those whose first segment some declaration has."""
+    known = [shape(metric.name) for metric in metrics()]
+    spaces = {name.partition("/")[0] for name in known if "/" in name}
+    named = (s for s in shapes if re.fullmatch(r"[\w{}.]+(/[\w{}.]+)+", s) and s.partition("/")[0] in spaces)
+    return sorted(name for name in named if not any(may_be(name, other) for other in known))
+
+
+def main() -> int:
+    """Print every name that only one side has; return 1 if there is any."""
+    shapes = spelled(sources(READERS))
+    composed_names = {declared(name).name for name in composed()}
+    events = raised(sources(("rlpipe/report",)))
+    faults = {
+        "declared, never emitted": never_emitted((m.name for m in metrics()), shapes, composed_names),
+        "emitted, not declared": undeclared(shapes),
+        "events declared, never raised": sorted(EVENTS.keys() - events),
+        "events raised, not declared": sorted(events - EVENTS.keys()),
+    }
+    for fault, names in faults.items():
+        for name in names:
+            print(f"{fault}: {name}")
+    return int(any(faults.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
