@@ -197,3 +197,20 @@ BLOCK_MUTANTS = {
     "mass_of_the_row_before": _block("h_i from the rows of depth i.", mass_row=lambda i: i - 1),
     "bonus_from_draft": _block("The bonus is drawn from q.", bonus=lambda q, p: q[-1]),
 }
+
+
+def typical_acceptance(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms):
+    """Accept drafts while p(d) > min(0.09, 0.3 exp(-H(p))), H in nats: Medusa's rule, lossy by design.
+
+    Source: Cai et al. 2401.10774, section 3.3.1. Nothing corrects for the drafts that were accepted.
+    """
+    rows = target_probs[:, :-1]
+    entropy = -torch.xlogy(rows, rows).sum(-1)
+    typical = rows.gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1) > (0.3 * (-entropy).exp()).clamp(
+        max=0.09
+    )
+    accepted = _leading(typical)
+    last = target_probs[torch.arange(len(accepted)), accepted]
+    return Verdict(
+        num_accepted=accepted, next_token=sample_cdf(last, residual_uniforms), accept_prob=typical.double()
+    )

@@ -18,10 +18,10 @@ from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify import (
     verify_block,
     verify_chain,
-    verify_chain_gumbel,
     verify_tree,
     verify_tree_greedy,
 )
+from tests.helpers.gumbel_chain import verify_chain_gumbel
 from tests.helpers.verification_law import Process, accepted_law, all_drafts, emitted_law, tree_law
 from tests.helpers.wrong_tree_verifiers import plain_tree
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 
 from rlpipe.spec.sampling import is_tiled
-from rlpipe.spec.verify.common import draw_after, kernel, picked
+from rlpipe.spec.verify.common import draw_after, picked, runs_on_kernels
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -53,8 +53,10 @@ def verify_block(
     infinity if p > 0, and as r = 0 if not. Where rounding leaves a residual of zero mass, the target row
     itself is sampled. Raises ValueError for an unknown backend.
     """
-    if fast := kernel(backend, "verify_block"):
-        return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+    if runs_on_kernels(backend):
+        from rlpipe.spec.kernels import verify_block as launch
+
+        return launch(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     gamma = draft_tokens.shape[1]
     p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
     weights = running_weights(p, q)

@@ -1,22 +1,20 @@
 """Rejection sampling of one chain of drafts, token by token.
 
-Pure functions over probabilities and given uniforms; they draw nothing themselves, so a test can
-choose every coin.
+A pure function of probabilities and uniforms; it samples nothing itself, so a test can choose every coin.
 
     draft d_i ~ q_i;  accept while u_i * q_i(d_i) < p_i(d_i)           (strict: p = 0 always rejects)
     first rejected i:   next ~ max(p_i - q_i, 0), normalised           (only this row is resampled)
     all accepted:       next ~ p_{gamma+1}                             (the bonus token)
 
 Source: Leviathan et al. 2211.17192; Bebop (2606.12370) App. G with the bonus row read as p_{gamma+1}.
-The two functions differ in how the last token is drawn: by inverting the CDF (Bebop Alg. 3) or by
-Gumbel-max (Bebop Alg. 4). Their laws are equal.
+The last token is sampled by inverting the CDF (Bebop Alg. 3).
 """
 
 from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw_after, kernel, leading, picked, weights_after
+from rlpipe.spec.verify.common import draw_after, leading, picked, runs_on_kernels
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -39,40 +37,17 @@ def verify_chain(
     q = 0 is accepted if p > 0. Where rounding leaves a residual of zero mass, the target row itself is
     sampled. Raises ValueError for an unknown backend.
     """
-    if fast := kernel(backend, "verify_chain"):
-        return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
-    num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
+    if runs_on_kernels(backend):
+        from rlpipe.spec.kernels import verify_chain as launch
+
+        return launch(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+
+    p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
+    num_accepted = leading(accept_uniforms * q < p)
+    accept_prob = (p / q).nan_to_num_(0.0).clamp_(max=1)
+
     next_token = draw_after(_residual, draft_probs, target_probs, num_accepted, residual_uniforms)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)
-
-
-def verify_chain_gumbel(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor,
-    target_probs: torch.Tensor,
-    accept_uniforms: torch.Tensor,
-    gumbel_uniforms: torch.Tensor,
-) -> Verdict:
-    """`verify_chain` with the last token by Gumbel-max (Bebop Alg. 4); equal in law, not per uniform.
-
-        next = argmax_v [log w(v) - log(-log u_v)],  w = the residual, or p_{gamma+1}
-
-    gumbel_uniforms: [B, V], clamped off 0 and 1, independent of coins and drafts (noise shared with the
-    drafter's own Gumbel-max breaks the law), so that noise is finite and tokens with w = 0 cannot win.
-    """
-    num_accepted, accept_prob = _accept(draft_tokens, draft_probs, target_probs, accept_uniforms)
-    weights = weights_after(_residual, draft_probs, target_probs, num_accepted).double()
-    uniforms = gumbel_uniforms.double().clamp(torch.finfo(torch.float64).tiny, 1 - 2**-53)
-    scores = weights.log() - uniforms.log().neg().log()
-    return Verdict(num_accepted=num_accepted, next_token=scores.argmax(-1), accept_prob=accept_prob)
-
-
-def _accept(
-    draft_tokens: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor, coins: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """num_accepted [B] and accept_prob [B, gamma]."""
-    p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
-    return leading(coins * q < p), (p / q).nan_to_num_(0.0).clamp_(max=1)
 
 
 def _residual(

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 
 from rlpipe.spec.sampling import is_tiled, sample_cdf, sample_tiles
 
 
-def kernel(backend: str, name: str) -> Callable | None:
-    """The kernel of that name for backend "triton", None for "torch" (the caller's own code).
+def runs_on_kernels(backend: str) -> bool:
+    """Return whether a rule runs as Triton kernels ("triton") or as plain torch ("torch").
 
     Raises ValueError for an unknown backend.
     """
-    if backend == "torch":
-        return None
-    if backend == "triton":
-        return getattr(import_module("rlpipe.spec.kernels"), name)
-    raise ValueError(f"backend={backend!r} is unknown; use 'torch' or 'triton'.")
+    if backend not in ("torch", "triton"):
+        raise ValueError(f"backend={backend!r} is unknown; use 'torch' or 'triton'.")
+    return backend == "triton"
 
 
 def leading(accepted: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw_after, kernel, leading, picked
+from rlpipe.spec.verify.common import draw_after, leading, picked, runs_on_kernels
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -27,8 +27,10 @@ def verify_target_only(
     itself is sampled.
     Raises ValueError for an unknown backend.
     """
-    if fast := kernel(backend, "verify_target_only"):
-        return fast(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+    if runs_on_kernels(backend):
+        from rlpipe.spec.kernels import verify_target_only as launch
+
+        return launch(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
     gamma = draft_tokens.shape[1]
     p = picked(target_probs, draft_tokens)
     num_accepted = leading(accept_uniforms < p)

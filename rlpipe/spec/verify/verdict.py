@@ -1,8 +1,4 @@
-"""What verification rules return. No rule lives here.
-
-`Verdict` and `TreeVerdict` are lossless: the emitted tokens have exactly the target's law. A rule that
-changes the law returns `LossyVerdict`, which shares no base with them, so it cannot be passed off as one.
-"""
+"""Results of verification rules, which are all lossless: emitted tokens follow the target's distribution."""
 
 from __future__ import annotations
 
@@ -22,20 +18,6 @@ class Verdict:
     num_accepted: torch.Tensor
     next_token: torch.Tensor
     accept_prob: torch.Tensor
-
-
-@dataclass(slots=True, kw_only=True)
-class LossyVerdict:
-    """What a rule decided whose output does not follow the target's distribution.
-
-    num_accepted, next_token: as in `Verdict`. accept_prob: [B, gamma], 0 or 1 for a rule without coins.
-    rule: name of the rule, to be recorded with every token it emitted.
-    """
-
-    num_accepted: torch.Tensor
-    next_token: torch.Tensor
-    accept_prob: torch.Tensor
-    rule: str
 
 
 @dataclass(slots=True, kw_only=True)

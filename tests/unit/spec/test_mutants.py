@@ -14,10 +14,9 @@ from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify import (
     verify_block,
     verify_chain,
-    verify_chain_gumbel,
     verify_target_only,
-    verify_typical,
 )
+from tests.helpers.gumbel_chain import verify_chain_gumbel
 from tests.helpers.verification_law import PremiseBroken, Process, emitted_law, tree_law
 from tests.helpers.wrong_tree_verifiers import TREE_MUTANTS, plain_tree
 from tests.helpers.wrong_verifiers import (
@@ -27,6 +26,7 @@ from tests.helpers.wrong_verifiers import (
     lenient_coin,
     plain,
     plain_block,
+    typical_acceptance,
 )
 
 pytestmark = pytest.mark.unit
@@ -109,10 +109,7 @@ def test_the_exact_law_catches_draft_length_chosen_by_the_drafts_own_probability
 
 
 def test_the_exact_law_catches_typical_acceptance():
-    def typical(tokens, q, p, coins, residual):
-        return verify_typical(tokens, p, residual, epsilon=0.09, delta=0.3)
-
-    assert _chain_error(typical) > 1e-2
+    assert _chain_error(typical_acceptance) > 1e-2
 
 
 def _zero_coin(verifier) -> int:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlpipe.spec.verify import verify_block, verify_chain, verify_chain_gumbel, verify_target_only
+from rlpipe.spec.verify import verify_block, verify_chain, verify_target_only
+from tests.helpers.gumbel_chain import verify_chain_gumbel
 from tests.helpers.verification_law import Process, emitted_law
 
 pytestmark = pytest.mark.unit
