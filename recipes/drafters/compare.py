@@ -68,13 +68,13 @@ class DrafterStudy(adaptation.Study):
         kind, steps = objective.removesuffix(PPOW), self.args.steps
         if kind == WARM_UP:
             return self._start(drafter)
-        loss = [f"mtp.objective={kind}", f"mtp.lr={vars(self.args)[f'{drafter}_lr']}"]
+        loss = [f"draft.objective={kind}", f"draft.lr={vars(self.args)[f'{drafter}_lr']}"]
         run = self._learn(
             f"{arm.removesuffix(PPOW)}_seed{seed}", self._start(drafter), drafter, loss, seed, steps
         )
         if objective.endswith(PPOW):
-            start, ppow = run / "checkpoints" / f"step_{steps // 2}" / "hf", ["mtp.objective=ppow"]
-            ppow.append(f"mtp.lr={self.args.ppow_lr}")
+            start, ppow = run / "checkpoints" / f"step_{steps // 2}" / "hf", ["draft.objective=ppow"]
+            ppow.append(f"draft.lr={self.args.ppow_lr}")
             run = self._learn(f"{arm}_seed{seed}", start, drafter, ppow, seed, steps - steps // 2)
         return run / product(drafter)
 
@@ -84,7 +84,11 @@ class DrafterStudy(adaptation.Study):
         if drafter == "mtp":
             return self.warm() / product(drafter)
         settings = [f"model.path={args.model}", "adapt.drafter=eagle3"]
-        settings += [f"mtp.objective={args.warm_loss}", f"mtp.lr={args.warm_lr}", f"mtp.depths={args.gamma}"]
+        settings += [
+            f"draft.objective={args.warm_loss}",
+            f"draft.lr={args.warm_lr}",
+            f"draft.depths={args.gamma}",
+        ]
         seed = adaptation.WARM_SEED
         run = self.run("warm_eagle3", *settings, seed=seed, steps=args.warm_steps, evaluate=self.evaluation())
         return run / product(drafter)
@@ -97,7 +101,7 @@ class DrafterStudy(adaptation.Study):
             settings = [f"model.path={start}"]
         else:
             settings = [f"model.path={self.args.model}", "adapt.drafter=eagle3", f"eagle3.start={start}"]
-        settings += [f"mtp.depths={self.args.gamma}", "mtp.min_lr=0", "adapt.context_weight=0"]
+        settings += [f"draft.depths={self.args.gamma}", "draft.min_lr=0", "adapt.context_weight=0"]
         settings.append(f"run.save_every={self.args.steps // 2}")
         return self.run(name, *settings, *objective, seed=seed, steps=steps, evaluate=self.evaluation())
 

@@ -5,7 +5,7 @@
 1 draft     a new draft for the shipped model, after few and after many steps of recipes/eagle3
 2 sweep     co-trained at each learning rate on a seed apart; the one that accepts most at the deepest draft
             is taken, for each draft
-3 cells     each seed with the draft frozen (mtp.train=off) and co-trained (online), from the same draft
+3 cells     each seed with the draft frozen (draft.train=off) and co-trained (online), from the same draft
 
 Both arms draft losslessly, so the policy learns the same from either but for chance. Acceptance by depth is
 counted over the second half of the steps: accepted / reached. The difference is taken within a seed; its
@@ -69,7 +69,7 @@ def study(args: argparse.Namespace, draft_steps: int) -> dict[str, object]:
         return acceptance(directory, args.gamma)
 
     def trained(lr: float, seed: int) -> dict[str, float]:
-        return arm(f"online_{lr:g}", seed, "mtp.train=online", "mtp.objective=kl", f"mtp.lr={lr}")
+        return arm(f"online_{lr:g}", seed, "draft.train=online", "draft.objective=kl", f"draft.lr={lr}")
 
     deepest = f"depth_{args.gamma}"
     sweep = {lr: trained(lr, SWEEP_SEED) for lr in args.lrs}

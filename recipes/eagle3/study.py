@@ -38,10 +38,10 @@ BASELINE = "eagle3"
 def arms(args: argparse.Namespace) -> dict[str, list[str]]:
     """Overrides of each arm."""
     top = int(read_config(resolve(args.model))["num_hidden_layers"]) - 1
-    test = [f"mtp.depths={args.gamma}"]
+    test = [f"draft.depths={args.gamma}"]
     return {
         "eagle3": test,
-        "no_test": ["mtp.depths=1"],
+        "no_test": ["draft.depths=1"],
         "top": [*test, f"eagle3.layers=[{top}]"],
         "small_vocab": [*test, "eagle3.draft_vocab=256"],
     }
@@ -50,8 +50,8 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
 def train(study: adaptation.Study, arm: str, seed: int) -> Evaluation:
     """One draft, from nothing, and what was measured after its last step."""
     args = study.args
-    overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"mtp.objective={args.loss}"]
-    overrides += [f"mtp.lr={args.lr}", f"spec.gamma={args.gamma}", *arms(args)[arm]]
+    overrides = [f"model.path={args.model}", "adapt.drafter=eagle3", f"draft.objective={args.loss}"]
+    overrides += [f"draft.lr={args.lr}", f"spec.gamma={args.gamma}", *arms(args)[arm]]
     measured = [f"adapt.in_domain=[{','.join(args.in_domain)}]", "adapt.eval_modes=[rejection]"]
     measured += [f"adapt.out_of_domain=[{','.join(args.out_of_domain)}]"]
     measured += [f"adapt.eval_prompts={args.eval_prompts}", f"adapt.eval_samples={args.eval_samples}"]

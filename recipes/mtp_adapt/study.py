@@ -68,7 +68,11 @@ class Study:
         fresh = self.runs / "fresh"
         if not (fresh / "model.safetensors").is_file():
             write_fresh_draft(resolve(self.args.model), fresh)
-        start = [f"model.path={fresh}", f"mtp.objective={self.args.warm_loss}", f"mtp.lr={self.args.warm_lr}"]
+        start = [
+            f"model.path={fresh}",
+            f"draft.objective={self.args.warm_loss}",
+            f"draft.lr={self.args.warm_lr}",
+        ]
         return self.run(
             "warm", *start, seed=WARM_SEED, steps=self.args.warm_steps, evaluate=self.evaluation()
         )
@@ -100,8 +104,8 @@ class Study:
         """One objective from the warm-up."""
         kind, anchors = objective.split("/")
         name = f"{stage}/{kind}_{anchors}_lr{lr:g}_seed{seed}"
-        overrides = [f"model.path={start / 'model'}", f"mtp.objective={kind}", f"mtp.anchors={anchors}"]
-        overrides += [f"mtp.lr={lr}", "mtp.min_lr=0"]
+        overrides = [f"model.path={start / 'model'}", f"draft.objective={kind}", f"draft.anchors={anchors}"]
+        overrides += [f"draft.lr={lr}", "draft.min_lr=0"]
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 
     def evaluation(self) -> list[str]:

@@ -33,9 +33,9 @@ ARMS = {
     "ppow_no_adaw": EVEN,
     "ppow_plain": ["ppow.proximity=0", *EVEN],
     "ppow_expected": ["ppow.expected_reward=true"],
-    "hard_ce": ["mtp.objective=hard_ce"],
-    "kl": ["mtp.objective=kl"],
-    "e2e_tv": ["mtp.objective=e2e_tv"],
+    "hard_ce": ["draft.objective=hard_ce"],
+    "kl": ["draft.objective=kl"],
+    "e2e_tv": ["draft.objective=e2e_tv"],
 }
 BASELINES = ["ppow", "hard_ce"]
 
@@ -47,10 +47,10 @@ class PpowStudy(adaptation.Study):
         self, start: Path, objective: str, lr: float, stage: str, seed: int, evaluate: Sequence[str]
     ) -> Path:
         """One arm from the warm-up."""
-        overrides = [f"model.path={start / 'model'}", f"mtp.lr={lr}", "mtp.min_lr=0"]
+        overrides = [f"model.path={start / 'model'}", f"draft.lr={lr}", "draft.min_lr=0"]
         overrides += ["adapt.context_weight=0", *ARMS[objective]]
         if objective.startswith("ppow"):
-            overrides.append("mtp.objective=ppow")
+            overrides.append("draft.objective=ppow")
         name = f"{stage}/{objective}_lr{lr:g}_seed{seed}"
         return self.run(name, *overrides, seed=seed, steps=self.args.steps, evaluate=evaluate)
 

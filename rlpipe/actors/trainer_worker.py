@@ -44,7 +44,7 @@ class TrainerWorker:
         self._sender: WeightSender | None = None
         self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
         self._draft: DraftTrainer | None = None  # on the first rank, which sees the whole batch
-        self._draft_learns = config.trains_beside
+        self._draft_learns = config.cotrains_draft
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
@@ -56,7 +56,7 @@ class TrainerWorker:
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
-        if self._config.trains_beside and self._rank == 0:
+        if self._config.cotrains_draft and self._rank == 0:
             spec = self._config.spec
             make_draft_trainer = DRAFTERS[spec.drafter].make_trainer
             assert make_draft_trainer is not None, spec.drafter
@@ -108,7 +108,7 @@ class TrainerWorker:
 
     def _train_draft(self, trajectories: list[Trajectory]) -> dict[str, Value]:
         """One optimizer step of a draft apart on all trajectories, for the policy before its own step."""
-        due = (self._trainer.policy_version + 1) % self._config.mtp.interval == 0
+        due = (self._trainer.policy_version + 1) % self._config.draft.interval == 0
         if not (self._draft_learns and due):
             return {}
         weights = self._trainer.export_weights()
@@ -120,7 +120,7 @@ class TrainerWorker:
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
         """What target and draft say at every context of these trajectories; see `metrics.probe`."""
         tables = self._trainer.draft_tables(self._pack(trajectories, None))
-        depths = self._config.mtp.depths
+        depths = self._config.draft.depths
         nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, depths)) for name in COLUMNS}
         return [
             ProbeTable(trajectory_id=t.trajectory_id, positions=positions, values=values)
@@ -202,9 +202,11 @@ class TrainerWorker:
     def load(self, directory: Path) -> None:
         """Trainer state of a checkpoint directory. Raises ValueError when it is of other drafts."""
         draft = directory / "draft_trainer"
-        if draft.is_dir() != self._config.trains_beside:
+        if draft.is_dir() != self._config.cotrains_draft:
             holds, train = (
-                ("a", "its spec.drafter and mtp.train=online") if draft.is_dir() else ("no", "mtp.train=off")
+                ("a", "its spec.drafter and draft.train=online")
+                if draft.is_dir()
+                else ("no", "draft.train=off")
             )
             raise ValueError(
                 f"{directory} holds {holds} draft co-trained beside the policy: continue with {train}, or "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LayerSpec
@@ -28,7 +28,7 @@ TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not rea
 def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
     """One rank, joined with the others, if any, at `master`.
 
-    The draft that `mtp` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
+    The draft that `draft` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
     has a trainer of its own (`rlpipe.drafts.kinds`).
     Raises ValueError for settings or models it cannot work with.
     """
@@ -39,7 +39,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     policy = MegatronTrainer(
         trainer,
         config.algo,
-        MtpConfig() if actor.active or config.trains_beside else config.mtp,
+        DraftConfig() if actor.active or config.cotrains_draft else config.draft,
         str(resolve(config.model.path)),
         rank=rank,
         world_size=world_size,
@@ -54,7 +54,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
         beside = MegatronTrainer(
             actor.trainer(trainer),
             algo,
-            config.mtp,
+            config.draft,
             str(resolve(actor.path)),
             rank=rank,
             world_size=world_size,
@@ -83,7 +83,7 @@ def train_alongside(
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.rollout.device == "auto" else config.rollout.device)
     arch = read_architecture(target)
-    ahead = window_slots(config.ppow, config.mtp.depths) if config.mtp.windows else 0
+    ahead = window_slots(config.ppow, config.draft.depths) if config.draft.windows else 0
     model = Model(
         arch,
         {name: weights[name] for name in arch.weight_shapes(mtp=False)},

@@ -9,7 +9,7 @@ last step, model/ (what engines load; for EAGLE-3 draft/, the draft alone) and r
 functions of the step, and evaluation leaves the trainer as it was: a resumed run goes on bit for bit.
 
 Differences from Bebop §6.1: the data are the policy's own samples unless given; prefixes of siblings are
-run once; the depths trained for are `mtp.depths`, three by default where the paper trains five.
+run once; the depths trained for are `draft.depths`, three by default where the paper trains five.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import own_rollouts
 from rlpipe.batching.packing import pack
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.env import EnvName
-from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
@@ -294,14 +294,14 @@ def write_results(config: Config, run_dir: Path) -> None:
     difference to the first and its error, paired by prompt."""
     files = sorted(evaluations(run_dir).glob("step_*.json"), key=lambda f: int(f.stem.split("_")[1]))
     measured = [Evaluation.read(file) for file in files]
-    mtp = config.mtp
+    draft = config.draft
     whole = {
         "model": config.model.path,
         "drafter": config.adapt.drafter.value,
         "objective": {
-            **_objective(mtp),
-            "depths": mtp.depths,
-            "lr": mtp.lr,
+            **_objective(draft),
+            "depths": draft.depths,
+            "lr": draft.lr,
             "steps": config.run.steps,
             "seed": config.run.seed,
         },
@@ -315,32 +315,32 @@ def write_results(config: Config, run_dir: Path) -> None:
     (run_dir / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def _objective(mtp: MtpConfig) -> dict[str, str]:
+def _objective(draft: DraftConfig) -> dict[str, str]:
     """Names of what was minimised."""
-    anchors = {} if mtp.windows else {"anchors": mtp.anchors.value}
-    return {"loss": mtp.objective.value} | anchors
+    anchors = {} if draft.windows else {"anchors": draft.anchors.value}
+    return {"loss": draft.objective.value} | anchors
 
 
 def _make_trainer(
     config: Config, trajectories: Sequence[Trajectory]
 ) -> MegatronTrainer | DraftTrainer | TrainerRanks:
     """A trainer of the draft alone, with a short warm-up and a constant learning rate."""
-    mtp = replace(
-        config.mtp,
+    draft = replace(
+        config.draft,
         warmup_steps=ceil(config.adapt.warmup * config.run.steps),
         lr_schedule=LrSchedule.CONSTANT,
     )
     if make_trainer := DRAFTERS[config.adapt.drafter].make_trainer:
         from rlpipe.actors.trainers import train_alongside
 
-        return make_trainer(replace(config, mtp=mtp), "", trajectories, train_alongside=train_alongside)
+        return make_trainer(replace(config, draft=draft), "", trajectories, train_alongside=train_alongside)
     from rlpipe.trainer.megatron import MegatronTrainer
 
     make = partial(
         MegatronTrainer,
         config.trainer,
         config.algo,
-        mtp,
+        draft,
         str(resolve(config.model.path)),
         total_steps=config.run.steps,
         adapt_only=True,

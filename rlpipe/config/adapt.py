@@ -1,6 +1,6 @@
 """Settings of pre-RL adaptation: what the draft learns from, and where its acceptance is measured.
 
-Owns the fields and their checks. The objective, learning rate and clip are those of `mtp`, the number of
+Owns the fields and their checks. The objective, learning rate and clip are those of `draft`, the number of
 steps is `run.steps`. Imports no torch.
 """
 

@@ -13,7 +13,7 @@ from rlpipe.config.limits import at_least, positive, share
 
 @dataclass(slots=True, kw_only=True)
 class PpowConfig:
-    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `mtp.depths` drafts, the paper's K.
+    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `draft.depths` drafts, the paper's K.
 
     group_size: windows drafted from each prefix, G_roll. Ours.
     clip: epsilon_clip of the ratio, PPO's customary value. Windows are drafted anew for every update, so the

@@ -12,12 +12,12 @@ from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.choice import Choice
 from rlpipe.config.decoupled import DecoupledConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.eagle3 import Eagle3Config
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.limits import at_least, positive, share
 from rlpipe.config.metrics import MetricsConfig
-from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig, Stale
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import EngineKind, RolloutConfig
@@ -154,7 +154,7 @@ class Config:
     decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
-    mtp: MtpConfig = field(default_factory=MtpConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     ppow: PpowConfig = field(default_factory=PpowConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -173,9 +173,9 @@ class Config:
         return self.decoupled.path or self.model.path
 
     @property
-    def trains_beside(self) -> bool:
+    def cotrains_draft(self) -> bool:
         """Whether a draft with a trainer of its own is co-trained with the policy."""
-        return self.task is Task.RL and self.mtp.online and self.spec.needs_draft
+        return self.task is Task.RL and self.draft.online and self.spec.needs_draft
 
     @property
     def broadcasts_weights(self) -> bool:

@@ -27,7 +27,7 @@ class SpecConfig:
     adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
         but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
     drafter: what drafts. Looked-up drafts are certain, so rejection and block judge them as target_only does.
-    draft_path: directory of a draft that has its own (eagle3); where mtp.train=online starts from.
+    draft_path: directory of a draft that has its own (eagle3); where draft.train=online starts from.
     suffix: most tokens of the text's end that drafter suffix looks up.
 
     >>> SpecConfig(mode="target_only").mode

@@ -44,7 +44,7 @@ class Setup:
     def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
         """Read a parsed config.yaml; settings it lacks have the defaults of a new run."""
         config = asdict(Config())
-        for name in ("spec", "mtp", "pipeline", "env"):
+        for name in ("spec", "draft", "pipeline", "env"):
             config[name] |= settings.get(name) or {}
         advice = config["metrics"]["advice"] | ((settings.get("metrics") or {}).get("advice") or {})
 
@@ -52,7 +52,8 @@ class Setup:
             mode=str(config["spec"]["mode"]),
             gamma=config["spec"]["gamma"],
             adaptive=config["spec"]["adaptive"],
-            online=str(config["mtp"]["train"]) in ("online", "ppow"),  # ppow: of runs before mtp.objective
+            online=str(config["draft"]["train"])
+            in ("online", "ppow"),  # ppow: of runs before draft.objective
             max_staleness=config["pipeline"]["max_staleness"],
             draft_cost=advice["draft_cost"],
             env_threads=config["env"]["threads"],
@@ -184,7 +185,9 @@ def stale_draft(setup: Setup, records: Records) -> str | None:
     unexplained = change + 0.1 * max(0.0, entropy[-1] - entropy[0])
     if unexplained > -MARGIN:
         return None
-    hint = "raise mtp.lr" if setup.online else "set mtp.train=online, or adapt it again (recipe mtp_adapt)"
+    hint = (
+        "raise draft.lr" if setup.online else "set draft.train=online, or adapt it again (recipe mtp_adapt)"
+    )
     return (
         f"the draft no longer fits its target: acceptance on fixed contexts moved by {change:+.1%}, "
         f"{unexplained:+.1%} of it not by entropy: {hint}"

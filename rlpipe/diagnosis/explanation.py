@@ -43,7 +43,7 @@ CLAIMS = {
     "staleness": "the engines' weights lag further behind than at first",
 }
 ENTROPY_HINT = (
-    "nothing is broken; spec.mode=rejection with a draft trained by mtp.objective=e2e_tv loses least when "
+    "nothing is broken; spec.mode=rejection with a draft trained by draft.objective=e2e_tv loses least when "
     "entropy rises"
 )
 PROBE_HINT = "set metrics.probe.every=5"
@@ -240,9 +240,9 @@ def _hint(name: str, setup: Setup, worth: str) -> str:
     hints = {
         "staleness": _staleness_hint(setup),
         "entropy": ENTROPY_HINT,
-        "draft_stale": f"set mtp.train=online, or adapt the draft again (recipe mtp_adapt){worth}",
-        "draft_training": "raise mtp.lr, or adapt the draft anew with another mtp.objective: its training "
-        f"does not keep up{worth}",
+        "draft_stale": f"set draft.train=online, or adapt the draft again (recipe mtp_adapt){worth}",
+        "draft_training": "raise draft.lr, or adapt the draft anew with another draft.objective: its "
+        f"training does not keep up{worth}",
         "contexts": f"adapt the draft on what the policy now visits (recipe mtp_adapt){worth}",
     }
     return hints[name]

@@ -43,7 +43,7 @@ class Monitor:
         self._rollouts = RolloutFiles(run_dir, settings.rollouts_per_step, recorder)
         self._probe = Probe(settings.probe, run_dir, config.run.steps, recorder) if drafts else None
         self._rule = CHAIN_RULES.get(spec.mode)
-        self._online = config.mtp.online
+        self._online = config.draft.online
         self._records = run_dir / "metrics.jsonl"
         self._alarms = Alarms(settings.alarms, event)
         setup = Setup.from_settings(asdict(config))

@@ -50,7 +50,7 @@ LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one
 class DraftTrainer:
     """What `adapt.run` asks of a trainer, and what the policy's worker does of one beside it.
 
-    config: with `mtp` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
+    config: with `draft` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
     draft, target: on one device. draft_cost: c of PPOW's reward unless it is set. updates: optimizer steps
     done.
     """
@@ -58,7 +58,7 @@ class DraftTrainer:
     shares_prefixes = False
 
     def __init__(self, config: Config, draft: TrainableDraft, target: Target, draft_cost: float) -> None:
-        self._config, self._mtp = config, config.mtp
+        self._config, self._settings = config, config.draft
         self._draft, self._target, self._device = draft, target, target.device
         self._pair = Pair(
             draft=draft,
@@ -68,18 +68,18 @@ class DraftTrainer:
             draft_cost=draft_cost,
         )
         self._windows: WindowTraining | None = None
-        if config.mtp.windows:
+        if config.draft.windows:
             self._windows = WindowTraining(
                 config.ppow,
-                config.mtp.objective,
-                depths=config.mtp.depths,
+                config.draft.objective,
+                depths=config.draft.depths,
                 steps=config.run.steps,
                 seed=config.run.seed,
             )
         trainer = config.trainer
         self._optimizer = torch.optim.AdamW(
             self._draft.parameters(),
-            lr=config.mtp.lr,
+            lr=config.draft.lr,
             betas=(trainer.beta1, trainer.beta2),
             eps=trainer.eps,
             weight_decay=trainer.weight_decay,
@@ -101,7 +101,7 @@ class DraftTrainer:
                 if loss.requires_grad:
                     loss.backward()
                 parts.append(stats)
-        nothing = no_stats(self._mtp.depths, self._device)
+        nothing = no_stats(self._settings.depths, self._device)
         stats = reduce(add, parts, nothing if self._windows is None else PpowTotals.nothing(self._device))
         metrics = stats.metrics() | self._apply(stats.weight.item())
         return metrics | {"timing_s/update_actor": Mean(time.perf_counter() - started, 1)}
@@ -110,7 +110,7 @@ class DraftTrainer:
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
         """Teacher-forced statistics of the draft; changes nothing."""
         parts = [self._loss(micro, batch.temperature)[1] for micro in _micros(batch)]
-        return reduce(add, parts, no_stats(self._mtp.depths, self._device))
+        return reduce(add, parts, no_stats(self._settings.depths, self._device))
 
     def save(self, directory: str | Path) -> None:
         """Everything a resumed run needs; the directory appears when it is complete."""
@@ -153,7 +153,7 @@ class DraftTrainer:
 
     def _apply(self, weight: float) -> dict[str, Value]:
         """Step on the summed gradient over `weight`."""
-        group, mtp = self._optimizer.param_groups[0], self._mtp
+        group, mtp = self._optimizer.param_groups[0], self._settings
         group["lr"] = mtp.lr * min(1.0, (self.updates + 1) / max(1, mtp.warmup_steps))
         parameters = list(self._draft.parameters())
         norm = float("nan")
@@ -180,7 +180,7 @@ class DraftTrainer:
 
     def _loss(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
         """Numerator of the loss of a micro-batch, and statistics."""
-        depths = self._mtp.depths
+        depths = self._settings.depths
         batch = draft_batch(micro, depths)
         if batch is None:
             return torch.zeros((), device=self._device), no_stats(depths, self._device)
@@ -212,7 +212,7 @@ class DraftTrainer:
         temperature: float,
     ) -> tuple[torch.Tensor, MtpStats]:
         """Loss and statistics of some turns; their logits live no longer than this call."""
-        length, depths = anchors.shape[1], self._mtp.depths
+        length, depths = anchors.shape[1], self._settings.depths
         cells, flat = anchors[part].flatten(), slice(part.start * length, part.stop * length)
         kept: list[MtpStats] = []
 
@@ -224,12 +224,12 @@ class DraftTrainer:
             padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
             shared = padded.unfold(0, len(cells), 1)[:depths].permute(2, 0, 1)
             loss, stats = mtp_loss(
-                self._mtp.supervised,
+                self._settings.supervised,
                 draft.float(),
                 shared.float(),
                 targets.mask[flat],
                 tokens=targets.tokens[flat],
-                anchors=self._mtp.anchors,
+                anchors=self._settings.anchors,
                 turn_starts=targets.turn_starts[part],
                 temperature=temperature,
                 normalizer=1.0,

@@ -30,7 +30,7 @@ from rlpipe.types import Group, Prompt
 FORMAT = 2
 _READABLE = (1, 2)  # format 1 held the token columns as lists of numbers
 ABOUT = "dump.json"
-_TRAINER = ("algo", "trainer", "mtp", "ppow")  # settings that its metrics depend on
+_TRAINER = ("algo", "trainer", "draft", "ppow")  # settings that its metrics depend on
 _EDGE = 4 << 20  # bytes at either end of a model's file that its sum covers
 _KEPT = 8  # steps whose files stay in memory
 

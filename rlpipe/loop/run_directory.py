@@ -38,7 +38,7 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "cluster": None,
 }
 _SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # of what a trainer's checkpoint holds
-_SCHEDULES = ("trainer.lr_schedule", "mtp.lr_schedule")  # of which all but `constant` end with run.steps
+_SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # of which all but `constant` end with run.steps
 
 
 @contextmanager

@@ -67,8 +67,8 @@ def run_header(config: Config, run_dir: Path) -> Header:
 
 def _work(config: Config) -> tuple[str, str]:
     if config.task is Task.MTP_ADAPT:
-        anchors = "" if config.mtp.windows else f", {config.mtp.anchors} anchors"
-        objective = f"{config.mtp.objective}{anchors}"
+        anchors = "" if config.draft.windows else f", {config.draft.anchors} anchors"
+        objective = f"{config.draft.objective}{anchors}"
         return "draft", f"trained by {objective}; {config.adapt.batch} trajectories a step"
     lag, sizes = config.pipeline.max_staleness, config.pipeline
     loop = f"asynchronous, staleness ≤ {lag}" if lag else "synchronous"

@@ -125,7 +125,7 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
     size = 2 if half else 4
     model, draft = parameters(arch, trainer.tp, trainer.ep, layers)
     adapts = config.task is Task.MTP_ADAPT
-    online = adapts or (config.mtp.online and not config.trains_beside)
+    online = adapts or (config.draft.online and not config.cotrains_draft)
     adapters = adapter_parameters(replace(arch, layers=len(layers)), trainer.lora, trainer.tp)
     policy = adapters if trainer.lora.active else model
     trained = (0 if adapts else policy) + (draft if online else 0)

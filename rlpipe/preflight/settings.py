@@ -11,9 +11,9 @@ from typing import Any
 
 from rlpipe.config.algo import Correction, Proximal
 from rlpipe.config.decoupled import check_actor
+from rlpipe.config.draft import check_draft
 from rlpipe.config.drafters import KINDS
 from rlpipe.config.lora import check_lora
-from rlpipe.config.mtp import check_draft
 from rlpipe.config.paths import resolve
 from rlpipe.config.pipeline import Stale
 from rlpipe.config.rollout import EngineKind, check_embedded
@@ -106,31 +106,33 @@ def check(config: Config) -> None:
     probed = config.metrics.probe.every and config.spec.needs_mtp
     # needs no MTP layer
     beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
-    learns = config.mtp.online and not (beside or config.trains_beside)
+    learns = config.draft.online and not (beside or config.cotrains_draft)
     if learns or (probed and config.task is Task.RL):
-        check_draft(config.mtp, served, config.rollout_model)
-    trained = config.mtp.online or config.task is Task.MTP_ADAPT
-    if trained and config.mtp.windows and config.trainer.cp > 1:
+        check_draft(config.draft, served, config.rollout_model)
+    trained = config.draft.online or config.task is Task.MTP_ADAPT
+    if trained and config.draft.windows and config.trainer.cp > 1:
         raise ValueError(
-            f"mtp.objective={config.mtp.objective} with trainer.cp={config.trainer.cp}: its windows read all "
-            "keys of a pass, which context parallel ranks share. Set trainer.cp=1, or mtp.objective=e2e_tv."
+            f"draft.objective={config.draft.objective} with trainer.cp={config.trainer.cp}: its windows read "
+            "all keys of a pass, which context parallel ranks share. Set trainer.cp=1, or "
+            "draft.objective=e2e_tv."
         )
-    if learns and config.mtp.windows and config.trainer.pp > 1:
+    if learns and config.draft.windows and config.trainer.pp > 1:
         raise ValueError(
-            f"mtp.objective={config.mtp.objective} with trainer.pp={config.trainer.pp}: its windows run the "
-            "whole model, which pipeline stages share. Set trainer.pp=1, or mtp.objective=e2e_tv."
+            f"draft.objective={config.draft.objective} with trainer.pp={config.trainer.pp}: its windows run "
+            "the whole model, which pipeline stages share. Set trainer.pp=1, or draft.objective=e2e_tv."
         )
-    if learns and config.mtp.windows and config.trainer.sp:
+    if learns and config.draft.windows and config.trainer.sp:
         raise ValueError(
-            f"mtp.objective={config.mtp.objective} with trainer.sp=true: its windows have numbers of tokens "
-            "that ranks cannot share evenly. Set trainer.sp=false, or mtp.objective=e2e_tv."
+            f"draft.objective={config.draft.objective} with trainer.sp=true: its windows have numbers of "
+            "tokens that ranks cannot share evenly. Set trainer.sp=false, or draft.objective=e2e_tv."
         )
-    if trained and config.mtp.windows and config.rollout.temperature == 0:
+    if trained and config.draft.windows and config.rollout.temperature == 0:
         raise ValueError(
-            f"mtp.objective={config.mtp.objective} verifies drafts by rejection, and rollout.temperature=0 "
-            "leaves no distribution: set rollout.temperature=1.0, or mtp.objective=e2e_tv."
+            f"draft.objective={config.draft.objective} verifies drafts by rejection, and "
+            "rollout.temperature=0 leaves no distribution: set rollout.temperature=1.0, or "
+            "draft.objective=e2e_tv."
         )
-    if config.trains_beside:
+    if config.cotrains_draft:
         DRAFTERS[config.spec.drafter].check_cotrained(config)
     if config.task is Task.RL:
         check_staleness(config)
@@ -181,10 +183,10 @@ def _check_learnable(config: Config) -> None:
             "rollout.temperature=0 makes all siblings of a group equal, so that every advantage is 0 and "
             "nothing is learnt: set rollout.temperature=1.0 (val.temperature=0 validates greedily)."
         )
-    if config.mtp.online and config.spec.mode is SpecMode.NONE:
+    if config.draft.online and config.spec.mode is SpecMode.NONE:
         raise ValueError(
-            "mtp.train=online trains a draft, and spec.mode=none never drafts: set spec.mode=rejection, or "
-            "mtp.train=off."
+            "draft.train=online trains a draft, and spec.mode=none never drafts: set spec.mode=rejection, or "
+            "draft.train=off."
         )
 
 

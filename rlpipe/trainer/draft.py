@@ -25,7 +25,7 @@ from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
 from rlpipe.batching.draft_layout import DraftBatch, draft_batch
 from rlpipe.batching.micro_batch import MicroBatch, as_rows
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.loss import MtpStats, depth_targets
 from rlpipe.drafts.loss.alignment import DepthTargets
@@ -63,7 +63,7 @@ class DraftPasses:
 
     def __init__(
         self,
-        config: MtpConfig,
+        config: DraftConfig,
         runtime: Runtime,
         passes: Passes,
         group: dist.ProcessGroup,
@@ -74,8 +74,8 @@ class DraftPasses:
     ) -> None:
         if windows is not None and runtime.te:
             raise ValueError(
-                f"mtp.objective={config.objective} reads keys of finished passes, which TransformerEngine's "
-                "attention keeps to itself: set trainer.layers=local."
+                f"draft.objective={config.objective} reads keys of finished passes, which "
+                "TransformerEngine's attention keeps to itself: set trainer.layers=local."
             )
         self._passes, self._group, self._device = passes, group, runtime.device
         self._config, self._runtime = config, runtime

@@ -6,8 +6,8 @@ weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
-policy's gradient does not need it. With mtp.train=online it learns from the hidden states of the same pass
-(`draft`), and nothing of that reaches the policy; with mtp.objective=ppow from windows it drafts there
+policy's gradient does not need it. With draft.train=online it learns from the hidden states of the same pass
+(`draft`), and nothing of that reaches the policy; with draft.objective=ppow from windows it drafts there
 (`ppow`). With adapt_only the draft alone learns (`adapt_step`).
 """
 
@@ -34,7 +34,7 @@ from rlpipe.algo.policy_loss import (
 )
 from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, check_draft
+from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
 from rlpipe.drafts.windows.totals import PpowTotals
@@ -61,7 +61,7 @@ class MegatronTrainer:
         self,
         config: TrainerConfig,
         algo: AlgoConfig,
-        mtp: MtpConfig,
+        mtp: DraftConfig,
         model_path: str | Path,
         *,
         rank: int = 0,
@@ -77,8 +77,8 @@ class MegatronTrainer:
 
         master: `runtime.open_address` of rank 0, where the ranks meet (not needed by one rank alone).
         total_steps: batches of the run; the learning rate schedules end there.
-        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever mtp.train says.
-        ppow: settings of mtp.objective=ppow, None for the defaults. seed: of its windows, drafts and coins.
+        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever draft.train says.
+        ppow: settings of draft.objective=ppow, None for the defaults. seed: of its windows, drafts and coins.
         beside: a trainer of this process whose ranks and groups it uses too; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
@@ -106,7 +106,7 @@ class MegatronTrainer:
         self.policy_version = 0
         self.rule = make_rule(algo)
 
-    def _build(self, mtp: MtpConfig, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
+    def _build(self, mtp: DraftConfig, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,

@@ -26,7 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.trainer import Precision, TrainerConfig
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 
@@ -82,7 +82,7 @@ class PolicyOptimizer:
     """
 
     def __init__(
-        self, config: TrainerConfig, mtp: MtpConfig, model: DistributedDataParallel, steps: int
+        self, config: TrainerConfig, mtp: DraftConfig, model: DistributedDataParallel, steps: int
     ) -> None:
         self._clip = {POLICY: config.clip_grad, MTP: mtp.clip_grad}
         optimizer_config = OptimizerConfig(
@@ -202,7 +202,7 @@ def _tag(group: dict[str, Any]) -> str:
 
 
 def _schedule(
-    plan: TrainerConfig | MtpConfig, steps: int, groups: _Groups, weight_decay: float
+    plan: TrainerConfig | DraftConfig, steps: int, groups: _Groups, weight_decay: float
 ) -> OptimizerParamScheduler:
     """Warm-up, then the plan's shape until `steps`, over one group."""
     return OptimizerParamScheduler(

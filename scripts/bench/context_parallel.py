@@ -32,7 +32,7 @@ from memory_estimate import CLEAR_REFS, status, write_model
 
 from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import open_address
@@ -96,7 +96,7 @@ def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
         master = meeting.read_text()
     config = TrainerConfig(cp=ranks, micro_batch_tokens=tokens)
     trainer = MegatronTrainer(
-        *(config, AlgoConfig(), MtpConfig(), folder / "model"),
+        *(config, AlgoConfig(), DraftConfig(), folder / "model"),
         **{"rank": rank, "world_size": ranks, "master": master, "total_steps": 2},
     )
     row = conversation(tokens)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.tiny_model.demonstrators import Demonstrator, demonstrate
 from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig
@@ -132,7 +132,7 @@ def main() -> None:
     result: dict[str, Any] = {"model": args.model, "instances": args.instances, "arms": {}}
     for name, (dtype, precision) in ARMS.items():
         config = TrainerConfig(precision=precision)
-        trainer = MegatronTrainer(config, AlgoConfig(), MtpConfig(), str(model), total_steps=1)
+        trainer = MegatronTrainer(config, AlgoConfig(), DraftConfig(), str(model), total_steps=1)
         seeds = []
         for seed in range(args.seeds):
             opened = prompts(model, seed, args.instances)

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
 
 from rlpipe.config.algo import AlgoConfig  # noqa: E402
-from rlpipe.config.mtp import MtpConfig  # noqa: E402
+from rlpipe.config.draft import DraftConfig  # noqa: E402
 from rlpipe.config.paths import resolve  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.sglang import WeightTransfer  # noqa: E402
@@ -117,7 +117,7 @@ def main() -> None:
     config.sglang.bucket_mb = args.bucket_mb
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trainer = MegatronTrainer(TrainerConfig(), AlgoConfig(), MtpConfig(), model, total_steps=1)
+        trainer = MegatronTrainer(TrainerConfig(), AlgoConfig(), DraftConfig(), model, total_steps=1)
         stack.callback(trainer.close)
         weights = trainer.export_weights()
         servers = Servers(args.servers, model, logs, config, stack)

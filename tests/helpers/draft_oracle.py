@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipes.tiny_model.layer import MtpLayer, unroll
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.types import Trajectory
@@ -69,7 +69,7 @@ def draft_loss(
     path: Path,
     layers: torch.nn.ModuleList,
     trajectories: Sequence[Trajectory],
-    config: MtpConfig,
+    config: DraftConfig,
     temperature: float,
 ) -> tuple[torch.Tensor, MtpStats]:
     """Loss over all trajectories, differentiable by the layers, and statistics."""
@@ -82,7 +82,7 @@ def draft_numerator(
     model: PreTrainedModel,
     layers: torch.nn.ModuleList,
     trajectories: Sequence[Trajectory],
-    config: MtpConfig,
+    config: DraftConfig,
     temperature: float,
 ) -> tuple[torch.Tensor, MtpStats]:
     """The same before the division by `stats.weight`, of a model that is already there."""

@@ -97,7 +97,7 @@ env.sandbox.backend=podman | docker
 env.tools.parser=xml | hermes
 algo.loss_agg=mean | token-mean
 algo.kl_kind=k4 | k3
-mtp.train=yes | mtp.train=online
+draft.train=yes | draft.train=online
 run.steps=0 | at least 1
 run.max_masked_share=2 | a share from 0 to 1
 run.save_every=-1 | at least 0
@@ -122,12 +122,12 @@ trainer.tp=0 | at least 1
 trainer.tp=3 | Set trainer.tp to one of
 trainer.sp=true | raise trainer.tp
 trainer.tp=2 trainer.sp=true trainer.layers=te | set trainer.layers=local
-trainer.tp=2 trainer.sp=true mtp.train=online mtp.objective=ppow | Set trainer.sp=false
+trainer.tp=2 trainer.sp=true draft.train=online draft.objective=ppow | Set trainer.sp=false
 trainer.pp=99 | Set trainer.pp to at most
-trainer.pp=2 mtp.train=online mtp.objective=ppow | Set trainer.pp=1
+trainer.pp=2 draft.train=online draft.objective=ppow | Set trainer.pp=1
 trainer.cp=0 | at least 1
 trainer.cp=2 trainer.layers=te | set trainer.layers=local
-trainer.cp=2 mtp.train=online mtp.objective=ppow | Set trainer.cp=1
+trainer.cp=2 draft.train=online draft.objective=ppow | Set trainer.cp=1
 trainer.ep=2 | Set trainer.ep to one of [1]
 trainer.dp=2 trainer.ep=2 | to 1 for a model without
 trainer.lora.rank=-1 | 0 trains all weights
@@ -157,7 +157,7 @@ algo.policy_loss=vanila | Use one of
 pipeline.stale=keep algo.correction=none | set algo.correction
 run.half=train | set run.dump=FOLDER
 spec.mode=greedy | set both to 0
-spec.mode=none mtp.train=online | mtp.train=off
+spec.mode=none draft.train=online | draft.train=off
 spec.mode=none spec.adaptive=true | use spec.mode=rejection
 spec.mode=tree spec.drafter=suffix | use target_only
 spec.draft_path=/x | Set both or neither

@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 from torch.testing import assert_close
 
-from rlpipe.config.mtp_loss import SUPERVISED
+from rlpipe.config.draft_objectives import SUPERVISED
 from rlpipe.drafts.loss import MtpStats, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
 from rlpipe.drafts.loss.torch_rows import Sums

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.drafts.loss import depth_targets
 
 
@@ -69,14 +69,14 @@ def random_case(
 
 
 def reference_loss(
-    kind: MtpObjective | str,
+    kind: DraftObjective | str,
     case: Case,
     *,
     temperature: float = 1.0,
     weights: Tensor | None = None,
 ) -> Tensor:
     """The definition of a loss."""
-    kind = MtpObjective(kind)
+    kind = DraftObjective(kind)
     log_q = (case.draft.double() / temperature).log_softmax(-1)
     log_p = (case.target.double() / temperature).log_softmax(-1)
     q, p = log_q.exp(), log_p.exp()
@@ -85,17 +85,17 @@ def reference_loss(
     reverse = torch.nn.functional.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1)
     q_x, p_x = (x.gather(-1, case.tokens[..., None])[..., 0] for x in (q, p))
     weights = torch.ones(len(alpha), dtype=torch.float64) if weights is None else weights.double()
-    if kind is MtpObjective.VERIFY_STEPS:
+    if kind is DraftObjective.VERIFY_STEPS:
         return reference_verify_steps(torch.minimum(torch.ones_like(q_x), q_x / p_x), case)
-    if kind in (MtpObjective.E2E_TV, MtpObjective.E2E_CHAIN, MtpObjective.E2E_BLOCK):
+    if kind in (DraftObjective.E2E_TV, DraftObjective.E2E_CHAIN, DraftObjective.E2E_BLOCK):
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for n, mask in enumerate(case.mask.tolist()):
             depths = mask.index(False) if False in mask else len(mask)
             expected = torch.zeros((), dtype=torch.float64)
             for j in range(1, depths + 1):
-                if kind is MtpObjective.E2E_TV:
+                if kind is DraftObjective.E2E_TV:
                     expected = expected + alpha[n, :j].prod()
-                elif kind is MtpObjective.E2E_CHAIN:
+                elif kind is DraftObjective.E2E_CHAIN:
                     ratio = torch.minimum(torch.ones(1).double(), q_x[n, : j - 1] / p_x[n, : j - 1])
                     expected = expected + ratio.prod() * alpha[n, j - 1]
                 else:
@@ -106,11 +106,11 @@ def reference_loss(
         return total / weight
     share = (-3.0 * alpha.detach()).exp()
     row = {
-        MtpObjective.HARD_CE: -q_x.log(),
-        MtpObjective.KL: kl,
-        MtpObjective.REVERSE_KL: reverse,
-        MtpObjective.TV: (p - q).abs().sum(-1) / 2,
-        MtpObjective.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
+        DraftObjective.HARD_CE: -q_x.log(),
+        DraftObjective.KL: kl,
+        DraftObjective.REVERSE_KL: reverse,
+        DraftObjective.TV: (p - q).abs().sum(-1) / 2,
+        DraftObjective.LK: share * kl + (1 - share) * (p - q).abs().sum(-1) / 2,
     }[kind]
     weights = weights[:, None] * case.mask
     return (weights * row.where(case.mask, 0)).sum() / weights.sum()

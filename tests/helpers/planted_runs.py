@@ -102,7 +102,7 @@ def planted_run(directory: Path, seed: int, **given: float) -> RunData:
     train = "online" if has("online") else "off"
     (directory / "config.yaml").write_text(
         f"recipe: swe_rl\nrun: {{steps: {STEPS}}}\nspec: "
-        f"{{mode: rejection, gamma: 2, adaptive: true}}\nmtp: {{train: '{train}'}}\n"
+        f"{{mode: rejection, gamma: 2, adaptive: true}}\ndraft: {{train: '{train}'}}\n"
     )
     return load_run(directory)
 

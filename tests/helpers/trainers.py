@@ -15,7 +15,7 @@ from rlpipe.algo.advantage import compute_advantages
 from rlpipe.algo.correction import make_rule, token_data
 from rlpipe.batching.packing import PackedBatch, pack
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.trainer import runtime
@@ -28,7 +28,7 @@ def make_trainer(
     path: Path | str,
     config: TrainerConfig | None = None,
     algo: AlgoConfig | None = None,
-    mtp: MtpConfig | None = None,
+    mtp: DraftConfig | None = None,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -42,7 +42,7 @@ def make_trainer(
     return MegatronTrainer(
         config or TrainerConfig(lr=1e-2),
         algo or AlgoConfig(),
-        mtp or MtpConfig(),
+        mtp or DraftConfig(),
         path,
         rank=rank,
         world_size=world_size,
@@ -115,7 +115,7 @@ class Run:
     config: TrainerConfig
     algo: AlgoConfig
     groups: Sequence[Sequence[Group]]
-    mtp: MtpConfig = field(default_factory=MtpConfig)
+    mtp: DraftConfig = field(default_factory=DraftConfig)
     load: Path | None = None
     save: Path | None = None
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig, Correction, ObrsConfig
 from rlpipe.config.decoupled import DecoupledConfig, DistillKl
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
@@ -58,7 +58,7 @@ def make_pair(paths, config=ADAPT, algo=OBRS, trainer=None, **where):
     own = config.algo(algo)
     where.pop("master", None)
     actor = MegatronTrainer(
-        config.trainer(settings), own, MtpConfig(), paths[1], total_steps=10, beside=policy, **where
+        config.trainer(settings), own, DraftConfig(), paths[1], total_steps=10, beside=policy, **where
     )
     return DecoupledTrainer(policy, actor, config, own)
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlpipe.actors.trainer_worker import TrainerWorker
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.lora import LoraConfig
-from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, Config, ModelConfig, RunSettings
@@ -43,7 +43,7 @@ STEPS = [make_groups(seed=seed, groups=3, common=6) for seed in (3, 4)]
 def settings(start, tmp_path, **mtp) -> Config:
     return Config(
         model=ModelConfig(path=str(TINY)),
-        mtp=MtpConfig(**{"train": "online", "objective": "kl", "lr": 1e-2, "clip_grad": 0.5} | mtp),
+        draft=DraftConfig(**{"train": "online", "objective": "kl", "lr": 1e-2, "clip_grad": 0.5} | mtp),
         spec=SpecConfig(drafter="eagle3", draft_path=str(start)),
         rollout=RolloutConfig(device="cpu", max_context=64),
         trainer=TrainerConfig(lr=1e-3, micro_batch_tokens=256),
@@ -138,7 +138,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(s
     asked += ["pipeline.prompts_per_step=2", "pipeline.group_size=4", "pipeline.max_staleness=0"]
     asked += ["rollout.max_running=1", "val.every=0", "metrics.probe.every=0", "metrics.report=false"]
     asked += ["metrics.wandb=off", "spec.drafter=eagle3", f"spec.draft_path={start}"]
-    online = ["mtp.train=online", "mtp.objective=kl", "mtp.lr=5e-3"]
+    online = ["draft.train=online", "draft.objective=kl", "draft.lr=5e-3"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     whole.mkdir()
     first = run(*asked, *online, cwd=whole, OMP_NUM_THREADS="1")
@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(s
     shutil.rmtree(other / "out" / "checkpoints" / "step_2")
     shutil.copytree(other, tmp_path / "untrained")
     refused = run(*asked, "run.resume=anyway", cwd=tmp_path / "untrained")
-    assert refused.returncode != 0 and "mtp.train=online" in refused.stdout + refused.stderr
+    assert refused.returncode != 0 and "draft.train=online" in refused.stdout + refused.stderr
     second = run(*asked, *online, cwd=other, OMP_NUM_THREADS="1")
     assert second.returncode == 0, second.stdout + second.stderr
     a, b, earlier = (
@@ -176,7 +176,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_and_says_what_was_accepted(s
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"mtp": MtpConfig(train="online", lr_schedule="cosine")}, r"mtp\.lr_schedule=cosine"),
+        ({"draft": DraftConfig(train="online", lr_schedule="cosine")}, r"draft\.lr_schedule=cosine"),
         ({"injection": InjectionConfig(weight_noise=0.1)}, r"injection\.weight_noise=0\.1"),
     ],
 )

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import rlpipe.actors.trainers as trainers
 import rlpipe.drafts.eagle3_model as eagle3
 from rlpipe.batching.packing import pack
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.eagle3 import Eagle3Config
-from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, RunSettings
@@ -63,7 +63,7 @@ def make(target, start, trajectories, ppow=PPOW, seed=0, steps=4, **mtp) -> Draf
     settings = {"objective": "ppow", "depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
     config = Config(
         model=ModelConfig(path=str(target)),
-        mtp=MtpConfig(**settings),
+        draft=DraftConfig(**settings),
         eagle3=Eagle3Config(start=str(start)),
         ppow=ppow,
         rollout=RolloutConfig(max_context=64, device="cpu"),
@@ -260,7 +260,7 @@ def test_the_recipe_goes_on_from_a_draft(tmp_path):
     small += ["adapt.eval_samples=1", "adapt.in_domain=[swe.held_instances]", "adapt.out_of_domain=[]"]
     small += ["adapt.eval_modes=[rejection]", "metrics.wandb=off", "run.steps=1", "adapt.eval_first=false"]
     first = write_random_draft(tmp_path / "first", TINY, scale=0.05)
-    small += ["mtp.objective=ppow", f"eagle3.start={first}"]
+    small += ["draft.objective=ppow", f"eagle3.start={first}"]
     result = run("+recipe=eagle3", "run.dir=out", *small, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     out = tmp_path / "out"

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import rlpipe.actors.trainers as trainers
 import rlpipe.drafts.standalone_trainer as eagle3
 from rlpipe.batching.packing import pack
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config
-from rlpipe.config.mtp import MtpConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config, ModelConfig, Task
 from rlpipe.config.spec import SpecMode
@@ -52,7 +52,7 @@ def make(target, trajectories, draft=None, **mtp) -> DraftTrainer:
     settings = {"depths": 3, "lr": 3e-3, "clip_grad": 0.0} | mtp
     config = Config(
         model=ModelConfig(path=str(target)),
-        mtp=MtpConfig(**settings),
+        draft=DraftConfig(**settings),
         eagle3=Eagle3Config(**(draft or {})),
         rollout=RolloutConfig(max_context=64, device="cpu"),
         trainer=TrainerConfig(micro_batch_tokens=96),
@@ -200,8 +200,8 @@ def test_what_cannot_be_trained_is_refused_at_launch(target, tmp_path):
         check(adapting(eagle3=Eagle3Config(draft_vocab=100)))
     with pytest.raises(ValueError, match=r"eagle3\.start"):
         check(adapting(eagle3=Eagle3Config(start=str(tmp_path / "nothing"))))
-    check(adapting(mtp=MtpConfig(objective="ppow")))
-    greedy = adapting(mtp=MtpConfig(objective="ppow"))
+    check(adapting(draft=DraftConfig(objective="ppow")))
+    greedy = adapting(draft=DraftConfig(objective="ppow"))
     greedy.rollout.temperature = 0
     with pytest.raises(ValueError, match=r"rollout\.temperature=0 leaves no distribution"):
         check(greedy)

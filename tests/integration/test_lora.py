@@ -11,8 +11,8 @@ import torch
 from megatron.core import dist_checkpointing
 
 from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.draft import DraftConfig, DraftTrain
 from rlpipe.config.lora import LoraConfig, LoraTargets
-from rlpipe.config.mtp import MtpConfig, MtpTrain
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
 from tests.helpers.adapters import (
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 TINY = ROOT / "models" / "tiny"
 LORA = TrainerConfig(lr=1e-2, eps=1e-3, lora=LoraConfig(rank=4, alpha=6.0))
 ATTENTION = replace(LORA, lora=replace(LORA.lora, targets=LoraTargets.ATTENTION))
-ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2)
+ONLINE = DraftConfig(train=DraftTrain.ONLINE, lr=1e-2)
 ALGO = AlgoConfig(kl_coef=0.1)
 FAMILIES = {
     "mimo": ({"family": "mimo"}, LORA),
@@ -187,7 +187,11 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     models = {
         "mimo": (write_random_checkpoint(folder / "mimo", "mimo", vocab=61), LORA, ONLINE),
-        "qwen3_moe": (write_random_checkpoint(folder / "moe", "qwen3_moe", vocab=61), ATTENTION, MtpConfig()),
+        "qwen3_moe": (
+            write_random_checkpoint(folder / "moe", "qwen3_moe", vocab=61),
+            ATTENTION,
+            DraftConfig(),
+        ),
     }
     even = write_random_checkpoint(folder / "even", "mimo", vocab=64)
     groups = [make_groups(seed, vocab=61) for seed in range(3)]

@@ -145,7 +145,7 @@ LAUNCHES = {  # settings -> whether a launch without a GPU goes on to start proc
     "+recipe=swe_rl cluster.share_gpus=true": False,
     "+recipe=swe_rl rollout.max_running=1000000": False,
     f"+recipe=swe_rl rollout=sglang {SGLANG_HERE}": False,
-    "+recipe=swe_rl model.path=qwen3_next mtp.train=off spec.mode=none": False,
+    "+recipe=swe_rl model.path=qwen3_next draft.train=off spec.mode=none": False,
     "+recipe=swe_rl model.path=qwen3_5 rollout=sglang": False,
     "+recipe=swe_rl spec.gama=3": False,
 }

@@ -98,7 +98,7 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
 
 
 def test_two_ranks_on_rollouts_of_two_workers_train_the_draft_that_one_process_trains(tmp_path):
-    sets = ["run.steps=2", "adapt.eval_first=false", "adapt.eval_modes=[rejection]", "mtp.lr=1.0e-4"]
+    sets = ["run.steps=2", "adapt.eval_first=false", "adapt.eval_modes=[rejection]", "draft.lr=1.0e-4"]
     alone = adapt(tmp_path, "alone", *sets)
     spread = ["cluster=ray", "trainer.dp=2", "rollout.workers=2"]
     together = adapt(tmp_path, "together", *sets, *spread)
@@ -129,7 +129,7 @@ def test_servers_roll_out_and_evaluate_as_the_embedded_engine_does(tmp_path):
     python = find_environment(SglangConfig(), on_gpu=False).python
     server = ["rollout=sglang", f"rollout.sglang.python={python}", "rollout.device=cpu"]
     sets = ["adapt.prompts=4", "adapt.eval_prompts=16", "adapt.eval_samples=2", "run.steps=1"]
-    sets += ["adapt.eval_modes=[rejection]", "adapt.eval_first=false", "mtp.lr=1.0e-4"]
+    sets += ["adapt.eval_modes=[rejection]", "adapt.eval_first=false", "draft.lr=1.0e-4"]
     served = adapt(tmp_path, "served", *server, *sets, "cluster=ray", "trainer.dp=2")
     header, *lines = (json.loads(line) for line in (served / "rollouts.jsonl").read_text().splitlines())
     assert header["samples"] == 2 and len(lines) == 4 * 2

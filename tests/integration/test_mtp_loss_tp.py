@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.testing import assert_allclose
 
-from rlpipe.config.mtp_loss import SUPERVISED
+from rlpipe.config.draft_objectives import SUPERVISED
 from rlpipe.drafts.loss import MtpStats, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
 from tests.helpers.mtp_reference import random_case

@@ -46,8 +46,8 @@ def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path
     online = [
         "+recipe=swe_rl",
         "cluster=inline",
-        "mtp.train=online",
-        "mtp.objective=ppow",
+        "draft.train=online",
+        "draft.objective=ppow",
         "ppow.windows=1",
         *SMALL,
         "run.steps=1",
@@ -60,4 +60,4 @@ def test_the_draft_learns_beside_the_policy_and_a_greedy_run_is_refused(tmp_path
 
     greedy = ["rollout.temperature=0", "spec.mode=greedy", "val.temperature=0"]
     result = run(*online, *greedy, "run.dir=greedy", cwd=tmp_path)
-    assert result.returncode == 2 and "mtp.objective=ppow verifies drafts by rejection" in result.stderr
+    assert result.returncode == 2 and "draft.objective=ppow verifies drafts by rejection" in result.stderr

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlpipe.batching.packing import pack
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.trainer import TrainerConfig
 from rlpipe.diagnosis.probe import COLUMNS
 from rlpipe.types import Trajectory
@@ -115,7 +115,7 @@ def read(rank, world_size, path, folder, split):
     trainer = make_trainer(
         path,
         TrainerConfig(**split),
-        mtp=MtpConfig(),
+        mtp=DraftConfig(),
         rank=rank,
         world_size=world_size,
         master=meet(rank, world_size, file) if world_size > 1 else None,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
+from rlpipe.config.draft import DraftConfig, DraftTrain
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.models.checkpoint import is_mtp_weight, read_weights
 from rlpipe.trainer.experts import Router
@@ -242,7 +242,7 @@ def test_the_draft_chooses_for_itself(glm, trainer_of, monkeypatch):
         seen.append((names[self], bool((own != chosen).any())))
         return weights, chosen
 
-    trainer = trainer_of(glm, STEP, mtp=MtpConfig(train=MtpTrain.ONLINE, lr=1e-2))
+    trainer = trainer_of(glm, STEP, mtp=DraftConfig(train=DraftTrain.ONLINE, lr=1e-2))
     names = {module: name for name, module in trainer.model.named_modules() if isinstance(module, Router)}
     monkeypatch.setattr(Router, "routing", watched)
     trainer.train_step(make_batch(recorded(make_groups()), AlgoConfig()))

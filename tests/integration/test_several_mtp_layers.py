@@ -18,7 +18,7 @@ ADAPT += ["adapt.eval_prompts=2", "adapt.eval_samples=1", "adapt.in_domain=[swe.
 ADAPT += ["adapt.out_of_domain=[]", "metrics.wandb=off"]
 TEACH = ["+recipe=swe_rl", "cluster=inline", "run.steps=2", "run.save_every=2", "metrics.report=false"]
 TEACH += ["pipeline.prompts_per_step=2", "pipeline.group_size=4", "val.every=0", "metrics.wandb=off"]
-TEACH += ["mtp.train=online", "trainer.warmup_steps=0"]
+TEACH += ["draft.train=online", "trainer.warmup_steps=0"]
 
 
 @pytest.fixture

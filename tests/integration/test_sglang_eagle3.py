@@ -281,7 +281,7 @@ def test_a_run_co_trains_the_draft_that_its_server_drafts_with(tmp_path):
         "rollout.sglang.weight_transfer=collective",
         "spec.drafter=eagle3",
         f"spec.draft_path={draft}",
-        "mtp.train=online",
+        "draft.train=online",
         cwd=tmp_path,
         timeout=500,
     )

@@ -299,7 +299,7 @@ def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_r
     """Groups that differ in nothing but their learning rate are mixed up by Megatron's load."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from rlpipe.config.mtp import MtpConfig
+    from rlpipe.config.draft import DraftConfig
     from rlpipe.trainer.optimizer import PolicyOptimizer
 
     trainer = trainer_of(write_random_checkpoint(tmp_path / "model", "mimo"))
@@ -307,7 +307,7 @@ def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_r
     trainer.model.mtp.requires_grad_(True)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(trainer.model.config, ddp, trainer.model)
-    config, mtp = TrainerConfig(lr=1e-2, clip_grad=0.5), MtpConfig(lr=3e-3, clip_grad=0.25)
+    config, mtp = TrainerConfig(lr=1e-2, clip_grad=0.5), DraftConfig(lr=3e-3, clip_grad=0.25)
 
     def step():
         for parameter in trainer.model.parameters():

@@ -9,8 +9,8 @@ import torch
 
 from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft import DraftConfig, DraftTrain
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.config.trainer import LrSchedule, Precision, Recompute, TrainerConfig
 from rlpipe.drafts.loss import MtpStats
 from rlpipe.models.checkpoint import read_weights
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ALGO = AlgoConfig()
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-3)
-ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.0)
+ONLINE = DraftConfig(train=DraftTrain.ONLINE, lr=1e-2, clip_grad=0.0)
 VISIT = replace(ONLINE, anchors=AnchorWeighting.VISIT)
-FROZEN = MtpConfig()
+FROZEN = DraftConfig()
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def assert_equal(found, expected):
     [
         ONLINE,
         VISIT,
-        replace(ONLINE, objective=MtpObjective.KL),
-        replace(VISIT, objective=MtpObjective.VERIFY_STEPS),
+        replace(ONLINE, objective=DraftObjective.KL),
+        replace(VISIT, objective=DraftObjective.VERIFY_STEPS),
     ],
     ids=lambda mtp: f"{mtp.objective}-{mtp.anchors}",
 )
@@ -343,7 +343,7 @@ def test_adaptation_takes_the_step_that_co_training_takes(path):
     batch = make_batch(make_groups(common=9), AlgoConfig(skip_zero_advantage=False))
     online = values(trainer.train_step(batch)), weights_of(trainer, True)
     trainer.close()
-    frozen = replace(ONLINE, train=MtpTrain.OFF)  # in RL; adaptation trains it all the same
+    frozen = replace(ONLINE, train=DraftTrain.OFF)  # in RL; adaptation trains it all the same
     trainer = make_trainer(path, CONFIG, ALGO, frozen, adapt_only=True)
     alone = values(trainer.adapt_step(batch)), weights_of(trainer, True)
     trainer.close()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft import DraftConfig, DraftTrain
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from tests.helpers.gradients import gradients_and_training
 from tests.helpers.parallel import run_ranks
@@ -52,15 +52,15 @@ EXPERTS = {  # ranks share the experts of a mixture, too
 }
 HYBRID_SIZES = ("tp", "cp", "pp")  # heads, tokens and layers of delta nets on two ranks
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
-ONLINE = MtpConfig(train=MtpTrain.ONLINE, lr=1e-2, clip_grad=0.1)
+ONLINE = DraftConfig(train=DraftTrain.ONLINE, lr=1e-2, clip_grad=0.1)
 DRAFTS = {
     "e2e_tv": ONLINE,
     "experts": ONLINE,  # a draft whose layer is a mixture of experts
     "latent": ONLINE,  # and has latent attention
     "gated": ONLINE,  # and whose attention has an output gate
-    "kl": replace(ONLINE, objective=MtpObjective.KL),
+    "kl": replace(ONLINE, objective=DraftObjective.KL),
     "visit": replace(ONLINE, anchors=AnchorWeighting.VISIT),  # needs the totals of all ranks
-    "ppow": replace(ONLINE, objective=MtpObjective.PPOW),
+    "ppow": replace(ONLINE, objective=DraftObjective.PPOW),
 }
 
 REFUSED = {("ppow", split) for split in ("cp", "pp", "sp")}  # by the settings
@@ -138,7 +138,7 @@ def outcomes(tmp_path_factory):
         split[f"pp then {name}"] = run("mimo", SPLITS[name], groups[2:], load=folder / "saved pp")
 
     def derive(model, config):
-        mtp = MtpConfig() if model in ("qwen3", "qwen3_moe") else ONLINE
+        mtp = DraftConfig() if model in ("qwen3", "qwen3_moe") else ONLINE
         return replace(run(model, config, groups[:1]), mtp=mtp)
 
     whole = {model: derive(model, ALONE) for model, _ in DERIVED}

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from rlpipe.batching.draft_layout import draft_batch
 from rlpipe.batching.packing import pack
 from rlpipe.config.algo import AlgoConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft import DraftConfig, DraftTrain
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.drafts.objectives.ppow import group_advantages
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
 
 ALGO = AlgoConfig()
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-3)
-MTP = MtpConfig(train=MtpTrain.ONLINE, objective=MtpObjective.PPOW, lr=1e-2, clip_grad=0.0)
+MTP = DraftConfig(train=DraftTrain.ONLINE, objective=DraftObjective.PPOW, lr=1e-2, clip_grad=0.0)
 PPOW = PpowConfig(group_size=3, windows=2, draft_cost=0.25, tolerance=3.0)
 RULES = {"draft_cost": 0.25, "proximity": 0.1, "tolerance": 3.0}
 T = 0.7
@@ -262,7 +262,7 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(path
 @pytest.mark.parametrize("recompute", Recompute)
 def test_co_training_leaves_every_gradient_of_the_backbone_bit_identical(path, recompute):
     algo, told = AlgoConfig(kl_coef=0.1, entropy_coef=0.01), []
-    for mtp in (MtpConfig(), MTP):
+    for mtp in (DraftConfig(), MTP):
         trainer = make_trainer(path, replace(CONFIG, recompute=recompute), algo, mtp, ppow=PPOW)
         groups = make_groups(0, common=9, longest=16)
         metrics = trainer.train_step(make_batch(groups, algo))

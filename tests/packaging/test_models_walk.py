@@ -81,7 +81,7 @@ MODELS = {
 }
 TEXT = (ROOT / "docs" / "models.md").read_text().partition("## From a model to the first step")[2]
 DEEPSEEK = (
-    "+recipe=swe_rl model.path=models/DeepSeek-V3-bf16 mtp.train=online cluster=many_nodes "
+    "+recipe=swe_rl model.path=models/DeepSeek-V3-bf16 draft.train=online cluster=many_nodes "
     "cluster.gpu_gb=268 rollout=sglang rollout.sglang.tp=8 trainer.tp=8 trainer.sp=true trainer.dp=8 "
     "trainer.ep=8 "
 )

@@ -12,19 +12,19 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.packaging
 OBJECTIVE_ROWS = {
-    "config/mtp_loss.py": [('    PPOW = "ppow"', '    SQUARED = "squared"')],
+    "config/draft_objectives.py": [('    PPOW = "ppow"', '    SQUARED = "squared"')],
     "drafts/objectives/supervised.py": [
         ("def hard_ce(", "def squared(rows):\n    return (1 - rows.alpha) ** 2\n\n"),
-        ("    MtpObjective.HARD_CE:", "    MtpObjective.SQUARED: Supervised(by_depth=squared),"),
+        ("    DraftObjective.HARD_CE:", "    DraftObjective.SQUARED: Supervised(by_depth=squared),"),
     ],
 }
 CHECK = """
 import torch
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.drafts.loss import mtp_loss
 draft, target = torch.randn(2, 5, 3, 7, generator=torch.Generator().manual_seed(0))
 mask = torch.ones(5, 3, dtype=torch.bool)
-loss, stats = mtp_loss(MtpConfig(objective="squared").supervised, draft, target, mask)
+loss, stats = mtp_loss(DraftConfig(objective="squared").supervised, draft, target, mask)
 rejected = 1 - torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1)
 torch.testing.assert_close(loss, rejected.square().mean())
 """
@@ -351,10 +351,10 @@ def test_a_small_model_for_trainer_and_engine_is_a_drafter_that_learns_drafts_an
     (package / "rlpipe/rollout/embedded/mix.py").write_text(ENGINE_DRAFT)
     add_rows(package, MODEL_DRAFTER_ROWS)
     few = [f"adapt.{name}" for name in ("prompts=4", "samples=1", "batch=4", "eval_prompts=1")]
-    adapt = ["+recipe=mtp_adapt", "adapt.drafter=mix", "adapt.out_of_domain=[]", "mtp.objective=kl", *few]
+    adapt = ["+recipe=mtp_adapt", "adapt.drafter=mix", "adapt.out_of_domain=[]", "draft.objective=kl", *few]
     done = run(package, RUN, *adapt, "run.dir=adapted", "run.steps=4", "adapt.eval_first=false")
     assert done.returncode == 0, done.stdout + done.stderr
-    draft = ["spec.drafter=mix", "spec.draft_path=adapted/draft", "mtp.train=online", "mtp.objective=kl"]
+    draft = ["spec.drafter=mix", "spec.draft_path=adapted/draft", "draft.train=online", "draft.objective=kl"]
     job = ["+recipe=swe_rl", "cluster=inline", *draft, *SMALL, "run.dir=out", "run.steps=1"]
     done = run(package, RUN, *job)
     assert done.returncode == 0, done.stdout + done.stderr

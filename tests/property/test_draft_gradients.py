@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from rlpipe.batching.micro_batch import Branch
 from rlpipe.batching.packing import pack
-from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft import DraftConfig, DraftTrain
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.drafts import megatron_draft
 from rlpipe.trainer import draft
 from rlpipe.trainer.context import ContextLayout
@@ -49,7 +49,7 @@ class Case:
     share: bool
     ranks: int
     recompute: bool
-    objective: MtpObjective
+    objective: DraftObjective
 
 
 @st.composite
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
         share=share,
         ranks=ranks,
         recompute=draw(st.booleans()),
-        objective=draw(st.sampled_from([MtpObjective.HARD_CE, MtpObjective.E2E_TV])),
+        objective=draw(st.sampled_from([DraftObjective.HARD_CE, DraftObjective.E2E_TV])),
     )
 
 
@@ -72,14 +72,14 @@ class Draft:
 
     def __init__(self, path: Any, layers: int) -> None:
         write_random_checkpoint(path, "mimo", vocab=VOCAB, head_scale=0.5, mtp_layers=layers)
-        self.trainer = make_trainer(path, mtp=MtpConfig(train=MtpTrain.ONLINE, depths=1))
+        self.trainer = make_trainer(path, mtp=DraftConfig(train=DraftTrain.ONLINE, depths=1))
         self.model, self.layers = AutoModelForCausalLM.from_pretrained(path), read_layers(path)
 
     def gradients(self, case: Case) -> dict[str, torch.Tensor]:
         """Summed over micro-batches and ranks, by the names of the files; of the backbone, too."""
         trainer, policy = self.trainer, self.trainer.model
         passes = trainer._passes
-        config = MtpConfig(depths=case.depths, objective=case.objective)
+        config = DraftConfig(depths=case.depths, objective=case.objective)
         drafting = DraftPasses(config, trainer._runtime, passes, trainer._dp_group, None, updates=1, seed=0)
         packed = pack(case.trajectories, None, case.budget, share_prefixes=case.share)
         trainer._wrapped.zero_grad_buffer()
@@ -110,7 +110,7 @@ class Draft:
     def expected(self, case: Case) -> dict[str, torch.Tensor]:
         """The same of the layers, by autograd."""
         self.layers.zero_grad()
-        config = MtpConfig(depths=case.depths, objective=case.objective)
+        config = DraftConfig(depths=case.depths, objective=case.objective)
         loss, stats = draft_numerator(self.model, self.layers, case.trajectories, config, 0.7)
         if stats.weight:
             loss.backward()

@@ -103,18 +103,18 @@ def check_cotrained(config: Config) -> None:
     """What training an EAGLE-3 draft beside the policy needs. Raises ValueError."""
     if config.decoupled.active:
         raise ValueError(
-            f"spec.drafter=eagle3 with mtp.train=online learns from the policy, and decoupled.path="
-            f"{config.decoupled.path!r} generates in its place: set mtp.train=off."
+            f"spec.drafter=eagle3 with draft.train=online learns from the policy, and decoupled.path="
+            f"{config.decoupled.path!r} generates in its place: set draft.train=off."
         )
-    if config.mtp.lr_schedule is not LrSchedule.CONSTANT:
+    if config.draft.lr_schedule is not LrSchedule.CONSTANT:
         raise ValueError(
-            f"mtp.lr_schedule={config.mtp.lr_schedule}: an EAGLE-3 draft is trained at a constant learning "
-            "rate after mtp.warmup_steps. Set mtp.lr_schedule=constant."
+            f"draft.lr_schedule={config.draft.lr_schedule}: an EAGLE-3 draft is trained at a constant "
+            "learning rate after draft.warmup_steps. Set draft.lr_schedule=constant."
         )
     if config.injection.weight_noise:
         raise ValueError(
             f"injection.weight_noise={config.injection.weight_noise} would disturb a co-trained EAGLE-3 "
-            "draft, its vocabulary included: set it to 0, or mtp.train=off."
+            "draft, its vocabulary included: set it to 0, or draft.train=off."
         )
 
 

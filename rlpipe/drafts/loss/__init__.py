@@ -1,6 +1,6 @@
 """Objectives that train a draft, with what they need: row statistics, per-depth sums, alignment."""
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.alignment import DepthTargets, depth_targets
 from rlpipe.drafts.loss.api import mtp_loss
 from rlpipe.drafts.loss.rows import Backend
@@ -10,7 +10,7 @@ __all__ = [
     "AnchorWeighting",
     "Backend",
     "DepthTargets",
-    "MtpObjective",
+    "DraftObjective",
     "MtpStats",
     "depth_targets",
     "mtp_loss",

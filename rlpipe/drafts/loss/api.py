@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.definitions import Objective
 from rlpipe.drafts.loss.rows import Backend, Rows, resolve_backend, row_statistics
 from rlpipe.drafts.loss.stats import MtpStats
@@ -14,7 +14,7 @@ from rlpipe.drafts.visit import accept_probabilities, forecast
 
 
 def mtp_loss(
-    kind: MtpObjective | str,
+    kind: DraftObjective | str,
     draft_logits: Tensor,
     target_logits: Tensor,
     mask: Tensor,
@@ -29,7 +29,7 @@ def mtp_loss(
 ) -> tuple[Tensor, MtpStats]:
     """Loss of a draft against its target, and per-depth statistics.
 
-    kind: see `MtpObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
+    kind: see `DraftObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
     target_logits: [N, K, V], any float dtype, any strides; -inf padding is allowed. Under tensor parallelism
     V is the shard, all shards equal, in rank order. The target is a constant. mask: [N, K] bool, rows that
     count; masked rows get a gradient of exactly 0 and may hold anything.
@@ -48,7 +48,7 @@ def mtp_loss(
     (0.0, 1.0)
     """
     objective = Objective(
-        kind=MtpObjective(kind),
+        kind=DraftObjective(kind),
         anchors=anchors,
         turn_starts=turn_starts,
         normalizer=normalizer,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.rows import Rows
 from rlpipe.drafts.objectives.supervised import Supervised, supervised
 from rlpipe.drafts.visit import by_sequence, visit_probabilities
@@ -26,7 +26,7 @@ class Objective:
     given text.
     """
 
-    kind: MtpObjective
+    kind: DraftObjective
     anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM
     turn_starts: Tensor | None = None
     normalizer: float | Tensor | None = None

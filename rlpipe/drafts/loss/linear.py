@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import AnchorWeighting, MtpObjective
+from rlpipe.config.draft_objectives import AnchorWeighting, DraftObjective
 from rlpipe.drafts.loss.api import check_rows, statistics
 from rlpipe.drafts.loss.definitions import Objective
 from rlpipe.drafts.loss.rows import Backend, Measured, Rows, measure, resolve_backend
@@ -37,7 +37,7 @@ HEAD_BLOCK = 2**14  # rows of the head whose gradient is computed at once
 
 
 def linear_mtp_loss(
-    kind: MtpObjective | str,
+    kind: DraftObjective | str,
     draft_hidden: Tensor,
     target_hidden: Tensor,
     head_weight: Tensor,
@@ -65,7 +65,7 @@ def linear_mtp_loss(
     chunk_bytes: bound on the draft logits held at once, None for the device's. The rest as `mtp_loss`.
     """
     objective = Objective(
-        kind=MtpObjective(kind),
+        kind=DraftObjective(kind),
         anchors=anchors,
         turn_starts=turn_starts,
         normalizer=normalizer,
@@ -113,7 +113,7 @@ def linear_draft_rows(
     the draft's argmax; [N, K], 0 where masked.
     """
     walk = _Walk(
-        objective=Objective(kind=MtpObjective.TV, anchors=AnchorWeighting.UNIFORM, turn_starts=None),
+        objective=Objective(kind=DraftObjective.TV, anchors=AnchorWeighting.UNIFORM, turn_starts=None),
         target_hidden=target_hidden,
         mask=mask,
         tokens=tokens,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.drafts.visit import (
     accept_probabilities,
     by_sequence,
@@ -123,28 +123,28 @@ def verify_steps(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor,
     return steps.to(accept.dtype), emitted.to(accept.dtype)
 
 
-OBJECTIVES: dict[MtpObjective, Supervised] = {
-    MtpObjective.HARD_CE: Supervised(by_depth=hard_ce, needs_tokens=True),
-    MtpObjective.KL: Supervised(by_depth=kl, needs_target=True),
-    MtpObjective.REVERSE_KL: Supervised(by_depth=reverse_kl, needs_target=True),
-    MtpObjective.TV: Supervised(by_depth=tv),
-    MtpObjective.LK: Supervised(by_depth=lk, needs_target=True),
-    MtpObjective.E2E_TV: Supervised(by_chain=e2e_tv),
-    MtpObjective.E2E_CHAIN: Supervised(by_chain=e2e_chain, needs_tokens=True),
-    MtpObjective.E2E_BLOCK: Supervised(by_chain=e2e_block, needs_tokens=True),
-    MtpObjective.VERIFY_STEPS: Supervised(by_sequence=verify_steps, needs_tokens=True),
+OBJECTIVES: dict[DraftObjective, Supervised] = {
+    DraftObjective.HARD_CE: Supervised(by_depth=hard_ce, needs_tokens=True),
+    DraftObjective.KL: Supervised(by_depth=kl, needs_target=True),
+    DraftObjective.REVERSE_KL: Supervised(by_depth=reverse_kl, needs_target=True),
+    DraftObjective.TV: Supervised(by_depth=tv),
+    DraftObjective.LK: Supervised(by_depth=lk, needs_target=True),
+    DraftObjective.E2E_TV: Supervised(by_chain=e2e_tv),
+    DraftObjective.E2E_CHAIN: Supervised(by_chain=e2e_chain, needs_tokens=True),
+    DraftObjective.E2E_BLOCK: Supervised(by_chain=e2e_block, needs_tokens=True),
+    DraftObjective.VERIFY_STEPS: Supervised(by_sequence=verify_steps, needs_tokens=True),
 }
 
 
-def supervised(kind: MtpObjective | str) -> Supervised:
+def supervised(kind: DraftObjective | str) -> Supervised:
     """Return the objective of a name.
 
     Raises ValueError for an unknown name, and for an objective that learns from windows.
     """
-    kind = MtpObjective(kind)
+    kind = DraftObjective(kind)
     if kind not in OBJECTIVES:
         raise ValueError(
             f"kind={kind} learns from windows that a draft generates and has no loss on a fixed text: use "
-            f"one of {', '.join(OBJECTIVES)} here, or train a draft with mtp.objective={kind}."
+            f"one of {', '.join(OBJECTIVES)} here, or train a draft with draft.objective={kind}."
         )
     return OBJECTIVES[kind]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.objectives import ppow
 from rlpipe.drafts.windows.rollout import Rollout
@@ -19,6 +19,6 @@ from rlpipe.drafts.windows.totals import PpowTotals
 # (windows, share of them sampled by score, settings) -> sum over drafts of the loss, a scalar, and totals.
 WindowsLoss = Callable[[Rollout, float, PpowConfig], tuple[Tensor, PpowTotals]]
 
-LOSSES: dict[MtpObjective, WindowsLoss] = {
-    MtpObjective.PPOW: ppow.windows_loss,
+LOSSES: dict[DraftObjective, WindowsLoss] = {
+    DraftObjective.PPOW: ppow.windows_loss,
 }

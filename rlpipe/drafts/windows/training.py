@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlpipe.config.mtp_loss import MtpObjective
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.objectives.windows import LOSSES
@@ -38,7 +38,7 @@ class WindowTraining:
     """
 
     def __init__(
-        self, config: PpowConfig, objective: MtpObjective, *, depths: int, steps: int, seed: int
+        self, config: PpowConfig, objective: DraftObjective, *, depths: int, steps: int, seed: int
     ) -> None:
         self._config, self._loss = config, LOSSES[objective]
         self._depths, self._steps, self._seed = depths, steps, seed

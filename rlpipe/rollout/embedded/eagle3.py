@@ -2,7 +2,7 @@
 
 Owns the draft's weights and its step; the equations are stated in `drafts.eagle3_model`, which trains it. The
 draft comes from a directory of its own; only the embedding is the target's. Where it is co-trained
-(mtp.train=online) its weights come with each update of the target. Where it is not it stays, and drafts for
+(draft.train=online) its weights come with each update of the target. Where it is not it stays, and drafts for
 an older policy: losslessly, and at an acceptance that falls until it is trained again.
 """
 

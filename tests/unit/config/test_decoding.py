@@ -3,7 +3,7 @@
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
-from rlpipe.config.mtp import MtpConfig
+from rlpipe.config.draft import DraftConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig, SpecMode
@@ -62,9 +62,9 @@ def test_training_a_draft_that_is_not_there_is_refused_at_launch(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')
-    config = Config(spec=SpecConfig(mode="none"), mtp=MtpConfig(train="online"))
+    config = Config(spec=SpecConfig(mode="none"), draft=DraftConfig(train="online"))
     config.model.path, config.run.dir = str(model), str(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"no MTP layer .* set mtp\.train=off"):
+    with pytest.raises(ValueError, match=r"no MTP layer .* set draft\.train=off"):
         check(config)
 
 

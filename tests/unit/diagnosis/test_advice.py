@@ -20,7 +20,9 @@ def lengths(rejection, target_only):
 
 def setup(online=False, draft_cost=0.1, **spec):
     metrics = {"advice": {"draft_cost": draft_cost}}
-    return from_settings({"spec": spec, "mtp": {"train": "online" if online else "off"}, "metrics": metrics})
+    return from_settings(
+        {"spec": spec, "draft": {"train": "online" if online else "off"}, "metrics": metrics}
+    )
 
 
 def rates(*by_depth):
@@ -74,8 +76,8 @@ def probe(alpha, entropy):
 @pytest.mark.parametrize(
     ("alpha", "entropy", "online", "said"),
     [
-        ((0.9, 0.8), (0.5, 0.5), False, "mtp.train=online"),
-        ((0.9, 0.8), (0.5, 0.5), True, "raise mtp.lr"),
+        ((0.9, 0.8), (0.5, 0.5), False, "draft.train=online"),
+        ((0.9, 0.8), (0.5, 0.5), True, "raise draft.lr"),
         ((0.9, 0.8), (0.5, 1.4), False, None),  # entropy explains it
         ((0.9, 0.89), (0.5, 0.5), False, None),
     ],
@@ -119,19 +121,19 @@ def test_a_queue_for_the_environments_threads_is_named_when_engines_are_idle(wai
 
 
 @pytest.mark.parametrize(
-    ("mtp", "online"),
+    ("train_settings", "online"),
     [
         ({"train": "online", "objective": "ppow"}, True),
-        ({"train": "ppow", "loss": "kl"}, True),  # a run from before mtp.objective
+        ({"train": "ppow", "loss": "kl"}, True),  # a run from before draft.objective
         ({"train": "off"}, False),
         ({"train": "frozen"}, False),
         ({}, False),
     ],
 )
-def test_a_draft_that_learns_by_ppow_is_trained_online(mtp, online):
-    draft = from_settings({"spec": {"mode": "rejection", "gamma": 3}, "mtp": mtp})
+def test_a_draft_that_learns_by_ppow_is_trained_online(train_settings, online):
+    draft = from_settings({"spec": {"mode": "rejection", "gamma": 3}, "draft": train_settings})
     text = advise(draft, [probe(0.9, 0.5), probe(0.8, 0.5)])["stale_draft"]
-    assert ("raise mtp.lr" if online else "mtp.train=online") in text
+    assert ("raise draft.lr" if online else "draft.train=online") in text
 
 
 def test_the_advisor_speaks_once_and_again_after_silence():

@@ -63,7 +63,7 @@ def test_analyse_prints_the_lines_that_stand_at_the_top_of_the_report(tmp_path, 
     run = planted_run(tmp_path / "run", 0, mismatch=-0.1)
     assert main(["analyse", str(run.path)]) == 0
     assert summarize(run).text() in capsys.readouterr().out
-    assert "set mtp.train=online" in summarize(run).text().replace("Set", "set")
+    assert "set draft.train=online" in summarize(run).text().replace("Set", "set")
     assert main(["analyse", str(tmp_path / "nothing")]) == 2
 
 

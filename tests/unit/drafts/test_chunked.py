@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting
+from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
 from tests.helpers.draft_oracle import stack_depths

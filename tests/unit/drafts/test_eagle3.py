@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from rlpipe.config.draft_objectives import SUPERVISED
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
-from rlpipe.config.mtp_loss import SUPERVISED
 from rlpipe.drafts.eagle3_model import OUTSIDE, Eagle3
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.drafts.loss import mtp_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting
+from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.loss import mtp_loss
 from rlpipe.drafts.visit import visit_probabilities
 from tests.helpers.mtp_reference import random_case, reference_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpipe.config.mtp_loss import SUPERVISED
+from rlpipe.config.draft_objectives import SUPERVISED
 from rlpipe.drafts.loss import depth_targets, mtp_loss
 from rlpipe.drafts.loss.stats import BY_DEPTH
 from tests.helpers.mtp_reference import random_case, reference_loss
@@ -114,7 +114,7 @@ def test_only_objectives_with_a_kl_retain_the_target(kind):
         ({"target_logits": torch.zeros(14, 3, 5)}, r"both be \[N, K, V\]"),
         (
             {"kind": "ppow"},
-            "learns from windows .* use one of hard_ce, .* mtp.objective=ppow",
+            "learns from windows .* use one of hard_ce, .* draft.objective=ppow",
         ),
     ],
 )

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlpipe.config.draft_objectives import SUPERVISED, DraftObjective
 from rlpipe.config.drafters import KINDS, Drafter
-from rlpipe.config.mtp_loss import SUPERVISED, MtpObjective
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.drafts.objectives import supervised, windows
 from rlpipe.rollout.embedded.drafters import DRAFT_MODELS
@@ -27,7 +27,7 @@ def test_the_functions_of_a_drafter_fit_its_properties(name):
 
 def test_every_objective_learns_either_from_a_fixed_text_or_from_windows():
     assert set(supervised.OBJECTIVES) == set(SUPERVISED)
-    assert set(windows.LOSSES) == set(MtpObjective) - set(SUPERVISED)
+    assert set(windows.LOSSES) == set(DraftObjective) - set(SUPERVISED)
 
 
 @pytest.mark.parametrize("name", SUPERVISED)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlpipe.config.mtp import MtpTrain
+from rlpipe.config.draft import DraftTrain
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import Config, RunSettings, ValConfig
 from rlpipe.loop.checkpoints import CheckpointStore
@@ -356,15 +356,15 @@ def test_a_draft_that_training_harms_is_trained_no_more_nor_by_a_resumed_run(tmp
 
     def play(cluster, steps, train):
         run = controller(tmp_path, cluster, steps=steps, save_every=1)
-        run.config.mtp.train = train
+        run.config.draft.train = train
         run.bus = MetricsBus([MetricsFile(tmp_path / "metrics.jsonl")], events=tmp_path / "events.jsonl")
         run.__post_init__()
         asyncio.run(run.run())
         run.bus.close()
         return cluster
 
-    assert play(Probed(), 5, MtpTrain.ONLINE).frozen_at == [4]
-    assert play(Probed(), 6, MtpTrain.ONLINE).frozen_at == [5]
+    assert play(Probed(), 5, DraftTrain.ONLINE).frozen_at == [4]
+    assert play(Probed(), 6, DraftTrain.ONLINE).frozen_at == [5]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["kind"] == "draft_frozen"] == [4, 5]
     assert [e["step"] for e in events if e.get("alarm") == "draft_harmed"] == [4]

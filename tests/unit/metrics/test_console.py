@@ -96,7 +96,9 @@ def test_nothing_of_an_advice_is_cut_and_a_validation_says_how_far_it_is(width: 
     sink = sink_on(console)
     sink.open()
     advice = (
-        "the draft no longer fits its target: " + "acceptance on fixed contexts moved, " * 4 + "raise mtp.lr"
+        "the draft no longer fits its target: "
+        + "acceptance on fixed contexts moved, " * 4
+        + "raise draft.lr"
     )
     sink.event({"time": 0, "kind": "advice", "level": "warning", "rule": "stale_draft", "text": advice})
     sink.record(record(1, **{"val/reward": 0.5, "timing_s/validate": 34.0}))

@@ -42,7 +42,7 @@ def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
     assert facts["loop"].startswith("synchronous") and facts["model"] == config.model.path
     config.pipeline.max_staleness = 3
     assert "staleness ≤ 3" in dict(run_header(config, tmp_path).facts)["loop"]
-    config.task, config.mtp.objective = Task.MTP_ADAPT, "kl"
+    config.task, config.draft.objective = Task.MTP_ADAPT, "kl"
     facts = dict(run_header(config, tmp_path).facts)
     assert "loop" not in facts and facts["draft"].startswith("trained by kl, uniform anchors")
 

@@ -131,7 +131,7 @@ def test_pipeline_stages_share_the_layers_and_the_last_has_head_and_draft(models
 
 def test_adapters_leave_the_backbone_without_gradients_optimizer_and_reference(models):
     def parts(*settings):
-        config = preset(models, "7.8B", "one_node", "algo.kl_coef=0.1", "mtp.train=off", *settings)
+        config = preset(models, "7.8B", "one_node", "algo.kl_coef=0.1", "draft.train=off", *settings)
         return trainer_memory(read_architecture(read_config(models / "7.8B")), config).parts
 
     whole, low = parts(), parts("trainer.lora.rank=8", "trainer.distributed_optimizer=false")

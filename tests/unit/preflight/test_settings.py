@@ -7,9 +7,9 @@ import pytest
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.decoupled import DecoupledConfig
+from rlpipe.config.draft import DraftConfig, DraftTrain
+from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.lora import LoraConfig
-from rlpipe.config.mtp import MtpConfig, MtpTrain
-from rlpipe.config.mtp_loss import MtpObjective
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, ClusterMode, Config, ModelConfig, RunSettings, Task
@@ -66,10 +66,10 @@ def test_what_gated_delta_nets_cannot_have_is_refused_with_what_to_use_instead(t
         check(config)
     config.run.half = RunMode.TRAIN  # rolled out elsewhere
     check(config)
-    config.mtp = MtpConfig(train=MtpTrain.ONLINE, objective=MtpObjective.PPOW)
-    with pytest.raises(ValueError, match=r"mtp.objective=ppow .* keep none: set mtp.objective=e2e_tv"):
+    config.draft = DraftConfig(train=DraftTrain.ONLINE, objective=DraftObjective.PPOW)
+    with pytest.raises(ValueError, match=r"draft.objective=ppow .* keep none: set draft.objective=e2e_tv"):
         check(config)
-    config.mtp = MtpConfig()
+    config.draft = DraftConfig()
     for trainer, words in (
         (TrainerConfig(cp=4), r"trainer.cp=4 .*linear_num_key_heads=2. Set trainer.cp to one of \[1, 2\]"),
         (TrainerConfig(tp=2, cp=2), r"delta net, and 4 does not .* Set trainer.cp to one of \[1\]"),

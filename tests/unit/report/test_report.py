@@ -247,7 +247,7 @@ def test_a_crashed_run_is_shown_as_far_as_it_came(run: Path) -> None:
 )
 def test_the_header_names_the_drafter(run: Path, drafter: str, title: str) -> None:
     settings = {"mode": "rejection", "gamma": 2} | ({"drafter": drafter} if drafter else {})
-    (run / "config.yaml").write_text(json.dumps({"spec": settings, "mtp": {"train": "ppow"}}))
+    (run / "config.yaml").write_text(json.dumps({"spec": settings, "draft": {"train": "ppow"}}))
     write_report([run], run / "report.html")
     assert f"{title}: rejection, gamma 2" in (run / "report.html").read_text()
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from rlpipe.config.algo import AlgoConfig, LossAgg
+from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.lora import LoraConfig, LoraTargets, check_lora
-from rlpipe.config.mtp import MtpConfig, check_draft
 from rlpipe.config.trainer import LayerSpec, TrainerConfig, check_parallel, with_layers
 
 pytestmark = pytest.mark.unit
@@ -88,10 +88,10 @@ def test_every_pipeline_stage_has_its_share_of_the_layers(layers):
         (lambda: AlgoConfig(kl_coef=-0.1), r"algo.kl_coef=-0.1 must be at least 0"),
         (lambda: AlgoConfig(minibatches=0), r"algo.minibatches=0 must be at least 1"),
         (lambda: AlgoConfig(loss_agg=LossAgg.SEQ_MEAN_TOKEN_SUM_NORM), r"loss_scale_factor, which is None"),
-        (lambda: MtpConfig(lr=0.0, min_lr=1.0), r"mtp.min_lr=1.0 must lie in 0..mtp.lr=0.0"),
-        (lambda: MtpConfig(depths=0), r"mtp.depths=0 must be at least 1"),
-        (lambda: MtpConfig(interval=0), r"mtp.interval=0 must be at least 1"),
-        (lambda: check_draft(MtpConfig(), MODEL, "here"), r"'here' has no MTP layer .* mtp.train=off"),
+        (lambda: DraftConfig(lr=0.0, min_lr=1.0), r"draft.min_lr=1.0 must lie in 0..draft.lr=0.0"),
+        (lambda: DraftConfig(depths=0), r"draft.depths=0 must be at least 1"),
+        (lambda: DraftConfig(interval=0), r"draft.interval=0 must be at least 1"),
+        (lambda: check_draft(DraftConfig(), MODEL, "here"), r"'here' has no MTP layer .* draft.train=off"),
     ],
 )
 def test_single_settings_are_checked(make, message):
@@ -108,9 +108,8 @@ def test_zero_advantage_trajectories_are_kept_when_another_loss_term_reads_them(
 def test_configuration_imports_no_torch():
     import subprocess
 
-    code = (
-        "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.mtp, rlpipe.batching.packing, sys; "
-    )
+    code = "import rlpipe.config.trainer, rlpipe.config.algo, rlpipe.config.draft, sys\n"
+    code += "import rlpipe.batching.packing\n"
     code += "assert not {'torch', 'verl', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

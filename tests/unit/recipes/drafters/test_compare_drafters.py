@@ -69,10 +69,10 @@ def test_all_arms_start_alike_and_take_as_many_steps(compare, args, tmp_path, dr
     for kind in ("hard_ce", "kl", "e2e_tv"):
         name = f"{drafter}/{kind}_seed5"
         seed, overrides, steps = by_name[name]
-        assert (seed, steps) == (5, 20) and {f"mtp.objective={kind}", "run.save_every=10"} <= overrides
+        assert (seed, steps) == (5, 20) and {f"draft.objective={kind}", "run.save_every=10"} <= overrides
         assert f"{start}={tmp_path / warm / product}" in overrides
         seed, overrides, steps = by_name[f"{drafter}/{kind}+ppow_seed5"]
-        assert (seed, steps) == (5, 10) and "mtp.objective=ppow" in overrides  # the other half of the steps
+        assert (seed, steps) == (5, 10) and "draft.objective=ppow" in overrides  # the other half of the steps
         assert f"{start}={tmp_path / name / 'checkpoints' / 'step_10' / 'hf'}" in overrides
     assert len(by_name) == 1 + 2 * 3
 
@@ -85,7 +85,7 @@ def test_every_run_composes(compare, args, tmp_path):
             given = ["+recipe=mtp_adapt", f"run.steps={steps}", *overrides]
             config = OmegaConf.to_object(compose(config_name="config", overrides=given))
             drafters.append(config.adapt.drafter)
-            assert config.mtp.depths == 3
+            assert config.draft.depths == 3
     assert drafters == [Drafter.MTP] * 3 + [Drafter.EAGLE3] * 3
 
 

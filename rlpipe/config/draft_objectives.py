@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlpipe.config.choice import Choice
 
 
-class MtpObjective(Choice):
+class DraftObjective(Choice):
     """What a draft is trained to minimise."""
 
     HARD_CE = "hard_ce"  # cross-entropy against the realised token
@@ -20,7 +20,7 @@ class MtpObjective(Choice):
     PPOW = "ppow"  # reward of windows that the draft generates
 
 
-SUPERVISED = [name for name in MtpObjective if name is not MtpObjective.PPOW]
+SUPERVISED = [name for name in DraftObjective if name is not DraftObjective.PPOW]
 """Objectives that learn from a fixed text."""
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting, DraftObjective
 from rlpipe.config.limits import at_least, learning_rates
-from rlpipe.config.mtp_loss import SUPERVISED, AnchorWeighting, MtpObjective
 from rlpipe.config.trainer import LrSchedule
 from rlpipe.models.checkpoint import has_mtp
 
 
-class MtpTrain(Choice):
+class DraftTrain(Choice):
     """Whether the draft learns during RL: the MTP layer, or an EAGLE-3 draft where that one drafts."""
 
     OFF = "off"  # never updated; the embedding and head it shares with the target still move
@@ -21,7 +21,7 @@ class MtpTrain(Choice):
 
 
 @dataclass(slots=True, kw_only=True)
-class MtpConfig:
+class DraftConfig:
     """The MTP layer's objective and its own parameter group.
 
     train: whether it learns in RL (off, online); mtp_adapt trains it in any case.
@@ -33,8 +33,8 @@ class MtpConfig:
     clip_grad: bound on its own gradient norm, apart from the policy's (0: unbounded).
     """
 
-    train: str = MtpTrain.OFF.value  # a MtpTrain: read as text, so that an error can name the remedy
-    objective: MtpObjective = MtpObjective.E2E_TV
+    train: str = DraftTrain.OFF.value  # a DraftTrain: read as text, so that an error can name the remedy
+    objective: DraftObjective = DraftObjective.E2E_TV
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
     depths: int = 3
     interval: int = 1
@@ -46,18 +46,18 @@ class MtpConfig:
 
     def __post_init__(self) -> None:
         self.train = read_train(self.train)
-        self.objective = MtpObjective(self.objective)
+        self.objective = DraftObjective(self.objective)
         self.anchors = AnchorWeighting(self.anchors)
         self.lr_schedule = LrSchedule(self.lr_schedule)
-        learning_rates(self, "mtp")
-        at_least(1, self, "mtp", "depths", "interval")
-        at_least(0, self, "mtp", "warmup_steps")
-        at_least(0, self, "mtp", "clip_grad", remedy="0 switches clipping off")
+        learning_rates(self, "draft")
+        at_least(1, self, "draft", "depths", "interval")
+        at_least(0, self, "draft", "warmup_steps")
+        at_least(0, self, "draft", "clip_grad", remedy="0 switches clipping off")
 
     @property
     def online(self) -> bool:
         """Whether the draft learns during RL."""
-        return self.train is MtpTrain.ONLINE
+        return self.train is DraftTrain.ONLINE
 
     @property
     def windows(self) -> bool:
@@ -65,28 +65,28 @@ class MtpConfig:
         return self.objective not in SUPERVISED
 
     @property
-    def supervised(self) -> MtpObjective:
+    def supervised(self) -> DraftObjective:
         """The objective of its teacher-forced statistics."""
-        return MtpObjective.E2E_TV if self.windows else self.objective
+        return DraftObjective.E2E_TV if self.windows else self.objective
 
 
-def read_train(value: str) -> MtpTrain:
+def read_train(value: str) -> DraftTrain:
     """The setting as YAML, which reads a bare `off` as false, or the command line gives it.
 
     Raises ValueError for anything but off and online, with what replaces earlier values.
 
-    >>> read_train("False") is read_train("off") is MtpTrain.OFF
+    >>> read_train("False") is read_train("off") is DraftTrain.OFF
     True
     """
     value = "off" if str(value) == "False" else str(value)
-    if value in list(MtpTrain):
-        return MtpTrain(value)
-    remedies = {"frozen": "mtp.train=off", "ppow": "mtp.train=online mtp.objective=ppow"}
-    remedy = remedies.get(value, "mtp.train=off, or mtp.train=online")
-    raise ValueError(f"mtp.train={value} is not known: set {remedy} (how it learns is mtp.objective).")
+    if value in list(DraftTrain):
+        return DraftTrain(value)
+    remedies = {"frozen": "draft.train=off", "ppow": "draft.train=online draft.objective=ppow"}
+    remedy = remedies.get(value, "draft.train=off, or draft.train=online")
+    raise ValueError(f"draft.train={value} is not known: set {remedy} (how it learns is draft.objective).")
 
 
-def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> None:
+def check_draft(config: DraftConfig, hf_config: Mapping[str, Any], path: str) -> None:
     """Refuse to run a draft that a checkpoint does not have.
 
     hf_config: the checkpoint's `config.json`. Raises ValueError with the remedy.
@@ -94,16 +94,16 @@ def check_draft(config: MtpConfig, hf_config: Mapping[str, Any], path: str) -> N
     if not has_mtp(hf_config):
         raise ValueError(
             f"{path!r} has no MTP layer (num_nextn_predict_layers is missing or 0), so there is no draft to "
-            "train or score: use a checkpoint with one, or set mtp.train=off."
+            "train or score: use a checkpoint with one, or set draft.train=off."
         )
     if config.windows and hf_config.get("linear_num_key_heads"):
         raise ValueError(
-            f"mtp.objective={config.objective} goes on from the keys of a pass, and the gated delta nets of "
-            f"{path!r} keep none: set mtp.objective=e2e_tv."
+            f"draft.objective={config.objective} goes on from the keys of a pass, and the gated delta nets "
+            f"of {path!r} keep none: set draft.objective=e2e_tv."
         )
     layers = int(hf_config["num_nextn_predict_layers"])
     if layers > 1 and config.windows:
         raise ValueError(
-            f"mtp.objective={config.objective} drafts with one MTP layer for all depths, but {path!r} has "
-            f"{layers}: set mtp.objective=e2e_tv."
+            f"draft.objective={config.objective} drafts with one MTP layer for all depths, but {path!r} has "
+            f"{layers}: set draft.objective=e2e_tv."
         )
