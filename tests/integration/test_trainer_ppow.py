@@ -93,7 +93,7 @@ def texts(micro, rollout, whole):
     """The tokens that each window knows, and the trajectory it was drawn from."""
     for w, owner in enumerate(rollout.drawn.owners):
         known = micro.tokens[rollout.text.prefixes[w].numpy()]
-        text = whole[micro.rows[owner]].token_ids
+        text = whole[micro.rows[owner]].token_ids.tolist()
         assert known.tolist() == text[: len(known)]
         yield w, torch.from_numpy(known), text
 
