@@ -1,4 +1,4 @@
-"""`python -m rlpipe.run +recipe=NAME [overrides]`: another way to type `rlpipe run` (`rlpipe.cli.run`)."""
+"""`python -m rlpipe.run +recipe=NAME [overrides]`: `rlpipe run` where the command is not on PATH."""
 
 import sys
 

@@ -7,12 +7,18 @@ turns; at a launch the rehearsal is one short episode of each. Leaves no files.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rlpipe.cli.run import compose
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
 
 EPISODES = 8  # of every split
+USAGE = """usage: rlpipe check +recipe=NAME [KEY=VALUE ...]
+
+Validate a run without starting it: settings, memory, checkpoint, data, machine, run directory. An environment
+of your own (env.suite) is stepped through several episodes of every split with random answers.
+`rlpipe run --cfg job` prints every setting."""
 
 
 def check_all(config: Config, resolved: str) -> int:
@@ -32,10 +38,10 @@ def _rehearse(suite: Suite, name: str) -> None:
     print(f"env.suite={name}: {steps} steps with random answers, every value as it must be")
 
 
-def main() -> int:
-    """Returns the exit status."""
-    return compose(check_all)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the run of a command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return 0
+    return compose(arguments, check_all)

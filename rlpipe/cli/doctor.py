@@ -28,14 +28,14 @@ import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent
 CHECKOUT = (ROOT / "constraints.txt").is_file()  # or an installed wheel
 IMPORT_NAMES = {  # distribution -> module, where they differ by more than - and _
@@ -329,12 +329,12 @@ def show(findings: list[Finding]) -> None:
     print(f"\n{missing} required missing{notes}" if missing else f"\nready{notes}")
 
 
-def main() -> int:
-    """Check everything, show it, and say by exit status whether rlpipe can run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check everything and print the findings; returns 1 when something required is missing."""
+    parser = argparse.ArgumentParser(prog="rlpipe doctor", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("settings", nargs="*", help="of a run, as python -m rlpipe.run takes them")
-    options = parser.parse_args()
+    parser.add_argument("settings", nargs="*", help="of a run, as rlpipe run takes them")
+    options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))  # this rlpipe, when another is installed
     findings = [finding for check in CHECKS for finding in check()]
     if options.settings:

@@ -13,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.cli.suggestions import did_you_mean, kind_of, settings, unknown_setting
+from rlpipe.cli.suggestions import closest_setting, did_you_mean, kind_of, settings, unknown_setting
 from rlpipe.config.paths import shipped
 
 _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
@@ -56,7 +56,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
         setting = flag.lstrip("-")
         meant = did_you_mean(flag.partition("=")[0], flags)
         if "=" in setting:
-            raise ValueError(f"{flag}: settings have no dashes. Write {setting}.")
+            name, _, value = setting.partition("=")
+            raise ValueError(
+                f"{flag}: settings have no dashes. Did you mean {closest_setting(name) or name}={value}?"
+            )
         raise ValueError(
             f"{flag}: there is no such option.{meant} Remove it; `rlpipe run --help` lists them."
         )

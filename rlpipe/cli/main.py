@@ -1,64 +1,192 @@
-"""The command `rlpipe`: `rlpipe run +recipe=swe_rl`, `rlpipe report RUN`, `rlpipe runs`, and so on.
+"""The command `rlpipe`, and the table of its subcommands.
 
-Each is a module that `python -m` runs as well; what follows the word is that module's.
+A subcommand is imported when it is called, so that `rlpipe help` and `rlpipe runs` load no heavy library.
+`python -m rlpipe` is the same command where the script is not on PATH.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-MODULES = {
-    "run": "rlpipe.cli.run",
-    "report": "rlpipe.report.__main__",
-    "analyse": "rlpipe.diagnosis.analysis",
-    "check": "rlpipe.cli.check",
-    "doctor": "rlpipe.cli.doctor",
-}
-USAGE = """usage: rlpipe COMMAND ...
 
-  run +recipe=NAME [key=value ...]   run a recipe (rlpipe run lists them)
-  check +recipe=NAME [key=value ...] the same without starting it; plays an environment of your own
-  report RUN [RUN ...]               write the HTML report of a run, or comparing several
-  runs [DIR]                         a table of the run directories below DIR (runs)
-  analyse RUN [RUN ...]              the summary of a run in text (--json: acceptance, cut every way)
-  doctor [--json] [+recipe=NAME ...] what this machine lacks, with remedies; whether a run would start"""
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Command:
+    """A subcommand. arguments: as its usage line shows them. main: takes what follows its name."""
+
+    name: str
+    arguments: str
+    summary: str
+    main: Callable[[Sequence[str]], int]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a recipe; returns the exit status."""
+    from rlpipe.cli.run import main
+
+    return main(arguments)
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check a run without starting it; returns the exit status."""
+    from rlpipe.cli.check import main
+
+    return main(arguments)
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Check this machine; returns the exit status."""
+    from rlpipe.cli.doctor import main
+
+    return main(arguments)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write or serve the HTML report; returns the exit status."""
+    from rlpipe.cli.report import main
+
+    return main(arguments)
+
+
+def runs(arguments: Sequence[str]) -> int:
+    """Print the table of runs; returns the exit status."""
+    from rlpipe.cli.runs import main
+
+    return main(arguments)
+
+
+def analyse(arguments: Sequence[str]) -> int:
+    """Print the summary of runs; returns the exit status."""
+    from rlpipe.diagnosis.analysis import main
+
+    return main(arguments)
+
+
+def pool(arguments: Sequence[str]) -> int:
+    """Add or drain rollout workers of a running job; returns the exit status."""
+    from rlpipe.cli.pool import main
+
+    return main(arguments)
+
+
+def ledger(arguments: Sequence[str]) -> int:
+    """Print and check the ledger of a run; returns the exit status."""
+    from rlpipe.loop.ledger import main
+
+    return main(arguments)
+
+
+def workspace(arguments: Sequence[str]) -> int:
+    """Make a W&B workspace of runs; returns the exit status."""
+    from rlpipe.report.workspace import main
+
+    return main(arguments)
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write a checkpoint as a Hugging Face directory; returns the exit status."""
+    from rlpipe.cli.export import main
+
+    return main(arguments)
+
+
+SETTINGS = "+recipe=NAME [KEY=VALUE ...]"
+COMMANDS = (
+    Command(name="run", arguments=SETTINGS, summary="run a recipe, or continue a run", main=run),
+    Command(name="check", arguments=SETTINGS, summary="validate a run without starting it", main=check),
+    Command(
+        name="doctor",
+        arguments="[--json] [+recipe=NAME ...]",
+        summary="check this machine, or whether a run fits it",
+        main=doctor,
+    ),
+    Command(name="report", arguments="RUN ...", summary="HTML report of runs, or a live page", main=report),
+    Command(name="runs", arguments="[DIR]", summary="table of the run directories below DIR", main=runs),
+    Command(
+        name="analyse",
+        arguments="RUN ... [--json]",
+        summary="summary of a run in words, or all acceptance figures",
+        main=analyse,
+    ),
+    Command(
+        name="pool",
+        arguments="list|add|drain RUN ...",
+        summary="add or drain rollout workers of a running job",
+        main=pool,
+    ),
+    Command(
+        name="ledger", arguments="RUN", summary="what became of every prompt and trajectory", main=ledger
+    ),
+    Command(
+        name="workspace", arguments="RUN ...", summary="W&B workspace and report of runs", main=workspace
+    ),
+    Command(
+        name="export",
+        arguments="RUN OUT [--step N]",
+        summary="write a checkpoint as a Hugging Face directory",
+        main=export,
+    ),
+)
+
+
+def usage() -> str:
+    """Return the help of `rlpipe`: one line per subcommand."""
+    heads = [f"{command.name} {command.arguments}" for command in COMMANDS]
+    width = max(map(len, heads))
+    lines = [f"  {head:<{width}}  {command.summary}" for head, command in zip(heads, COMMANDS, strict=True)]
+
+    return "\n".join(
+        [
+            "usage: rlpipe COMMAND ...",
+            "",
+            "Reinforcement learning for language models with speculative rollouts.",
+            "",
+            *lines,
+            "",
+            "`rlpipe COMMAND --help` or `rlpipe help COMMAND` describes one; `rlpipe --version` prints the version.",
+        ]
+    )
+
+
+def version() -> str:
+    """Return the version of the installed rlpipe."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("rlpipe")
+    except PackageNotFoundError:
+        return "unknown (rlpipe is not installed here)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if given else 2
-    command, rest = given[0], given[1:]
-    if command in _OWN:
-        try:
-            return _OWN[command](rest)
-        except ValueError as error:
-            print(f"rlpipe: {error}", file=sys.stderr)
-            return 2
-    if command not in MODULES:
-        print(f"rlpipe: there is no command {command!r}.\n{USAGE}", file=sys.stderr)
+    """Run the subcommand that the arguments name; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
+
+    if not arguments or arguments[0] in ("help", "-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("--version", "version"):
+        print(f"rlpipe {version()}")
+        return 0
+
+    by_name = {command.name: command for command in COMMANDS}
+    if arguments[0] not in by_name:
+        print(f"rlpipe: {unknown_command(arguments[0], list(by_name))}", file=sys.stderr)
         return 2
-    sys.argv = [f"rlpipe {command}", *rest]
-    return int(import_module(MODULES[command]).main() or 0)
+    return by_name[arguments[0]].main(arguments[1:])
 
 
-def _runs(arguments: Sequence[str]) -> int:
-    from rlpipe.report.table import run_directories, runs_table
+def unknown_command(name: str, known: Sequence[str]) -> str:
+    """Return the error message for a first word that is no subcommand."""
+    from rlpipe.cli.suggestions import did_you_mean
 
-    root = Path(arguments[0] if arguments else "runs")
-    if not (directories := run_directories(root)):
-        print(f"rlpipe: no run directory at or below {str(root)!r}: rlpipe runs DIR.", file=sys.stderr)
-        return 2
-    print(runs_table(directories))
-    return 0
-
-
-_OWN = {"runs": _runs}
+    if "=" in name:  # settings, without the subcommand they belong to
+        return f"{name!r} is a setting, and the command comes first. Did you mean `rlpipe run {name} ...`?"
+    return f"unknown command {name!r}.{did_you_mean(name, known)} Choose one of {', '.join(known)}."
 
 
 if __name__ == "__main__":

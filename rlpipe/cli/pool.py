@@ -1,8 +1,8 @@
 """Add rollout workers to a running job, or take some out.
 
-    python -m rlpipe.cli.pool list RUN_DIR
-    python -m rlpipe.cli.pool add RUN_DIR [--count 1]
-    python -m rlpipe.cli.pool drain RUN_DIR WORKER [--grace 60]
+    rlpipe pool list RUN_DIR
+    rlpipe pool add RUN_DIR [--count 1]
+    rlpipe pool drain RUN_DIR WORKER [--grace 60]
 
 A worker that joins is given the newest weights before it plays. One that is drained begins nothing, and
 after `--grace` seconds the others play the turns of what it has not ended. Exits with 2 and a
@@ -16,6 +16,7 @@ import json
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlpipe.config.paths import resolve
 _PATIENCE_S = 30.0  # until a running driver has read a request
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = _parser().parse_args(arguments)
     run_dir = resolve(args.run_dir)
@@ -66,13 +67,13 @@ def _wait(file: Path, run_dir: Path) -> int:
 
 
 def _fail(sentence: str) -> int:
-    print(f"rlpipe.cli.pool: {sentence}", file=sys.stderr)
+    print(f"rlpipe pool: {sentence}", file=sys.stderr)
     return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rlpipe.cli.pool",
+        prog="rlpipe pool",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,7 +93,3 @@ def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} workers: name 1 or more.")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m rlpipe.run +recipe=NAME [overrides]`: compose -> typed config -> launch, or a sweep of that.
+"""`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, or a sweep of that.
 
 Owns the command line; imports no torch, so `--help` and `--cfg job` answer at once.
 """
@@ -36,7 +36,7 @@ def recipes() -> list[str]:
 
 def usage() -> str:
     """What to type, for someone who typed too little."""
-    names = "\n".join(f"  python -m rlpipe.run +recipe={name}" for name in recipes())
+    names = "\n".join(f"  rlpipe run +recipe={name}" for name in recipes())
     return (
         f"rlpipe needs a recipe. Shipped recipes:\n{names}\n"
         "Add overrides like run.dir=DIR run.steps=20 run.seed=1 spec.mode=none cluster=inline; "
@@ -113,8 +113,9 @@ def _kept(config: Config, error: Exception) -> str:
     return f"{said} (traceback: {file})"
 
 
-def compose(work: Work | None = None) -> int:
-    """Compose the command line, check it and launch it, or do other work; returns the exit status."""
+def compose(arguments: Sequence[str], work: Work | None = None) -> int:
+    """Compose a command line, check it and launch it, or do other work; returns the exit status."""
+    sys.argv = [sys.argv[0], *arguments]  # where Hydra reads it
     sweep, status = Sweep(), 0
 
     @hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
@@ -141,10 +142,6 @@ def compose(work: Work | None = None) -> int:
     return explaining(play)
 
 
-def main() -> int:
-    """Run the command line; returns the exit status of a sweep, and leaves with that of a run."""
-    return compose()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status of a sweep, and exits with that of a run."""
+    return compose(sys.argv[1:] if arguments is None else arguments)

@@ -32,6 +32,28 @@ def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from settings(value, f"{name}.")
 
 
+def closest_setting(key: str) -> str:
+    """Return the setting that a name most likely stands for; empty when none is close.
+
+    >>> closest_setting("steps"), closest_setting("spec.gama")
+    ('run.steps', 'spec.gamma')
+    """
+    known = dict(settings())
+    if key in known:
+        return key
+    last_parts = {name: name.rpartition(".")[2] for name in known}
+    last = key.rpartition(".")[2]
+
+    # First the right name in another section, then a misspelt full name, then a misspelt last part.
+    if same := sorted(name for name in known if last_parts[name] == last):
+        return same[0]
+    if close := get_close_matches(key, list(known), n=1):
+        return close[0]
+    if close := get_close_matches(last, set(last_parts.values()), n=1):
+        return next(name for name in known if last_parts[name] == close[0])
+    return ""
+
+
 def unknown_setting(key: str, value: str) -> ValueError | None:
     """The refusal of a dotted key that is no setting; None for one that is, or lies in a free mapping."""
     known = dict(settings())
@@ -39,12 +61,8 @@ def unknown_setting(key: str, value: str) -> ValueError | None:
     parents = [".".join(parts[:n]) for n in range(1, len(parts))]
     if key in known or any(isinstance(known.get(parent), dict) for parent in parents):
         return None
-    last = {name: name.rpartition(".")[2] for name in known}
-    same = sorted(name for name in known if last[name] == parts[-1])  # the right name in another section
-    meant = f" Did you mean {same[0]}?" if same else did_you_mean(key, known)
-    if not meant:
-        close = get_close_matches(parts[-1], set(last.values()), n=1)
-        meant = f" Did you mean {next(n for n in known if last[n] == close[0])}?" if close else ""
+    closest = closest_setting(key)
+    meant = f" Did you mean {closest}?" if closest else ""
     return ValueError(
         f"{key}={value}: there is no setting {key!r}.{meant} Correct the name; `rlpipe run --cfg job` prints "
         "every setting."

@@ -1,6 +1,6 @@
 """`--multirun`: every combination of the swept settings is a run, in a process and a directory of its own.
 
-Hydra calls `main` for each job; `run_job` plays it as `python -m rlpipe.run` would. A job that fails does not
+Hydra calls `main` for each job; `run_job` runs it as `rlpipe run` would. A job that fails does not
 end the others. Ctrl-C ends the sweep after the job in progress has left its checkpoint.
 """
 

@@ -101,7 +101,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n\n".join(f"{run.name} ({run.outcome})\n{summarize(run).text()}" for run in runs))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

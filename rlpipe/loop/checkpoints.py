@@ -55,6 +55,10 @@ class CheckpointStore:
         """Where the checkpoint of a step lives."""
         return self._directory / f"step_{step}"
 
+    def fault(self, step: int) -> str | None:
+        """Return what is wrong with a checkpoint; None for a complete one."""
+        return _fault(self.path(step))
+
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
         """`begin`, let `write` fill the directory, `finish`; or `abandon`, and raise what went wrong."""
         try:

@@ -11,7 +11,7 @@ exactly once, and a trajectory is trained in exactly one step. Neither a full di
 given back ends a run: the ledger goes on in memory, and into the next checkpoint. A damaged file is set
 aside, since a start restores the copy of the newest whole checkpoint anyway. What a finished run looks like:
 
-    python -m rlpipe.loop.ledger RUN
+    rlpipe ledger RUN
 """
 
 from __future__ import annotations
@@ -343,7 +343,9 @@ def _lines(db: sqlite3.Connection) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show the ledger of a run and check its invariants; returns 1 when one is violated."""
-    parser = argparse.ArgumentParser(prog="python -m rlpipe.loop.ledger", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="rlpipe ledger", description="Show the ledger of a run and check its invariants."
+    )
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--running", action="store_true", help="prompts may be in flight")
     options = parser.parse_args(arguments)
@@ -356,7 +358,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = violations(db, ended=not options.running)
     print("\n".join(f"VIOLATED: {what}" for what in wrong) or "every invariant holds")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

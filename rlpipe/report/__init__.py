@@ -1,1 +1,1 @@
-"""The report of a run: its page, its plots, its live server, and the command `python -m rlpipe.report`."""
+"""The report of a run: its page, its plots, and its live server."""

@@ -1,4 +1,4 @@
-"""The live page: `python -m rlpipe.report RUN --watch` serves the report and renews it while a run goes on.
+"""The live page: `rlpipe report RUN --watch` serves the report and renews it while a run goes on.
 
 Owns a small HTTP server on this machine; the page asks it for news every two seconds. What is served is made
 when the files of the runs have changed, once for all readers.

@@ -1,4 +1,4 @@
-"""python -m rlpipe.report.workspace RUN [RUN...]: a W&B workspace and report: reward, acceptance, entropy.
+"""`rlpipe workspace RUN [RUN...]`: a W&B workspace and report: reward, acceptance, entropy.
 
 Owns what the panels show (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema is that of
 wandb-workspaces, the login is sinks.py's. Offline first: `make_spec` reads run directories, `write_spec`
@@ -195,7 +195,7 @@ def _built(panel: dict[str, Any], reports: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlpipe.report.workspace",
+        prog="rlpipe workspace",
         description="Make a W&B workspace and report about acceptance and entropy.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run directory")
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _make(given)
     except (ValueError, OSError) as error:
-        print(f"rlpipe.report.workspace: {error}", file=sys.stderr)
+        print(f"rlpipe workspace: {error}", file=sys.stderr)
         return 2
 
 
@@ -228,7 +228,7 @@ def _make(given: argparse.Namespace) -> int:
     if given.offline or not logged_in():
         print(
             "not sent: after `wandb login` and `wandb sync` of the runs, "
-            f"python -m rlpipe.report.workspace --spec {out} creates it."
+            f"rlpipe workspace --spec {out} creates it."
         )
         return 0
     return _send(spec | {"entity": given.entity or spec["entity"]}, out)
@@ -241,14 +241,10 @@ def _send(spec: dict[str, Any], out: Path) -> int:
         addresses = apply(spec)
     except Exception as error:  # what wandb, its HTTP client and the server raise has no common class
         print(
-            f"rlpipe.report.workspace: W&B did not take it ({type(error).__name__}: {str(error)[:300]}). "
-            f"Try again: python -m rlpipe.report.workspace --spec {out}",
+            f"rlpipe workspace: W&B did not take it ({type(error).__name__}: {str(error)[:300]}). "
+            f"Try again: rlpipe workspace --spec {out}",
             file=sys.stderr,
         )
         return 1
     print("\n".join(f"created: {address}" for address in addresses))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

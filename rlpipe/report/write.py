@@ -47,7 +47,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises ValueError when a directory is not a run directory, or none is given.
     """
     if not run_dirs:
-        raise ValueError("no run directory given. Name at least one: python -m rlpipe.report RUN [RUN...]")
+        raise ValueError("no run directory given. Name at least one: rlpipe report RUN [RUN...]")
     runs = load_runs(run_dirs)
     content = make_content(runs)
     out = Path(out)

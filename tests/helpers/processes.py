@@ -70,12 +70,12 @@ def _command(arguments: list[str], environment: dict[str, str], folder: str, out
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    from rlpipe import run
+    from rlpipe.cli.run import main
 
-    sys.argv, sys.path[0:0] = [run.__file__, *arguments], [folder]
+    sys.argv, sys.path[0:0] = ["rlpipe run", *arguments], [folder]
     status: object = 1
     try:
-        status = run.main()
+        status = main()
     except SystemExit as ended:
         status = ended.code
     except BaseException:

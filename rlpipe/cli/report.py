@@ -1,7 +1,7 @@
-"""python -m rlpipe.report RUN [RUN...]: the HTML report of one run, or comparing several. No torch.
+"""`rlpipe report RUN [RUN...]`: the HTML report of one run, or comparing several. No torch.
 
---png      besides, every plot as a picture, in a folder beside the page
---watch    serve the page instead and renew it while the runs go on
+--png      also write every plot as a picture, in a folder next to the page
+--watch    serve the page instead and renew it while the runs continue
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlpipe.report.write import load_runs, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Write or serve the report; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlpipe.report",
+        prog="rlpipe report",
         description="Write one self-contained HTML page about one run, or comparing several.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
@@ -28,30 +28,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="file to write (report.html in the run's directory; compare.html for several)",
     )
-    parser.add_argument("--png", action="store_true", help="also write every plot as a PNG, beside the page")
+    parser.add_argument("--png", action="store_true", help="also write every plot as a PNG, next to the page")
     parser.add_argument("--watch", action="store_true", help="serve a live page instead, until Ctrl-C")
     parser.add_argument("--host", default="127.0.0.1", help="address that --watch listens on (%(default)s)")
-    parser.add_argument("--port", type=int, default=8008, help="its port; 0 takes a free one (%(default)s)")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--port", type=int, default=8008, help="its port; 0 picks a free one (%(default)s)")
+    options = parser.parse_args(arguments)
     try:
-        return _watch(given) if given.watch else _write(given)
+        return _watch(options) if options.watch else _write(options)
     except (ValueError, OSError) as error:
-        print(f"rlpipe.report: {error}", file=sys.stderr)
+        print(f"rlpipe report: {error}", file=sys.stderr)
         return 2
 
 
-def _write(given: argparse.Namespace) -> int:
-    out = given.out or (given.runs[0] / "report.html" if len(given.runs) == 1 else Path("compare.html"))
-    write_report(given.runs, out)
+def _write(options: argparse.Namespace) -> int:
+    out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("compare.html"))
+    write_report(options.runs, out)
     print(f"report: {out}")
-    if given.png:
+    if options.png:
         pictures = out.with_name(f"{out.stem}_png")
-        print(f"pictures: {len(write_pngs(load_runs(given.runs), pictures))} in {pictures}")
+        print(f"pictures: {len(write_pngs(load_runs(options.runs), pictures))} in {pictures}")
     return 0
 
 
-def _watch(given: argparse.Namespace) -> int:
-    with make_server(given.runs, given.host, given.port) as server:
+def _watch(options: argparse.Namespace) -> int:
+    with make_server(options.runs, options.host, options.port) as server:
         host, port = server.server_address[:2]
         print(f"live report: http://{host}:{port} (Ctrl-C ends it)", flush=True)
         try:
@@ -59,7 +59,3 @@ def _watch(given: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

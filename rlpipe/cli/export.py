@@ -1,0 +1,78 @@
+"""`rlpipe export RUN OUT [--step N]`: a checkpoint of a run as a Hugging Face directory of its own.
+
+A run writes its checkpoints with a Hugging Face copy of the weights (`checkpoints/step_N/hf`), LoRA adapters
+merged; this verifies the checkpoint and copies that folder. OUT appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlpipe.loop.checkpoints import CheckpointStore
+
+
+def export(run_dir: Path, out: Path, *, step: int | None = None) -> Path:
+    """Copy the Hugging Face files of a checkpoint to a new directory.
+
+    Args:
+        run_dir: directory of a run.
+        out: directory to create; it must not exist.
+        step: of the checkpoint; None for the newest.
+
+    Returns:
+        The checkpoint that was copied.
+
+    Raises:
+        ValueError: no such checkpoint, a damaged one, one without Hugging Face files, or `out` exists.
+    """
+    checkpoint = checkpoint_of(run_dir, step)
+    if out.exists():
+        raise ValueError(f"OUT={str(out)!r} exists: name a new directory.")
+    if not (checkpoint / "hf" / "config.json").is_file():
+        raise ValueError(f"{checkpoint} has no folder `hf`: only checkpoints of a trainer can be exported.")
+
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(checkpoint / "hf", partial)
+    partial.rename(out)
+    return checkpoint
+
+
+def checkpoint_of(run_dir: Path, step: int | None) -> Path:
+    """Return the directory of a complete checkpoint, the newest one by default. Raises ValueError."""
+    store = CheckpointStore(run_dir / "checkpoints", keep=1)
+    steps = store.steps()
+    if not steps:
+        raise ValueError(f"{run_dir} has no checkpoint: name the directory of a run (run.dir).")
+
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ValueError(
+            f"{run_dir} has no checkpoint of step {chosen}: choose --step from {', '.join(map(str, steps))}."
+        )
+    if fault := store.fault(chosen):
+        raise ValueError(f"the checkpoint of step {chosen} is damaged ({fault}): choose another --step.")
+    return store.path(chosen)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export a checkpoint and print what was copied; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="rlpipe export", description="Write a checkpoint of a run as a Hugging Face directory."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to create")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (the newest)")
+    options = parser.parse_args(arguments)
+
+    try:
+        checkpoint = export(options.run, options.out, step=options.step)
+    except (ValueError, OSError) as error:
+        print(f"rlpipe export: {error}", file=sys.stderr)
+        return 2
+    print(f"exported {checkpoint} to {options.out}")
+    return 0
