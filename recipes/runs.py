@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def play(recipe: str, directory: Path, *overrides: str, afresh: bool = False) -> Path:
-    """`python -m rlpipe.run +recipe=RECIPE`, unless it ended well; returns the directory.
+    """`rlpipe run +recipe=RECIPE`, unless it ended well; returns the directory.
 
     An interrupted run goes on, or, with afresh, starts again. Raises CalledProcessError.
     """

@@ -44,4 +44,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
         return 0
-    return compose(arguments, check_all)
+    return compose(arguments, check_all, command="check")

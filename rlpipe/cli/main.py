@@ -6,6 +6,7 @@ A subcommand is imported when it is called, so that `rlpipe help` and `rlpipe ru
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`rlpipe COMMAND --help` or `rlpipe help COMMAND` describes one; `rlpipe --version` prints the version.",
+            "`rlpipe COMMAND --help` describes one; `rlpipe --version` prints the version.",
         ]
     )
 
@@ -177,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] not in by_name:
         print(f"rlpipe: {unknown_command(arguments[0], list(by_name))}", file=sys.stderr)
         return 2
-    return by_name[arguments[0]].main(arguments[1:])
+    try:
+        return by_name[arguments[0]].main(arguments[1:])
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def unknown_command(name: str, known: Sequence[str]) -> str:

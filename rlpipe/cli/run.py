@@ -34,11 +34,11 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in (shipped("configs") / "recipe").glob("*.yaml"))
 
 
-def usage() -> str:
-    """What to type, for someone who typed too little."""
-    names = "\n".join(f"  rlpipe run +recipe={name}" for name in recipes())
+def usage(command: str) -> str:
+    """Return what to type after `rlpipe run` or `rlpipe check` without a recipe."""
+    names = "\n".join(f"  rlpipe {command} +recipe={name}" for name in recipes())
     return (
-        f"rlpipe needs a recipe. Shipped recipes:\n{names}\n"
+        f"rlpipe {command} needs a recipe. Shipped recipes:\n{names}\n"
         "Add overrides like run.dir=DIR run.steps=20 run.seed=1 spec.mode=none cluster=inline; "
         "--cfg job prints every setting."
     )
@@ -113,7 +113,7 @@ def _kept(config: Config, error: Exception) -> str:
     return f"{said} (traceback: {file})"
 
 
-def compose(arguments: Sequence[str], work: Work | None = None) -> int:
+def compose(arguments: Sequence[str], work: Work | None = None, *, command: str = "run") -> int:
     """Compose a command line, check it and launch it, or do other work; returns the exit status."""
     sys.argv = [sys.argv[0], *arguments]  # where Hydra reads it
     sweep, status = Sweep(), 0
@@ -123,7 +123,7 @@ def compose(arguments: Sequence[str], work: Work | None = None) -> int:
         """What Hydra made of the command line, once for every job of a sweep."""
         nonlocal status
         if not composition.recipe:
-            print(usage())
+            print(usage(command))
             status = 2
         elif HydraConfig.get().mode is RunMode.MULTIRUN:
             return sweep.run_job(composition)

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import sqlite3
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Workers join and leave a real run: by `python -m rlpipe.cli.pool`, and by themselves."""
+"""Workers join and leave a real run: by `rlpipe pool`, and by themselves."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.chaos
 
 
 def asked(cwd, *arguments):
-    command = [sys.executable, "-m", "rlpipe.cli.pool", *arguments]
+    command = [sys.executable, "-m", "rlpipe", "pool", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=600)
 
 

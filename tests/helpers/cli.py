@@ -37,7 +37,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(*overrides: str) -> list[str]:
-    """`python -m rlpipe.run` with overrides."""
+    """`rlpipe run` with overrides."""
     return [sys.executable, "-m", "rlpipe.run", *overrides]
 
 

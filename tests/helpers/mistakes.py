@@ -55,7 +55,8 @@ recipe=agent_rl | give +recipe=agent_rl
 rollout=sglan | sglang
 env=math | Choose one of
 cluster=one_nod | one_node
---run.steps=3 | Write run.steps=3 | no dashes
+--run.steps=3 | Did you mean run.steps=3 | no dashes
+--steps=3 | Did you mean run.steps=3 | no dashes
 -steps | Remove it | no such option | -steps
 run.steps | key=value | no setting | run.steps
 run.steps==3 | key=value | cannot be read | run.steps==3

@@ -45,7 +45,7 @@ def in_a_process(work: Callable[[], None], *, kill_after: float | None = None) -
 def run_command(
     arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m rlpipe.run` with arguments, run to its end, without the seconds that its imports take.
+    """`rlpipe run` with arguments, run to its end, without the seconds that its imports take.
 
     Raises subprocess.TimeoutExpired.
     """

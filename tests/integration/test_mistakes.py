@@ -100,7 +100,7 @@ def test_a_sound_environment_starts(tmp_path):
 def test_ray_is_told_to_ask_for_a_token_before_code_of_the_users_is_imported(tmp_path):
     told = "import json, os; open('told', 'w').write(json.dumps(os.environ.get('RAY_AUTH_MODE')))\n"
     (tmp_path / "my_env.py").write_text(told + ENVIRONMENT)
-    given = [sys.executable, "-m", "rlpipe.cli.check", "+recipe=reasoning_rl", "env.suite=my_env:make_suite"]
+    given = [sys.executable, "-m", "rlpipe", "check", "+recipe=reasoning_rl", "env.suite=my_env:make_suite"]
     done = subprocess.run(given, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "told").read_text()) == "token"

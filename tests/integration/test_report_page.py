@@ -12,9 +12,9 @@ from threading import Thread
 import pytest
 from playwright.sync_api import Browser, Page
 
+from rlpipe.cli.report import main
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.runs import load_run
-from rlpipe.report.__main__ import main
 from rlpipe.report.figures import figures
 from rlpipe.report.live import make_server
 from tests.helpers.browser import chromium, opened

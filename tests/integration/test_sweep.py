@@ -41,7 +41,7 @@ def test_a_sweep_plays_every_job_also_behind_one_that_is_refused(tmp_path):
 def test_a_second_driver_and_other_settings_are_refused(tmp_path):
     base = ["+recipe=swe_rl", "cluster=inline", *SMALL, "val.every=0", "run.dir=out"]
     first = subprocess.Popen(
-        [sys.executable, "-m", "rlpipe.cli.main", "run", *base],
+        [sys.executable, "-m", "rlpipe", "run", *base],
         cwd=tmp_path,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -64,7 +64,7 @@ def test_a_second_driver_and_other_settings_are_refused(tmp_path):
     assert wanted.returncode == 0 and "finished after step 3/3" in wanted.stdout
     assert len(list((tmp_path / "out" / "configs").iterdir())) == 2
     table = subprocess.run(
-        [sys.executable, "-m", "rlpipe.cli.main", "runs", "."],
+        [sys.executable, "-m", "rlpipe", "runs", "."],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,

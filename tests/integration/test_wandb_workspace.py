@@ -111,9 +111,7 @@ def test_a_server_that_cannot_be_reached_leaves_a_spec_that_can_be_sent_later(
     monkeypatch.setattr("rlpipe.report.workspace.default_entity", unreachable)
     spec = tmp_path / "spec.json"
     assert main([str(run), "--out", str(spec)]) == 1
-    assert f"no route to host). Try again: python -m rlpipe.report.workspace --spec {spec}" in (
-        capsys.readouterr().err
-    )
+    assert f"no route to host). Try again: rlpipe workspace --spec {spec}" in (capsys.readouterr().err)
     sent = []
     monkeypatch.setattr("rlpipe.report.workspace.apply", lambda spec: sent.append(spec) or ["https://host/w"])
     assert main(["--spec", str(spec), "--entity", "team"]) == 0

@@ -1,10 +1,14 @@
 """The command line answers at once, finds recipes anywhere and refuses what it does not know."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.helpers.cli import ROOT, run
+from rlpipe.cli.main import COMMANDS, main
+from rlpipe.loop.checkpoints import CheckpointStore
+from tests.helpers.cli import ROOT, environment, run
 
 pytestmark = pytest.mark.packaging
 HEAVY = {"torch", "ray", "verl", "megatron", "transformers", "wandb", "plotly"}
@@ -32,7 +36,7 @@ def test_without_a_recipe_all_recipes_are_listed(tmp_path):
     result = run(cwd=tmp_path)
     assert result.returncode == 2
     for path in (ROOT / "configs" / "recipe").glob("*.yaml"):
-        assert f"python -m rlpipe.run +recipe={path.stem}" in result.stdout
+        assert f"rlpipe run +recipe={path.stem}" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,3 +70,51 @@ def test_what_is_unknown_is_named(tmp_path, arguments, named):
     assert result.returncode != 0
     assert named in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def rlpipe(*arguments, cwd):
+    command = [sys.executable, "-m", "rlpipe", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", [command.name for command in COMMANDS])
+def test_every_command_prints_its_own_help_under_its_own_name(tmp_path, name):
+    asked = rlpipe("help", name, cwd=tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    assert f"rlpipe {name}" in asked.stdout and "python -m" not in asked.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["repotr", "RUN"], "Did you mean report?"),
+        (["+recipe=swe_rl"], "Did you mean `rlpipe run +recipe=swe_rl ...`?"),
+        (["run", "+recipe=swe_rl", "--steps=3"], "Did you mean run.steps=3?"),
+    ],
+)
+def test_what_was_meant_is_suggested(tmp_path, arguments, meant):
+    refused = rlpipe(*arguments, cwd=tmp_path)
+    assert refused.returncode == 2 and meant in refused.stderr
+
+
+def test_the_version_is_printed_and_the_usage_names_every_command(tmp_path):
+    assert rlpipe("--version", cwd=tmp_path).stdout.startswith("rlpipe ")
+    usage = rlpipe("help", cwd=tmp_path).stdout
+    assert [command.name for command in COMMANDS if f"  {command.name} " not in usage] == []
+
+
+def test_a_checkpoint_is_exported_and_a_damaged_one_is_not(tmp_path):
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=2)
+    for step in (1, 2):
+        (files := store.begin(step) / "hf").mkdir()
+        (files / "config.json").write_text(str(step))
+        store.finish(step, {})
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "newest")]) == 0
+    assert (tmp_path / "newest" / "config.json").read_text() == "2"
+    assert main(["export", "--step", "1", str(tmp_path / "run"), str(tmp_path / "first")]) == 0
+    assert (tmp_path / "first" / "config.json").read_text() == "1"
+    (store.path(2) / "hf" / "config.json").write_text("3")
+    for out, step in (("damaged", "2"), ("absent", "7"), ("first", "1")):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / out), "--step", step]) == 2
+    assert not (tmp_path / "damaged").exists() and not (tmp_path / "absent").exists()

@@ -41,7 +41,7 @@ NOT_RUN = {
     "docker": "needs a docker daemon",
     "sbatch": "needs Slurm",
     "kubectl": "needs Kubernetes",
-    "python -m rlpipe.report RUN --watch": "serves until Ctrl-C; test_report_page plays it",
+    "rlpipe report RUN --watch": "serves until Ctrl-C; test_report_page plays it",
     "python -m recipes.agent_rl.make_model": "ten minutes; test_agent_rl_recipe runs it at toy size",
     "python -m recipes.tiny_model.generate": "rewrites the shipped data; test_tiny_model_recipe makes some",
     "python -m recipes.tiny_model.make": "an hour; test_tiny_model_recipe runs it at toy size",
@@ -58,12 +58,11 @@ NOT_RUN = {
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
-    "python -m rlpipe.cli.pool": "asks a run that is under way; tests/chaos/test_pool.py does",
+    "rlpipe pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
 TUTORIAL = "docs/tutorial.md"
 PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/user_correction.md", "docs/your_model.md"}
-RUN = ("python", "-m", "rlpipe.run")
-ABOUT_A_RUN = ("rlpipe.report", "rlpipe.diagnosis.analysis", "rlpipe.loop.ledger", "rlpipe.report.workspace")
+ABOUT_A_RUN = ("report", "analyse", "ledger", "workspace", "export", "runs")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 
 
@@ -74,21 +73,21 @@ def not_run(command: Command) -> str | None:
 
 
 def is_run(command: Command) -> bool:
-    return command.words[:3] == RUN
+    return command.words[:2] == ("rlpipe", "run")
 
 
 def about_a_run(command: Command) -> bool:
-    return command.words[:2] == ("python", "-m") and command.words[2] in ABOUT_A_RUN
+    return command.words[0] == "rlpipe" and command.words[1] in ABOUT_A_RUN
 
 
 def execute(words: tuple[str, ...], folder: Path) -> str:
     """Run a command as a newcomer would, with an empty HOME; returns its output."""
-    assert words[0] == "python"
+    assert words[0] == "rlpipe"
     home = folder / "home"
     home.mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -142,7 +141,7 @@ def test_every_run_composes_and_its_values_are_possible(tmp_path: Path, monkeypa
     wrong, seen = [], 0
     with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
         for command in (c for c in COMMANDS if is_run(c) and "--config-dir" not in c.words):
-            given = [word for word in command.words[3:] if word not in ("--cfg", "job")]
+            given = [word for word in command.words[2:] if word not in ("--cfg", "job")]
             try:
                 config: Config = OmegaConf.to_object(compose(config_name="config", overrides=given))
                 if not made_before(config):
@@ -187,7 +186,9 @@ def test_the_list_of_what_is_not_run_is_in_use_and_its_scripts_exist() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[str(d.relative_to(ROOT)) for d in DOCUMENTS])
 def test_no_command_hides_outside_a_bash_block(document: Path) -> None:
     hidden = re.findall(
-        r"^ *(?:\$ )?(?:python -m (?:rlpipe|recipes)|scripts/\w|sbatch |docker run).*$", prose(document), re.M
+        r"^ *(?:\$ )?(?:rlpipe run|python -m (?:rlpipe|recipes)|scripts/\w|sbatch |docker run).*$",
+        prose(document),
+        re.M,
     )
     assert hidden == []
 

@@ -27,9 +27,9 @@ def play(tmp_path, page, file, *overrides):
     home.mkdir()
     (folder / file).write_text(code)
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[:3] == ["python", "-m", "rlpipe.run"]
+    assert words[:2] == ["rlpipe", "run"]
     done = subprocess.run(
-        [sys.executable, *words[1:], *overrides],
+        [sys.executable, "-m", *words, *overrides],
         cwd=folder,
         env={
             "PATH": os.environ["PATH"],
@@ -64,7 +64,12 @@ def follow(page, folder, home):
             if words[0] == "hf" or "+recipe=eagle3" in words or "+recipe=swe_rl" in words:
                 continue  # a download; and drafts, whose own recipe is tested
             done = subprocess.run(
-                [sys.executable, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+                [sys.executable, "-m", *words],
+                cwd=folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             printed.append(done.stdout)

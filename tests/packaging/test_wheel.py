@@ -56,7 +56,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def rlpipe(installed, cwd, *arguments):
-    """`python -m rlpipe.run` from the installed wheel; the checkout is not on the path."""
+    """`rlpipe run` from the installed wheel; the checkout is not on the path."""
     return subprocess.run(
         [sys.executable, "-m", "rlpipe.run", *arguments],
         cwd=cwd,
@@ -114,7 +114,7 @@ def test_without_a_recipe_the_shipped_ones_are_listed(installed, tmp_path):
 
 def test_doctor_judges_an_installation_without_a_checkout(installed, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rlpipe.cli.main", "doctor", "--json", "+recipe=swe_rl", "cluster=inline"],
+        [sys.executable, "-m", "rlpipe", "doctor", "--json", "+recipe=swe_rl", "cluster=inline"],
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(installed)},
         capture_output=True,

@@ -11,8 +11,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from rlpipe.cli.report import main
 from rlpipe.metrics.bus import STEP
-from rlpipe.report.__main__ import main
 from rlpipe.report.live import Live, make_server
 from tests.helpers.long_run import make_long_run
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from rlpipe.cli.report import main
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.runs import load_run
 from rlpipe.metrics.statistics import wilson
 from rlpipe.report import viewer
-from rlpipe.report.__main__ import main
 from rlpipe.report.drawing import SECTIONS, smooth
 from rlpipe.report.figures import figures, window
 from rlpipe.report.write import write_report
