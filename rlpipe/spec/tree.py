@@ -1,7 +1,7 @@
 """The static shape of a tree of drafts. No tokens, no probabilities.
 
 Node 0 is the root: the pending token, already emitted but not yet in the KV cache. Nodes 1..N are
-drafts, numbered level by level, children of one node in a row and in the order they are judged:
+drafts, numbered level by level, children of one node in a row and in the order they are verified:
 
     Tree.from_branching((2, 1))          0
                                        1   2        depth 1, tokens to follow the root
@@ -22,9 +22,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """parents: parent of each node 0..N; -1 for the root, non-decreasing, so levels follow one another.
+    """The shape of a tree.
 
-    Raises ValueError for anything else.
+    parents: parent of each node 0..N; -1 for the root, non-decreasing, so that levels follow one another.
+    Raises ValueError for other parents.
 
     >>> Tree.from_branching((2, 1)).children(0), Tree.chain(3).parents
     ((1, 2), (-1, 0, 1, 2))
@@ -48,16 +49,20 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
-        """A single path of gamma drafts."""
+        """Make a single path of gamma drafts."""
         return cls.from_branching((1,) * gamma)
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> Tree:
-        """Every node of depth i has branching[i] children. Raises ValueError for a count below 1."""
+        """Make a tree in which every node of depth i has branching[i] children.
+
+        Raises ValueError for a count below 1.
+        """
         if not branching or min(branching) < 1:
             raise ValueError(
                 f"branching={tuple(branching)}: give at least one level, each of 1 child or more."
             )
+
         parents, level = [-1], [0]
         for children in branching:
             start = len(parents)
@@ -72,7 +77,7 @@ class Tree:
 
     @property
     def max_depth(self) -> int:
-        """Most drafts one step can accept."""
+        """The maximum number of drafts one step can accept."""
         return self.depths[-1]
 
     @property
@@ -81,15 +86,15 @@ class Tree:
         return _layout(self)[0]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """Children of a node in the order they are judged; empty for a leaf."""
+        """Return the children of a node in the order they are verified; empty for a leaf."""
         return _layout(self)[1][node]
 
     def paths(self) -> torch.Tensor:
-        """[N + 1, max_depth] int64: the nodes from depth 1 down to each node, then -1."""
+        """Return [N + 1, max_depth] int64: the nodes from depth 1 down to each node, then -1."""
         return _paths(self).clone()
 
     def ancestor_mask(self) -> torch.Tensor:
-        """[N + 1, N + 1] bool: row n is True at n and its ancestors, the nodes n attends to."""
+        """Return [N + 1, N + 1] bool: row n is True at n and its ancestors, the nodes n attends to."""
         mask = torch.eye(len(self.parents), dtype=torch.bool)
         for node in range(1, len(self.parents)):
             mask[node] |= mask[self.parents[node]]
@@ -98,7 +103,7 @@ class Tree:
 
 @lru_cache
 def _layout(tree: Tree) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Depths and children of all nodes."""
+    """Return the depths and the children of all nodes."""
     depths, children = [0], [[] for _ in tree.parents]
     for node, parent in enumerate(tree.parents[1:], start=1):
         depths.append(depths[parent] + 1)
@@ -108,7 +113,7 @@ def _layout(tree: Tree) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
 
 @lru_cache
 def _paths(tree: Tree) -> torch.Tensor:
-    """The answer of `Tree.paths`, shared by all callers and not to be written to."""
+    """Return the paths of `Tree.paths`, shared by all callers and not to be written to."""
     table = torch.full((len(tree.parents), tree.max_depth), -1)
     for node in range(1, len(tree.parents)):
         table[node] = table[tree.parents[node]]

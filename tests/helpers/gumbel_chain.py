@@ -28,7 +28,7 @@ def verify_chain_gumbel(
 
     p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
     num_accepted = leading(accept_uniforms * q < p)
-    weights = weights_after(residual, draft_probs, target_probs, num_accepted).double()
+    weights = weights_after(residual, draft_probs, target_probs, num_accepted=num_accepted).double()
     uniforms = gumbel_uniforms.double().clamp(torch.finfo(torch.float64).tiny, 1 - 2**-53)
     scores = weights.log() - uniforms.log().neg().log()
     accept_prob = (p / q).nan_to_num(0.0).clamp(max=1)

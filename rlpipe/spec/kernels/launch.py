@@ -39,7 +39,7 @@ def verify_chain(
     *,
     block: bool = False,
 ) -> Verdict:
-    """`rlpipe.spec.verify.verify_chain` on the device; block: `verify_block` instead.
+    """Run `rlpipe.spec.verify.verify_chain` on the device; block: `verify_block` instead.
 
     tokens: [B, gamma] int64, drafted. draft: [B, gamma, V] probabilities; None for `verify_target_only`.
     target: [B, gamma + 1, V]. coins: [B, gamma] and uniforms: [B], float64, of acceptance and residual. gamma
@@ -54,7 +54,7 @@ def verify_chain(
     double = torch.float64 in (target.dtype, target.dtype if draft is None else draft.dtype)
     compute = torch.float64 if double else torch.float32
     tiles = _cdiv(vocab, TILE)
-    span = _span(batch, tiles, interpreted)
+    span = _span(batch, tiles, interpreted=interpreted)
 
     new = target.new_empty
     verdict = Verdict(
@@ -64,11 +64,14 @@ def verify_chain(
     )
     if not batch:
         return verdict
+
     tokens, coins, uniforms = tokens.contiguous(), coins.contiguous(), uniforms.contiguous()
     one_hot, draft = draft is None, target if draft is None else draft
     mass = new(2, batch, tiles, dtype=torch.float64)
     scale = new(batch, dtype=torch.float64)
     prefix_mass = mass
+
+    # Arguments that the kernels share, then those of acceptance and of the search for the token.
     draft, target = (_with_adjacent_tokens(probs) for probs in (draft, target))
     probs = (draft, target, *draft.stride()[:2], *target.stride()[:2], vocab)
     shape: dict[str, Any] = {
@@ -81,7 +84,9 @@ def verify_chain(
     }
     decide = {"DEPTHS": _power_of_two(max(gamma, 1)), "SPAN": span}
     find = {"TILE_SLOTS": _power_of_two(tiles), "BLOCK": block and gamma > 0, "ONE_HOT": one_hot}
+
     with torch.cuda.device_of(target):
+        # Acceptance of a block depends on the mass of max(w p - q, 0) at every depth.
         if block and gamma > 1:
             prefix_mass = new(batch, gamma - 1, tiles, dtype=torch.float64)
             programs.prefix_mass_kernel[(batch, _cdiv(tiles, span), gamma - 1)](
@@ -120,25 +125,28 @@ verify_block = partial(verify_chain, block=True)
 
 
 def verify_target_only(tokens: torch.Tensor, _: torch.Tensor | None, *others: torch.Tensor) -> Verdict:
-    """`rlpipe.spec.verify.verify_target_only` on the device; the draft's probabilities are not used."""
+    """Run `rlpipe.spec.verify.verify_target_only` on the device; the draft's probabilities are not used."""
     return verify_chain(tokens, None, *others)
 
 
 def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
-    """The same probabilities [B, depths, V] with a last stride of 1, copied only where it is another."""
+    """Return the probabilities [B, depths, V] with a last stride of 1, copied only where it is another."""
     return probs if probs.stride(2) == 1 else probs.contiguous()
 
 
-def _span(batch: int, tiles: int, interpreted: bool) -> int:
-    """Tiles per program: one while the batch alone does not fill a GPU; the result does not depend on it.
+def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
+    """Choose the tiles per program: one while few rows do not fill a GPU; the result does not depend on it.
 
-    The interpreter runs programs one after another and pays for each.
+    The interpreter runs programs one after another, and each has a cost.
     """
     return min(tiles, 16 if interpreted else 1 if batch <= 8 else 4)
 
 
 def _programs(device: torch.device) -> tuple[ModuleType, bool]:
-    """The kernels, and whether they are interpreted. RuntimeError where they cannot run on `device`."""
+    """Return the kernels, and whether they are interpreted.
+
+    Raises RuntimeError where they cannot run on `device`.
+    """
     try:
         from rlpipe.spec.kernels import programs
     except ModuleNotFoundError as error:
@@ -164,7 +172,7 @@ def _check(
     coins: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> None:
-    """ValueError for what the kernels would read wrongly."""
+    """Raise ValueError for tensors that the kernels would read wrongly."""
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
         raise ValueError(
             f"draft_tokens is {tuple(tokens.shape)} {tokens.dtype}; it must be [B, gamma] torch.int64."
@@ -200,5 +208,5 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """Smallest power of two >= n."""
+    """Return the smallest power of two >= n."""
     return 1 << (n - 1).bit_length()

@@ -16,12 +16,12 @@ Against chain, whose Pr(num_accepted >= i | d_1..d_i) is c_i = prod_{k<=i} min(1
 - w_i >= c_i for every draft (induction), so block's expected acceptance, with coins and undecided
   deeper drafts marginalised, is at least chain's in every context: sum_i w_i >= sum_i c_i, always.
   For gamma = 1 both decide alike, coin by coin.
-- With the same coins *and* the same complete draft, no coupling can make block >= chain always. Say a
+- With the same coins *and* the same complete draft, no coupling can make block >= chain always. Suppose a
   lossless rule has S_i(d) = Pr(num_accepted >= i | d_1..d_gamma) >= c_i for every d. Mass that reaches
   d_1..d_i lawfully splits over the next token as p_{i+1}, so E[S_{i+1} | d_1..d_{i+1}] is at most
   E[S_i | d_1..d_i] * p / q; as S_{i+1} <= S_i too, induction gives S_i = c_i: the rule is chain itself.
   Block gains because it may reject d_1 more readily when d_2 is bad, and more rarely when it is good.
-- Pathwise dominance does hold when the drafts behind chain's first rejection are drawn afresh: at a node
+- Pathwise dominance does hold when the drafts after chain's first rejection are sampled afresh: at a node
   of weight w block moves on to child v with probability min(q(v) / w, p(v)), chain with min(q(v), p(v)).
 """
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 
 from rlpipe.spec.sampling import is_tiled
-from rlpipe.spec.verify.common import draw_after, picked, runs_on_kernels
+from rlpipe.spec.verify.common import picked, runs_on_kernels, sample_after
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -43,7 +43,7 @@ def verify_block(
     *,
     backend: str = "torch",
 ) -> Verdict:
-    """Block verification of gamma drafts against gamma + 1 target distributions; lossless.
+    """Verify gamma drafts as a block against gamma + 1 target distributions; lossless.
 
     Arguments as in `verify_chain`.
 
@@ -57,12 +57,15 @@ def verify_block(
         from rlpipe.spec.kernels import verify_block as launch
 
         return launch(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+
     gamma = draft_tokens.shape[1]
     p, q = picked(target_probs, draft_tokens), picked(draft_probs, draft_tokens)
     weights = running_weights(p, q)
     before = torch.cat([torch.ones_like(weights[:, :1]), weights[:, :-1]], 1)
     inner = weights[:, :-1]
     mass = _mass(inner, draft_probs[:, 1:], target_probs[:, 1:-1])
+
+    # u < h_i without a division: h_i = A_i / (A_i + 1 - w_i) inside, h_gamma = w_gamma at the end.
     passed = torch.cat(
         [
             accept_uniforms[:, :-1] * (mass + 1 - inner) < mass,
@@ -76,16 +79,21 @@ def verify_block(
     scale = before.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
 
     def residual(
-        rows: slice, draft_row: torch.Tensor, target_row: torch.Tensor, out: torch.Tensor | None
+        rows: slice, draft_row: torch.Tensor | None, target_row: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        return _residual(scale[rows], target_row, draft_row, out)
+        assert draft_row is not None, "block verification reads the draft's distributions"
+        return _residual(scale[rows], target_row, draft_row, out=out)
 
-    next_token = draw_after(residual, draft_probs, target_probs, num_accepted, residual_uniforms)
+    next_token = sample_after(
+        residual, draft_probs, target_probs, num_accepted=num_accepted, uniforms=residual_uniforms
+    )
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=weights.to(p.dtype))
 
 
 def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """w_i = min(1, w_{i-1} * p_i / q_i), w_0 = 1, in float64; q = 0 gives 1 if w_{i-1} * p_i > 0, else 0.
+    """Compute w_i = min(1, w_{i-1} * p_i / q_i), w_0 = 1, in float64.
+
+    q = 0 gives 1 if w_{i-1} * p_i > 0, else 0.
 
     p, q: [..., gamma] probabilities of the realised drafts; NaN in either gives 0. Returns [..., gamma].
 
@@ -102,14 +110,16 @@ def running_weights(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _mass(weights: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """sum_v max(w * p - q, 0) in float64: [B, K], [B, K, V], [B, K, V] -> [B, K]."""
+    """Compute sum_v max(w * p - q, 0) in float64: [B, K], [B, K, V], [B, K, V] -> [B, K]."""
     scale = weights.unsqueeze(-1)
     if not is_tiled(target_probs):
         return _residual(scale, target_probs, draft_probs).sum(-1, dtype=torch.float64)
-    mass, rest = torch.empty_like(weights), None
+
+    # Row by row into one buffer: fresh memory for each row would cost more than the arithmetic.
+    mass, buffer = torch.empty_like(weights), None
     for b in range(len(weights)):
-        rest = _residual(scale[b], target_probs[b], draft_probs[b], rest)
-        mass[b] = rest.sum(-1, dtype=torch.float64)
+        buffer = _residual(scale[b], target_probs[b], draft_probs[b], out=buffer)
+        mass[b] = buffer.sum(-1, dtype=torch.float64)
     return mass
 
 
@@ -117,8 +127,9 @@ def _residual(
     scale: torch.Tensor,
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor,
+    *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """max(scale * p - q, 0) in the dtype of the probabilities, [..., V]."""
+    """Compute max(scale * p - q, 0) in the dtype of the probabilities, [..., V]."""
     scaled = torch.mul(scale.to(target_probs.dtype), target_probs, out=out)
     return torch.sub(scaled, draft_probs, out=out).clamp_(min=0)

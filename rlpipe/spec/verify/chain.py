@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw_after, leading, picked, runs_on_kernels
+from rlpipe.spec.verify.common import leading, picked, runs_on_kernels, sample_after
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -27,7 +27,7 @@ def verify_chain(
     *,
     backend: str = "torch",
 ) -> Verdict:
-    """Rejection sampling of gamma drafts against gamma + 1 target distributions (Bebop Alg. 3).
+    """Verify gamma drafts against gamma + 1 target distributions by rejection sampling (Bebop Alg. 3).
 
     draft_tokens: [B, gamma] int64, sampled from draft_probs. draft_probs: [B, gamma, V].
     target_probs: [B, gamma + 1, V]. accept_uniforms: [B, gamma], residual_uniforms: [B], float64
@@ -46,12 +46,15 @@ def verify_chain(
     num_accepted = leading(accept_uniforms * q < p)
     accept_prob = (p / q).nan_to_num_(0.0).clamp_(max=1)
 
-    next_token = draw_after(_residual, draft_probs, target_probs, num_accepted, residual_uniforms)
+    next_token = sample_after(
+        _residual, draft_probs, target_probs, num_accepted=num_accepted, uniforms=residual_uniforms
+    )
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)
 
 
 def _residual(
-    rows: slice, draft_row: torch.Tensor, target_row: torch.Tensor, out: torch.Tensor | None
+    _: slice, draft_row: torch.Tensor | None, target_row: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """max(p - q, 0)."""
+    """Compute max(p - q, 0)."""
+    assert draft_row is not None, "rejection sampling reads the draft's distributions"
     return torch.sub(target_row, draft_row, out=out).clamp_(min=0)

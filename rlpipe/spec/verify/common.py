@@ -1,4 +1,4 @@
-"""Pieces shared by the verification rules: row selection, the final draw, the choice of backend."""
+"""Functions shared by the verification rules: row selection, the last token, the choice of backend."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ def runs_on_kernels(backend: str) -> bool:
 
 
 def leading(accepted: torch.Tensor) -> torch.Tensor:
-    """Number of leading True per row: [B, gamma] bool -> [B] int64."""
+    """Count the leading True of each row: [B, gamma] bool -> [B] int64."""
     return accepted.cumprod(1, dtype=torch.int64).sum(1)
 
 
 def row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
+    """Select probs[b, index[b]]: [B, K, V], [B] -> [B, V]; of a single row on a CPU a view."""
     batch, rows, vocab = probs.shape
     if batch == 1 and probs.device.type == "cpu":
-        return probs[:, index.item()]
+        return probs[:, int(index)]
+
     flat = torch.arange(batch, device=probs.device) * rows + index
     return probs.reshape(batch * rows, vocab).index_select(0, flat)
 
 
 def picked(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs[b, k, tokens[b, k]]: [B, at least K, V], [B, K] -> [B, K]."""
+    """Select probs[b, k, tokens[b, k]]: [B, at least K, V], [B, K] -> [B, K]."""
     return probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def nonempty(residual: torch.Tensor, target_row: torch.Tensor) -> torch.Tensor:
-    """The residual, or the target's row where no mass is left. [B, V], [B, V] -> [B, V].
+    """Return the residual, or the target's row where no mass remains: [B, V], [B, V] -> [B, V].
 
     In exact arithmetic a residual without mass is reached with probability 0; rounding, or a coin of
-    exactly 1, can reach it, and then the target itself is the nearest law that can be sampled.
+    exactly 1, can reach it, and then the target itself is the nearest distribution that can be sampled.
     """
     return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_row)
 
 
-# (rows of the batch, their draft row [m, V], their target row [m, V], out) -> [m, V] unnormalised, all m of
-# them rows that rejected a draft. With `out` [m, V] it is written there.
+# (rows of the batch, their draft row [m, V], their target row [m, V], out) -> residual [m, V], unnormalised,
+# of m rows that rejected a draft; written to `out` [m, V] if that is not None.
 Residual = Callable[[slice, torch.Tensor | None, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -56,33 +57,37 @@ def weights_after(
     residual: Residual,
     draft_probs: torch.Tensor | None,
     target_probs: torch.Tensor,
+    *,
     num_accepted: torch.Tensor,
 ) -> torch.Tensor:
-    """[B, V] unnormalised law of the token after the accepted drafts: the residual, or p_{gamma+1}.
+    """Return the unnormalised distribution of the token after the accepted drafts: residual or p_{gamma+1}.
 
-    Arguments as of `draw_after`. What `residual` says of rows that accepted everything is not used.
+    Arguments as in `sample_after`. The residual of rows that accepted every draft is not used.
+    Returns [B, V].
     """
     gamma = target_probs.shape[1] - 1
     target_row = row(target_probs, num_accepted)
     draft_row = None if draft_probs is None else row(draft_probs, num_accepted.clamp(max=gamma - 1))
-    rest = nonempty(residual(slice(None), draft_row, target_row, None), target_row)
-    return torch.where((num_accepted < gamma).unsqueeze(1), rest, target_row)
+    rejected = nonempty(residual(slice(None), draft_row, target_row, None), target_row)
+    return torch.where((num_accepted < gamma).unsqueeze(1), rejected, target_row)
 
 
-def draw_after(
+def sample_after(
     residual: Residual,
     draft_probs: torch.Tensor | None,
     target_probs: torch.Tensor,
+    *,
     num_accepted: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """A token from `weights_after` by inverse CDF; on a CPU and a large vocabulary row by row.
+    """Sample a token from `weights_after` by inverse CDF; row by row on a CPU with a large vocabulary.
 
     draft_probs: [B, gamma, V], None for a residual that reads none. target_probs: [B, gamma + 1, V].
     num_accepted: [B]. uniforms: [B]. Returns [B] int64.
     """
     if not is_tiled(target_probs):
-        return sample_cdf(weights_after(residual, draft_probs, target_probs, num_accepted), uniforms)
+        weights = weights_after(residual, draft_probs, target_probs, num_accepted=num_accepted)
+        return sample_cdf(weights, uniforms)
 
     counts, gamma = num_accepted.tolist(), target_probs.shape[1] - 1
 
@@ -97,4 +102,5 @@ def draw_after(
             residual(rows, draft_row, target_row(rows), out)
 
     dtype = target_probs.dtype if draft_probs is None else torch.result_type(target_probs, draft_probs)
-    return sample_tiles(fill, target_row, target_probs.shape[-1], dtype, uniforms)
+    vocab = target_probs.shape[-1]
+    return sample_tiles(fill, uniforms, vocab=vocab, dtype=dtype, fallback=target_row)

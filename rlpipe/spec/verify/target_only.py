@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlpipe.spec.verify.common import draw_after, leading, picked, runs_on_kernels
+from rlpipe.spec.verify.common import leading, picked, runs_on_kernels, sample_after
 from rlpipe.spec.verify.verdict import Verdict
 
 
@@ -23,7 +23,7 @@ def verify_target_only(
     because the rule is lossless for any way of choosing the draft from the past.
 
     accept_prob: p_i(d_i), 1 where that rounds above it, given that all shallower drafts were accepted.
-    Where the draft holds all of the target's mass and is rejected all the same (rounding), the target row
+    Where the draft holds all of the target's mass and is rejected nevertheless (rounding), the target row
     itself is sampled.
     Raises ValueError for an unknown backend.
     """
@@ -31,14 +31,19 @@ def verify_target_only(
         from rlpipe.spec.kernels import verify_target_only as launch
 
         return launch(draft_tokens, draft_probs, target_probs, accept_uniforms, residual_uniforms)
+
     gamma = draft_tokens.shape[1]
     p = picked(target_probs, draft_tokens)
     num_accepted = leading(accept_uniforms < p)
     drafted = draft_tokens.gather(1, num_accepted.clamp(max=gamma - 1).unsqueeze(1))
 
-    def residual(rows: slice, _: None, target_row: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def residual(
+        rows: slice, _: torch.Tensor | None, target_row: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
         return torch.scatter(target_row, 1, drafted[rows], 0.0, out=out)
 
-    next_token = draw_after(residual, None, target_probs, num_accepted, residual_uniforms)
+    next_token = sample_after(
+        residual, None, target_probs, num_accepted=num_accepted, uniforms=residual_uniforms
+    )
     accept_prob = p.nan_to_num(0.0).clamp(max=1)
     return Verdict(num_accepted=num_accepted, next_token=next_token, accept_prob=accept_prob)

@@ -1,21 +1,21 @@
 """Verification of a tree of drafts: a walk from the root, one round of rejection per sibling.
 
-At an accepted node with target row p and draft row q, its children x_1, x_2, ... are judged in order:
+At an accepted node with target row p and draft row q, its children x_1, x_2, ... are verified in order:
 
-    r_1 = p                                       what is left of the target, given all rejections so far
+    r_1 = p                                       the target given all rejections so far
     accept x_j if u_j * q_j(x_j) < r_j(x_j)       then walk on from x_j with its own p and q
     else r_{j+1} = max(r_j - q_j, 0), normalised
-    no child left:  next ~ r of the node where the walk ends; at a leaf that is p
+    all children rejected:  next ~ r of the node where the walk ends; at a leaf that is p
 
-q_j is the law x_j was drawn from, given its earlier siblings:
+q_j is the distribution x_j was sampled from, given its earlier siblings:
 
     with replacement      q_j = q                                       SpecInfer, Miao et al. 2305.09781
     without               q_j = q without x_1..x_{j-1}, normalised      RRSw, Jeon et al. 2402.14160
     draft_probs = None    q_j = one-hot at x_j (top-k children, say)    target-only in rounds
 
-Each round is rejection sampling of x_j against r_j, so what leaves the rounds of a node has law p
-whatever the number of children: lossless. A chain is the tree with one child per node, and where q > 0
-decides bit for bit as `verify_chain`.
+Each round is rejection sampling of x_j against r_j, so the token that the rounds of a node emit has
+distribution p, whatever the number of children: lossless. A chain is the tree with one child per node, and
+where q > 0 decides bit for bit as `verify_chain`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ def verify_tree(
     *,
     replacement: bool,
 ) -> TreeVerdict:
-    """Lossless stochastic verification of a static tree of N drafts.
+    """Verify a static tree of N drafts by rejection sampling; lossless.
 
     draft_tokens: [B, N] int64, node n at column n - 1. draft_probs: [B, N + 1, V], row n the q at node n
-    from which its children were drawn (rows of leaves are not read), or None if the children were
-    chosen without chance. target_probs: [B, N + 1, V], row n the target after node n.
+    from which its children were sampled (rows of leaves are not read), or None if the children were
+    chosen deterministically. target_probs: [B, N + 1, V], row n the target after node n.
     accept_uniforms: [B, N], residual_uniforms: [B], float64 in [0, 1), independent of each other and of
-    the drafts. replacement: whether siblings were drawn independently (True) or without replacement;
+    the drafts. replacement: whether siblings were sampled independently (True) or without replacement;
     has no effect for draft_probs = None.
 
     accept_prob: min(1, r_j / q_j) at each node, given that its parent was reached and its earlier
-    siblings rejected. A sibling that q could not have drawn, because q is 0 there or its earlier siblings
-    hold all of q's mass, is judged as a deterministic one: that is lossless however it was chosen.
-    Where rounding leaves nothing of r, the target row itself is sampled.
+    siblings rejected. A sibling that q cannot produce, because q is 0 there or its earlier siblings
+    hold all of q's mass, is verified as a deterministic one: that is lossless however it was chosen.
+    Where rounding leaves r without mass, the target row itself is sampled.
     """
+    # Every node's rounds are computed; only those of the nodes on the path decide.
     reached = torch.zeros_like(draft_tokens[:, 0])
     residual = torch.zeros_like(target_probs[:, 0])
     accept_prob = []
@@ -60,18 +61,21 @@ def verify_tree(
         if not children:
             continue
         columns = slice(children[0] - 1, children[-1])
-        passed, probs, left = _rounds(
+        passed, probs, node_residual = _rounds(
             draft_tokens[:, columns],
             None if draft_probs is None else draft_probs[:, node],
             target_probs[:, node],
-            accept_uniforms[:, columns],
-            replacement,
+            coins=accept_uniforms[:, columns],
+            replacement=replacement,
         )
         accept_prob += probs
+
         here = reached == node
-        residual = torch.where(here.unsqueeze(1), left, residual)
+        residual = torch.where(here.unsqueeze(1), node_residual, residual)
         first = passed.long().argmax(1) + children[0]
         reached = torch.where(here & passed.any(1), first, reached)
+
+    # At a leaf, which has no rounds, the next token is the target's own.
     target_row = row(target_probs, reached)
     inner = torch.tensor([bool(tree.children(n)) for n in range(tree.num_drafts + 1)], device=reached.device)
     weights = torch.where(inner[reached].unsqueeze(1), residual, target_row)
@@ -85,7 +89,7 @@ def verify_tree_greedy(tree: Tree, draft_tokens: torch.Tensor, target_scores: to
     accepted[n] = accepted[parent(n)] and d_n = argmax p_parent(n)        (LongSpec, greedy verification)
 
     draft_tokens: [B, N] int64. target_scores: [B, N + 1, V], logits or probabilities, row n after node
-    n. Among equally deep paths (repeated siblings) the first counts. accept_prob: 1.0 or 0.0, whether
+    n. Among equally deep paths (repeated siblings) the first one wins. accept_prob: 1.0 or 0.0, whether
     a draft is the argmax after its parent.
     """
     best = target_scores.argmax(-1)
@@ -101,10 +105,10 @@ def verify_tree_greedy(tree: Tree, draft_tokens: torch.Tensor, target_scores: to
 
 
 def rearrange_kv(cache: torch.Tensor, base: torch.Tensor, kv_source: torch.Tensor) -> torch.Tensor:
-    """Move the accepted path's keys and values behind the root's, in place.
+    """Move the accepted path's keys and values to the slots after the root's, in place.
 
-    After a verify pass node n lies in slot base + n; afterwards the accepted node of depth i lies in slot
-    base + i, as if it had been decoded alone. Slots beyond the accepted path keep what is stale.
+    After a verify pass node n is in slot base + n; afterwards the accepted node of depth i is in slot
+    base + i, as if it had been decoded without drafts. Slots beyond the accepted path are stale.
 
     cache: [..., B, heads, slots, head_dim]. base: [B] int64, the root's slot. kv_source: [B, D] of a
     `TreeVerdict`. Returns cache.
@@ -123,45 +127,49 @@ def _rounds(
     tokens: torch.Tensor,
     draft_row: torch.Tensor | None,
     target_row: torch.Tensor,
+    *,
     coins: torch.Tensor,
     replacement: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """The rounds of one node's children x_1..x_k, each as if all earlier ones were rejected.
+    """Run the rounds of one node's children x_1..x_k, each as if all earlier ones were rejected.
 
     tokens, coins: [B, k]. draft_row, target_row: [B, V]. Returns passed [B, k] bool, k accept
-    probabilities [B], and what is left of the target after k rejections, unnormalised [B, V]; instead of
+    probabilities [B], and the target's residual after k rejections, unnormalised [B, V]. Instead of
     normalising r and q, their masses are carried along.
     """
-    left, mass = target_row, 1.0
-    remaining, drawn = draft_row, 1.0
+    residual, mass = target_row, 1.0
+    siblings, siblings_mass = draft_row, 1.0
     passed, probs = [], []
     for j, token in enumerate(tokens.split(1, 1)):
-        r = left.gather(1, token)
-        if remaining is None:
+        r = residual.gather(1, token)
+        if siblings is None:
             q = torch.ones_like(r)
         else:
-            q = remaining.gather(1, token)
-            possible = (q > 0) & (drawn > 0)
-            q = torch.where(possible, q / drawn, 1.0)
+            q = siblings.gather(1, token)
+            possible = (q > 0) & (siblings_mass > 0)
+            q = torch.where(possible, q / siblings_mass, 1.0)
+
         passed.append(coins[:, j : j + 1] * (mass * q) < r)
         probs.append((r / (mass * q)).nan_to_num(0.0).clamp(max=1).to(target_row.dtype).squeeze(1))
-        forbidden = left.scatter(1, token, 0.0)
-        if remaining is None:
-            left = forbidden
+
+        # A deterministic sibling, once rejected, is removed; a sampled one takes q off the residual.
+        forbidden = residual.scatter(1, token, 0.0)
+        if siblings is None:
+            residual = forbidden
         else:
-            rejected = (left - remaining * (mass / drawn)).clamp(min=0)
-            left = torch.where(possible, rejected, forbidden)
+            rejected = (residual - siblings * (mass / siblings_mass)).clamp(min=0)
+            residual = torch.where(possible, rejected, forbidden)
             if not replacement:
-                remaining = remaining.scatter(1, token, 0.0)
-                drawn = remaining.sum(1, keepdim=True, dtype=torch.float64)
-        mass = left.sum(1, keepdim=True, dtype=torch.float64)
-    return torch.cat(passed, 1), probs, left
+                siblings = siblings.scatter(1, token, 0.0)
+                siblings_mass = siblings.sum(1, keepdim=True, dtype=torch.float64)
+        mass = residual.sum(1, keepdim=True, dtype=torch.float64)
+    return torch.cat(passed, 1), probs, residual
 
 
 def _verdict(
     tree: Tree, reached: torch.Tensor, next_token: torch.Tensor, accept_prob: torch.Tensor
 ) -> TreeVerdict:
-    """The verdict of a walk that ended at node reached [B]."""
+    """Return the verdict of a walk that ended at node reached [B]."""
     path = tree.paths().to(reached.device)[reached]
     return TreeVerdict(
         num_accepted=(path >= 0).sum(1), next_token=next_token, path=path, accept_prob=accept_prob

@@ -146,7 +146,7 @@ def test_a_pause_within_a_trial_does_not_end_all_trials():
     while not policy.choose(8):
         policy.timed(8, 0, 1.0)
     policy.timed(8, 1, 3600.0)
-    choices = _draft(policy, round(1.2 * AdaptiveGamma.MOST / AdaptiveGamma.BUDGET), 0.0, batch=8)
+    choices = _draft(policy, round(1.2 * AdaptiveGamma.MAX_STEPS / AdaptiveGamma.BUDGET), 0.0, batch=8)
     assert choices[:2] == [1, 0] and 1 in choices[2:]
 
 
@@ -277,7 +277,7 @@ def test_at_the_largest_gamma_every_trial_is_of_the_one_below():
     choices = _run(policy, 8, {0: 1.0, 1: 1.2}, 800)
     trials = [step for step in range(1, 799) if choices[step] == 0 and choices[step - 1]]
     assert [choices[step : step + 2] for step in trials] == [[0, 0]] * len(trials)
-    assert trials[1] - trials[0] == AdaptiveGamma.SOON
+    assert trials[1] - trials[0] == AdaptiveGamma.MIN_INTERVAL
     lost = 2 * (1.0 - 1.2 / 2)  # two steps of 1.0 bring what one of 1.2 does
     paid = lost / (AdaptiveGamma.BUDGET * 1.2)
     assert trials[4] - trials[3] == pytest.approx(paid, rel=0.05)
