@@ -1,10 +1,10 @@
-"""Alarms: rules over committed records; an event when a rule begins to fail, another when it holds again.
+"""Alarms: an event when a rule over committed records begins to fail, another when it holds again.
 
-Owns the judging and its memory; the rules are `rlpipe.config.alarms`, what to do is docs/alarms.md. Flow: the
-controller shows every record to `Alarms.see`, and the clock to `Alarms.tick`; what rings goes through
-`event`, thereby into events.jsonl and as a warning line to the console. An alarm rings once per crossing: it
-rings again only after an observation at which its rule held. A resumed run shows the records it kept to
-`Alarms.replay`, so that it remembers what the run before it did.
+Owns the evaluation of the rules and its state; `rlpipe.config.alarms` has the rules, docs/alarms.md what to
+do. Flow: the controller passes every record to `Alarms.see` and the clock to `Alarms.tick`; an alarm is an
+event, in events.jsonl and as a warning on the console. An alarm rings once per crossing: it rings again only
+after an observation at which its rule held. A resumed run passes its earlier records to `Alarms.replay`, so
+that alarms that rang before the restart do not ring again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ Event = Callable[..., None]
 
 @dataclass(slots=True)
 class Watch:
-    """One rule and what it remembers. failing: observations in a row; ringing: since its last crossing.
+    """One rule and its state.
+
+    failing: observations in a row that failed.
+    ringing: the rule has not held since it rang.
+    value, limit: at the last observation.
 
     >>> watch = Watch(AlarmRule(metric="actor/ppo_kl", threshold=0.2))
     >>> [watch.see({"actor/ppo_kl": x}) for x in (0.1, 0.3, 0.4, 0.1)]
@@ -37,17 +41,18 @@ class Watch:
     ringing: bool = False
     value: float = float("nan")
     limit: float = float("nan")
-    _first: list[float] = field(default_factory=list)
-    _last: deque[float] = field(default_factory=deque)
-    _since: list[float] = field(default_factory=list)  # of the metric, since the last reading of `against`
+    _first: list[float] = field(default_factory=list)  # values of the run, up to `over`
+    _last: deque[float] = field(default_factory=deque)  # values, up to `over`
+    _since: list[float] = field(default_factory=list)  # values since the last reading of `against`
     _best: tuple[float, float] | None = None  # metric and `against` when the latter was highest
     _highest: float = float("-inf")
 
     def see(self, record: Mapping[str, Any]) -> bool | None:
-        """True: rings from now on; False: holds again; None: as before."""
+        """Evaluate the rule; True: it begins to ring; False: it holds again; None: no change."""
         failed = self._fails(record)
         if failed is None:
             return None
+
         self.failing = self.failing + 1 if failed else 0
         if failed and not self.ringing and self.failing >= self.rule.patience:
             self.ringing = True
@@ -58,13 +63,14 @@ class Watch:
         return None
 
     def _fails(self, record: Mapping[str, Any]) -> bool | None:
-        """Whether the rule fails at this record; None when there is nothing to judge."""
+        """Whether the rule fails at this record; None when the record does not decide it."""
         rule, value = self.rule, record.get(self.rule.metric)
         if rule.test is AlarmTest.DIVERGE:
             return self._diverges(value, record.get(rule.against))
         if not isinstance(value, (int, float)):
             return None
         self.value = value
+
         if rule.test in (AlarmTest.ABOVE, AlarmTest.BELOW):
             self.limit = rule.threshold
             return value > rule.threshold if rule.test is AlarmTest.ABOVE else value < rule.threshold
@@ -72,6 +78,8 @@ class Watch:
             self._highest = max(self._highest, value)
             self.limit = rule.threshold * self._highest
             return value < self.limit
+
+        # The other tests compare with a median: of the last values, or of the first ones of the run.
         if rule.test is AlarmTest.SPIKE:
             usual = median(self._last) if len(self._last) == rule.over else None
             self._last.append(value)
@@ -83,14 +91,17 @@ class Watch:
                 self._first.append(value)
         if usual is None or usual <= 0:
             return None
+
         self.limit = rule.threshold * usual
         return value < self.limit if rule.test is AlarmTest.DROP else value > self.limit
 
     def _diverges(self, value: Any, against: Any) -> bool | None:
+        """Whether the metric grew by more than the threshold since `against` was at its best."""
         if isinstance(value, (int, float)):
             self._since.append(value)
         if not isinstance(against, (int, float)) or not self._since:
             return None
+
         mean, self._since = sum(self._since) / len(self._since), []
         if self._best is None or against > self._best[1]:
             self._best = mean, float(against)
@@ -99,9 +110,12 @@ class Watch:
 
 
 class Alarms:
-    """All rules of a run. event: as `MetricsBus.event`. rung: names of those that ever rang.
+    """The rules of a run.
 
-    Raises ValueError for a rule on a metric that nobody declares.
+    watches: by name of the rule.
+    rung: names of the rules that ever rang.
+
+    Raises ValueError for a rule on a metric that is not declared. event: `MetricsBus.event`.
     """
 
     def __init__(self, config: AlarmsConfig, event: Event) -> None:
@@ -109,47 +123,53 @@ class Alarms:
         rules = config.rules.items() if config.enabled else ()
         self.watches = {name: Watch(rule) for name, rule in rules if rule.enabled}
         self.rung: set[str] = set()
+
         for name, watch in self.watches.items():
             for metric in filter(None, (watch.rule.metric, watch.rule.against)):
                 try:
                     declared(metric)
                 except ValueError as error:
                     raise ValueError(f"metrics.alarms.rules.{name}: {error}") from None
-        self._stall = 60 * config.stall_minutes if config.enabled else 0.0
-        self._step, self._heard, self._stalled = 0, time.monotonic(), False
-        self._patience = 3 * self._stall
+
+        # The first step includes compilation and warm-up: it may take three times as long.
+        self._stall_seconds = 60 * config.stall_minutes if config.enabled else 0.0
+        self._timeout_seconds = 3 * self._stall_seconds
+        self._step, self._last_record_at, self._stalled = 0, time.monotonic(), False
 
     def replay(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Judge records that were committed before; what rang then does not ring again."""
+        """Evaluate the rules on records that were committed before, without events."""
         for record in records:
             self.rung |= {name for name, watch in self.watches.items() if watch.see(record)}
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Judge a committed record."""
-        self._step, self._heard, self._patience = record.get(STEP, self._step), time.monotonic(), self._stall
+        """Evaluate the rules on a committed record."""
+        self._step, self._last_record_at = record.get(STEP, self._step), time.monotonic()
+        self._timeout_seconds = self._stall_seconds
         if self._stalled:
             self._stalled = False
             self._event("alarm_over", alarm="stall", step=self._step)
+
         for name, watch in self.watches.items():
             change = watch.see(record)
             if change is True:
                 self.rung.add(name)
                 self._event(
-                    "alarm", alarm=name, step=self._step, **_facts(watch), see=f"docs/alarms.md#{name}"
+                    "alarm", alarm=name, step=self._step, **_fields(watch), see=f"docs/alarms.md#{name}"
                 )
             elif change is False:
                 self._event("alarm_over", alarm=name, step=self._step)
 
     def tick(self, now: float | None = None) -> None:
-        """Judge the silence since the last record; now: of `time.monotonic`."""
-        silent = (time.monotonic() if now is None else now) - self._heard
-        if self._stall and silent > self._patience and not self._stalled:
+        """Ring when no record has come for too long; now: of `time.monotonic`."""
+        silent = (time.monotonic() if now is None else now) - self._last_record_at
+        if self._stall_seconds and silent > self._timeout_seconds and not self._stalled:
             self._stalled = True
             self._event(
                 "alarm", alarm="stall", step=self._step, silent_s=round(silent), see="docs/alarms.md#stall"
             )
 
 
-def _facts(watch: Watch) -> dict[str, Any]:
+def _fields(watch: Watch) -> dict[str, Any]:
+    """Fields of the event of an alarm."""
     rule = watch.rule
     return {"metric": rule.metric, "test": str(rule.test), "value": watch.value, "limit": watch.limit}

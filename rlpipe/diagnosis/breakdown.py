@@ -1,9 +1,9 @@
-"""Acceptance of a run, cut every way: from recorded rollouts and probes, after the fact.
+"""Acceptance of a run broken down by depth, position, turn, kind of token and entropy, after the fact.
 
-Owns the cuts; what is recorded and in which form is docs/run_directory.md. Flow:
+Owns the breakdowns; docs/run_directory.md has what is recorded, and in which form. Flow:
 
-    rollouts/step_N.jsonl -> `judged` (one line per draft that was judged) -> `acceptance_by` depth, position,
-                             turn, token class, entropy; `lengths` (predicted against observed)
+    rollouts/step_N.jsonl -> `verified_in` (an entry per verified draft token) -> `acceptance_by`
+                          -> `lengths` (predicted against observed)
     probe/step_N.jsonl    -> `boundary` (rejection against target-only, Bebop Fig. 13)
     metrics.jsonl         -> `distributions` (Fig. 10, 11), `speedups`, `entropy_slope` (Fig. 8)
 
@@ -12,7 +12,7 @@ Rates are sums over sums; their errors are clustered by trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import median
@@ -28,18 +28,23 @@ from rlpipe.diagnosis.token_class import sampled_spans, token_classes
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Estimate, cr1_error
 
-POSITION_BUCKET = 32  # sampled tokens
+BUCKET_TOKENS = 32  # sampled tokens of a bin of positions
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 1.0, 2.0)  # nat; the last bin is open
 SHOWN_DEPTH = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class VerifiedDrafts:
-    """Drafts that verify steps judged, one entry each: depths 1..num_accepted + 1 of every step.
+    """Draft tokens that verify steps decided on, [n] each: depths 1..num_accepted + 1 of every step.
 
-    trajectory: index of the record. depth: 1, 2, ... kept: bool. accept: probability that it was kept, given
-    the draft, by the rule of a chain: min(1, p / q). position: sampled tokens before it in its trajectory.
-    turn: 0, 1, ... kind: token class, "" where unknown. entropy: of the target at its place, nat.
+    trajectory: index of the record.
+    depth: 1, 2, ...
+    kept: whether the token was accepted.
+    accept: probability of accepting the token, by the rule of a chain: min(1, p / q).
+    position: sampled tokens before it in its trajectory.
+    turn: 0, 1, ...
+    kind: token class, "" where unknown.
+    entropy: of the target at the token, nat.
     """
 
     trajectory: np.ndarray
@@ -54,7 +59,14 @@ class VerifiedDrafts:
 
 @dataclass(slots=True, kw_only=True)
 class Cut:
-    """One row of a cut. label: of the bin. rate: kept / judged; se: None for a single trajectory."""
+    """One bin of a breakdown.
+
+    label: of the bin.
+    rate: kept / judged.
+    se: standard error of the rate; None for a single trajectory.
+    judged: number of verified draft tokens.
+    entropy: mean over these tokens, nat.
+    """
 
     label: str
     rate: float
@@ -64,58 +76,70 @@ class Cut:
 
 
 def verified_in(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = False) -> VerifiedDrafts:
-    """All judged drafts of records that have them; what lies behind the end of a turn is left out."""
+    """Collect the verified draft tokens of records; tokens beyond the end of a turn are left out.
+
+    Args:
+        records: of rollouts; those without drafts are skipped.
+        plain_commands: a full turn is a command, see `token_classes`.
+    """
     rows: list[tuple[Any, ...]] = []
     for number, record in enumerate(records):
         if record.get("drafts") is None:
             continue
-        where: dict[int, tuple[int, int]] = {}  # token -> (turn, sampled tokens before)
+
+        # token index -> (turn, sampled tokens before it)
+        sampled: dict[int, tuple[int, int]] = {}
         for turn, (start, end) in enumerate(sampled_spans(record)):
-            where |= {place: (turn, len(where) + place - start) for place in range(start, end)}
+            sampled |= {index: (turn, len(sampled) + index - start) for index in range(start, end)}
         kinds = token_classes(record, plain_commands=plain_commands)
+
         for position, num_accepted, tokens, p, q in record["drafts"]:
             for i in range(min(num_accepted + 1, len(tokens))):
-                place = position + i
-                if place not in where or where[place][0] != where[position][0]:
-                    break
-                turn, before = where[place]
+                index = position + i
+                if index not in sampled or sampled[index][0] != sampled[position][0]:
+                    break  # beyond the end of the turn
+                turn, before = sampled[index]
                 accept = min(1.0, p[i] / q[i]) if q[i] > 0 else 1.0
-                entropy = record["entropies"][place]
-                kind = kinds[place] or ""
-                rows.append((number, i + 1, i < num_accepted, accept, before, turn, str(kind), entropy))
+                entropy = record["entropies"][index]
+                kind = str(kinds[index] or "")
+                rows.append((number, i + 1, i < num_accepted, accept, before, turn, kind, entropy))
+
     columns = list(zip(*rows, strict=True)) if rows else [()] * 8
     names = ("trajectory", "depth", "kept", "accept", "position", "turn", "kind", "entropy")
     return VerifiedDrafts(**{name: np.array(column) for name, column in zip(names, columns, strict=True)})
 
 
 def verified_drafts(run: RunData, records: Iterable[Mapping[str, Any]]) -> VerifiedDrafts:
-    """The judged drafts of recorded rollouts of a run, whose environment says what a command is."""
+    """Collect the verified draft tokens of a run's rollouts, with commands as its environment has them."""
     env = run.settings.get("env") or {}
     plain = env.get("name") == "swe" and env.get("action_mode", "plain") == "plain"
     return verified_in(records, plain_commands=plain)
 
 
 def acceptance_by(drafts: VerifiedDrafts, key: str) -> list[Cut]:
-    """Rates by "depth", "position" (buckets of 32 tokens), "turn", "kind" or "entropy" (bins in nat)."""
+    """Break acceptance down by a column of `drafts`, in ascending order of its bins.
+
+    Args:
+        drafts: verified draft tokens.
+        key: "depth", "position" (bins of 32 tokens), "turn", "kind" or "entropy" (bins in nat).
+    """
     if not len(drafts.kept):
         return []
+
     values: np.ndarray = getattr(drafts, key)
+    label: Callable[[Any], str] = str
     if key == "position":
-        values = values // POSITION_BUCKET
-        name = _bucket
+        values, label = values // BUCKET_TOKENS, _position_label
     elif key == "entropy":
-        values = np.digitize(values, ENTROPY_EDGES[1:])
-        name = _entropy_bin
-    else:
-        name = str
-    return [_cut(drafts, values == value, name(value)) for value in np.unique(values)]
+        values, label = np.digitize(values, ENTROPY_EDGES[1:]), _entropy_label
+    return [_cut(drafts, values == value, label(value)) for value in np.unique(values)]
 
 
-def _bucket(number: int) -> str:
-    return f"{number * POSITION_BUCKET}-{(number + 1) * POSITION_BUCKET - 1}"
+def _position_label(number: int) -> str:
+    return f"{number * BUCKET_TOKENS}-{(number + 1) * BUCKET_TOKENS - 1}"
 
 
-def _entropy_bin(number: int) -> str:
+def _entropy_label(number: int) -> str:
     low = f"{ENTROPY_EDGES[number]:g}"
     return f"{low}-{ENTROPY_EDGES[number + 1]:g}" if number + 1 < len(ENTROPY_EDGES) else f">{low}"
 
@@ -123,17 +147,25 @@ def _entropy_bin(number: int) -> str:
 def _cut(drafts: VerifiedDrafts, chosen: np.ndarray, label: str) -> Cut:
     kept, count = drafts.kept[chosen].astype(float), int(chosen.sum())
     rate = float(kept.mean())
+
+    # Tokens of one trajectory are correlated.
     error = clustered_error(kept - rate, drafts.trajectory[chosen])
     se = None if isnan(error) else error / count
     return Cut(label=label, rate=rate, se=se, judged=count, entropy=float(drafts.entropy[chosen].mean()))
 
 
 def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
-    """Acceptance length as counted and as p and q of the same drafts predict, and their difference.
+    """Compare the acceptance length as counted with the one that p and q of the same drafts predict.
 
-    Predicted: 1 + sum_j prod_{i<=j} min(1, p_i / q_i) per verify step, exact in expectation for a chain that
-    is judged token by token (Leviathan et al. Alg. 1); block verification accepts at least as much. Errors
-    are clustered by trajectory; {} without recorded drafts.
+        predicted = 1 + sum_j prod_{i<=j} min(1, p_i / q_i)   per verify step
+
+    This is exact in expectation for a chain that is verified token by token; block verification accepts at
+    least as much.
+
+    Returns:
+        observed, predicted, difference (errors are clustered by trajectory) and the number of verify_steps;
+        {} below two trajectories with drafts.
+    Source: Leviathan et al., Alg. 1.
     """
     counted, expected, steps = [], [], []
     for record in records:
@@ -144,6 +176,7 @@ def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
             steps.append(len(drafts))
     if len(steps) < 2:
         return {}
+
     weights = np.array(steps, dtype=float)
     observed = _ratio(np.array(counted, dtype=float), weights, offset=1.0)
     predicted = _ratio(np.array(expected), weights, offset=1.0)
@@ -156,8 +189,9 @@ def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
     }
 
 
-def _reach(p: Sequence[float], q: Sequence[float]) -> np.ndarray:
-    p, q = np.asarray(p, dtype=float), np.asarray(q, dtype=float)
+def _reach(target: Sequence[float], draft: Sequence[float]) -> np.ndarray:
+    """[gamma] probability of accepting every token up to each depth."""
+    p, q = np.asarray(target, dtype=float), np.asarray(draft, dtype=float)
     return np.cumprod(np.minimum(1.0, np.divide(p, q, out=np.ones_like(p), where=q > 0)))
 
 
@@ -170,12 +204,17 @@ def _ratio(totals: np.ndarray, weights: np.ndarray, offset: float = 0.0) -> Esti
 
 
 def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
-    """Rejection against target-only by depth: rejection is better where TV(p, q) < 1 - p(argmax q) (Eq. 48).
+    """Compare rejection with target-only by depth.
 
-    Per depth: `tv` and `outside` (mass of the target outside the draft's first choice), means over contexts,
-    `margin` = outside - tv = alpha_RS - alpha_TO, and the `share` of contexts where rejection is better.
+    Rejection is better where TV(p, q) < 1 - p(argmax q).
+
+    Returns:
+        Per depth: `tv` and `outside` (mass of the target outside the draft's first choice), means over
+        contexts; `margin` = outside - tv = alpha_RS - alpha_TO; the `share` of contexts where rejection is
+        better, of so many `contexts`.
+    Source: Bebop Eq. 48.
     """
-    rows = []
+    rows: list[dict[str, float]] = []
     filled = [table for table in tables if len(table.positions)]
     if not filled:
         return rows
@@ -200,41 +239,48 @@ def boundary(tables: Sequence[ProbeTable]) -> list[dict[str, float]]:
 
 
 def distributions(run: RunData, depth: int = SHOWN_DEPTH) -> dict[str, list[float]]:
-    """Series by probe on the fixed contexts: entropy gap, KL both ways, masses above (Fig. 10, 11)."""
-    found: dict[str, list[float]] = {}
+    """Return series by probe on the fixed contexts: entropy gap, KL both ways, masses above (Fig. 10, 11)."""
+    series: dict[str, list[float]] = {}
     for name in COLUMNS:
         if name not in ("accept", "top"):
             steps, values = run.series(f"probe/fixed/{name}/depth_{depth}")
-            found["step"], found[name] = [float(step) for step in steps], values
-    pairs = zip(found["draft_entropy"], found["target_entropy"], strict=True)
-    found["entropy_gap"] = [q - p for q, p in pairs]
-    return found
+            series["step"], series[name] = [float(step) for step in steps], values
+
+    pairs = zip(series["draft_entropy"], series["target_entropy"], strict=True)
+    series["entropy_gap"] = [q - p for q, p in pairs]
+    return series
 
 
 def speedups(run: RunData, draft_cost: float, baseline: RunData | None = None) -> dict[str, float]:
-    """Predicted speed-up, length / (1 + draft_cost gamma), and the observed one where it is known.
+    """Compute the predicted speed-up, length / (1 + draft_cost gamma), and the observed one.
 
-    observed: median rollout tokens/s over that of `baseline` (a run with spec.mode=none), else what adaptive
-    gamma measured. Cost as in Leviathan et al. Thm 3.8.
+    Args:
+        run: with drafts.
+        draft_cost: of one draft pass, in plain decode steps.
+        baseline: a run with spec.mode=none.
+    Returns:
+        predicted, and observed: the ratio of median rollout tokens/s to those of the baseline; without one,
+        the measurement of adaptive gamma. A key is missing where its metrics are.
+    Source: the cost is that of Leviathan et al., Thm 3.8.
     """
     gamma = (run.settings.get("spec") or {}).get("gamma", SpecConfig().gamma)
-    _, observed_lengths = run.series(LENGTH)
-    found: dict[str, float] = {}
-    if observed_lengths:
-        found["predicted"] = median(observed_lengths) / (1 + draft_cost * gamma)
+    result: dict[str, float] = {}
+    if observed_lengths := run.series(LENGTH)[1]:
+        result["predicted"] = median(observed_lengths) / (1 + draft_cost * gamma)
+
     if baseline is not None:
-        mine, theirs = (r.series("perf/tokens_per_s/rollout")[1] for r in (run, baseline))
-        if mine and theirs:
-            found["observed"] = median(mine) / median(theirs)
+        speeds, baseline_speeds = (r.series("perf/tokens_per_s/rollout")[1] for r in (run, baseline))
+        if speeds and baseline_speeds:
+            result["observed"] = median(speeds) / median(baseline_speeds)
     elif measured := run.series("spec/speedup_observed")[1]:
-        found["observed"] = median(measured)
-    return found
+        result["observed"] = median(measured)
+    return result
 
 
 def entropy_slope(run: RunData, figure: str = LENGTH) -> Estimate | None:
-    """Slope of an acceptance figure on entropy over all steps of the run, per nat (Bebop Fig. 8).
+    """Estimate the slope of an acceptance figure on entropy over all steps of a run, per nat (Bebop Fig. 8).
 
-    Descriptive: mismatch that grows with the steps is in it. None below 6 steps, or without variation.
+    It is descriptive: mismatch that grows with the steps is in it. None below 6 steps, or without variation.
     """
     _, y, h = paired(run, figure, ENTROPY)
     if len(y) < 6 or not np.ptp(h):

@@ -1,11 +1,11 @@
-"""What looks at a run while it goes on: recorded rollouts, probe, alarms, advice.
+"""Watches a run while it is going: recorded rollouts, probe, alarms, advice.
 
-Owns their order for the controller, which shows it every batch before the update and every committed record:
+Owns their order. The controller passes every batch before its update, and every committed record:
 
     validated(trajectories) -> held-out contexts, where a draft is trained online
     before_update(groups) -> rollouts/step_N.jsonl, probe/step_N.jsonl, probe/* metrics
-    see(record)           -> alarm and advice events; `draft_harmed` says when to end the draft's training
-    watch()               -> the alarm of a run in which nothing happens
+    see(record)           -> alarm and advice events; `draft_harmed`: end the draft's training
+    watch()               -> the alarm of a run that commits no records
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ class Monitor:
         drafts = spec.needs_mtp and config.rollout.temperature > 0
         recorder = Recorder(event)
         self._rollouts = RolloutFiles(run_dir, settings.rollouts_per_step, recorder)
-        self._probe = Probe(settings.probe, run_dir, config.run.steps, recorder) if drafts else None
+        self._probe: Probe | None = None
+        if drafts:
+            self._probe = Probe(settings.probe, run_dir, last_step=config.run.steps, recorder=recorder)
         self._rule = CHAIN_RULES.get(spec.mode)
         self._online = config.draft.online
+
         self._records = run_dir / "metrics.jsonl"
         self._alarms = Alarms(settings.alarms, event)
-        setup = Setup.from_settings(asdict(config))
-        self._advisor = Advisor(setup, event) if settings.advice.enabled else None
+        self._advisor: Advisor | None = None
+        if settings.advice.enabled:
+            self._advisor = Advisor(Setup.from_settings(asdict(config)), event)
 
-    def forget_after(self, step: int) -> None:
-        """Remove records that a run which continues after `step` will write again, and remember the rest."""
+    def resume_after(self, step: int) -> None:
+        """Restore the alarms from the records; remove files that a run resumed after `step` rewrites."""
         if self._records.is_file():
             self._alarms.replay(read_jsonl(self._records)[0])
-        self._rollouts.forget_after(step)
+        self._rollouts.remove_after(step)
         if self._probe is not None:
-            self._probe.forget_after(step)
+            self._probe.remove_after(step)
 
     @property
     def draft_harmed(self) -> bool:
@@ -63,27 +67,38 @@ class Monitor:
         return self._online and DRAFT_HARMED in self._alarms.rung
 
     def validated(self, version: int, trajectories: Sequence[Trajectory]) -> None:
-        """Played on held-out instances."""
+        """Take trajectories of held-out instances, the first ones as held-out contexts of the probe."""
         if self._probe is not None and self._online:
             self._probe.hold_out(trajectories, version)
 
     async def before_update(self, version: int, groups: Sequence[Group], read: Read) -> dict[str, Value]:
-        """Record the batch of update `version` + 1, and read the probe set when that is due."""
+        """Record the batch of update `version` + 1, and read the probe set when it is due.
+
+        Args:
+            version: of the trainer before the update.
+            groups: of the update.
+            read: computes the tables of trajectories with the trainer's weights.
+        Returns:
+            probe/* metrics; {} when no probe is due.
+        """
         step = version + 1
         self._rollouts.write(step, groups, version)
         if self._probe is None or not self._probe.due(step):
             return {}
-        visited = self._rollouts.chosen(groups)
-        return await self._probe.measure(step, version, groups, visited, read, rule=self._rule)
+
+        visited = self._rollouts.recorded(groups)
+        return await self._probe.measure(
+            step, groups, visited=visited, version=version, read=read, rule=self._rule
+        )
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Judge a committed record."""
+        """Evaluate alarms and advice on a committed record."""
         self._alarms.see(record)
         if self._advisor is not None:
             self._advisor.see(record)
 
     async def watch(self) -> None:
-        """Judge the silence between records, until cancelled."""
+        """Evaluate the alarm on silence between records, until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._alarms.tick()

@@ -1,16 +1,16 @@
 """The probe set: fixed contexts that the trainer reads again every few steps, with its newest weights.
 
-Owns which contexts are fixed, when they are read, the files in RUN/probe/ (docs/run_directory.md) and the
-probe/* metrics; who computes the tables is the caller's business.
+Owns the choice of contexts, the steps at which they are read, the files in RUN/probe/ (docs/run_directory.md)
+and the probe/* metrics. The caller computes the tables.
 
     step's groups --chosen once--> fixed contexts --.
     step's recorded rollouts ----> visited ---------+--> tables (trainer) --> files, probe/* metrics
 
-On fixed contexts acceptance moves only because target or draft moved. The visited ones are what the engine
-has just verified, so what it accepted can be held against what the newest version would: the difference is
-staleness (`attribution`). A draft that is trained online is read on held-out contexts, too, from the first
-validation, which nobody trains on (`probe/held_out`). Cost: a forward pass over two or three times
-`metrics.probe.contexts` positions.
+On fixed contexts acceptance moves only because target or draft moved. The visited ones are those that
+the engine has just verified, so what it accepted can be compared with what the newest version would accept:
+the difference is staleness (`attribution`). A draft that is trained online is also read on held-out contexts
+of the first validation, which are never trained on (`probe/held_out`). Cost: a forward pass over two or three
+times `metrics.probe.contexts` positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from rlpipe.config.probe import ProbeConfig
 from rlpipe.diagnosis.regression import clustered_error
 from rlpipe.metrics.jsonl import read_jsonl
-from rlpipe.metrics.rollouts import Recorder, forget_after, rollout_record, step_file, step_files
+from rlpipe.metrics.rollouts import Recorder, remove_steps_after, rollout_record, step_file, step_files
 from rlpipe.metrics.values import Last, Mean, Ratio, Value
 from rlpipe.types import DraftStep, Group, Trajectory, TrajectoryStatus
 
@@ -46,15 +46,15 @@ COLUMNS = (
     "draft_above",
 )
 DIGITS = 5
-LEAST = 3  # trajectories: with fewer there is no standard error, nor a slope
+MIN_TRAJECTORIES = 3  # fewer have no standard error and no slope
 
 
 @dataclass(slots=True, kw_only=True)
 class ProbeTable:
     """One trajectory read by target and draft.
 
-    positions: [n] index of the token that depth 1 drafts; depth k drafts positions + k - 1. values: [n, K]
-    by name of COLUMNS, nan where that token lies behind the end of the turn.
+    positions: [n] index of the token that depth 1 drafts; depth k drafts positions + k - 1.
+    values: [n, K] by name of COLUMNS, nan where that token is beyond the end of the turn.
     """
 
     trajectory_id: str
@@ -62,7 +62,7 @@ class ProbeTable:
     values: dict[str, np.ndarray]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` reads it."""
+        """Return plain data, which `from_json` reads."""
         return {
             "trajectory_id": self.trajectory_id,
             "positions": self.positions.tolist(),
@@ -71,7 +71,7 @@ class ProbeTable:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> ProbeTable:
-        """The inverse of `to_json`, to `DIGITS` digits."""
+        """Return the table of plain data, to `DIGITS` digits."""
         return cls(
             trajectory_id=item["trajectory_id"],
             positions=np.array(item["positions"], dtype=int),
@@ -83,22 +83,22 @@ Read = Callable[[list[Trajectory]], Awaitable[list[ProbeTable]]]
 
 
 class Probe:
-    """The probe set of one run. last_step: always probed, too, so that a run ends with a reading."""
+    """The probe set of one run. last_step: is probed in any case, so that a run ends with a reading."""
 
-    def __init__(self, config: ProbeConfig, run_dir: Path, last_step: int, recorder: Recorder) -> None:
+    def __init__(self, config: ProbeConfig, run_dir: Path, *, last_step: int, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._config, self._folder, self._last = config, run_dir / FOLDER, last_step
-        self._fixed = self._kept(CONTEXTS)
-        self._held_out = self._kept(HELD_OUT)
+        self._config, self._folder, self._last_step = config, run_dir / FOLDER, last_step
+        self._fixed = self._stored(CONTEXTS)
+        self._held_out = self._stored(HELD_OUT)
 
     def due(self, step: int) -> bool:
-        """Whether step (1, 2, ...) is probed."""
+        """Tell whether step (1, 2, ...) is probed."""
         every = self._config.every
-        return bool(every) and ((step - 1) % every == 0 or step == self._last)
+        return bool(every) and ((step - 1) % every == 0 or step == self._last_step)
 
-    def forget_after(self, step: int) -> None:
-        """Remove what a resumed run will write again; with step 0 the contexts, too."""
-        forget_after(self._folder, step)
+    def remove_after(self, step: int) -> None:
+        """Remove the files that a run resumed after `step` writes again; with step 0 the contexts, too."""
+        remove_steps_after(self._folder, step)
         if not step:
             for name in (CONTEXTS, HELD_OUT):
                 (self._folder / name).unlink(missing_ok=True)
@@ -107,49 +107,59 @@ class Probe:
     def hold_out(self, trajectories: Sequence[Trajectory], version: int) -> None:
         """Take the held-out contexts from trajectories that are not trained on; later calls do nothing."""
         if self._config.every and not self._held_out:
-            self._held_out = self._keep(HELD_OUT, trajectories, 0, version)
+            self._held_out = self._choose(HELD_OUT, trajectories, step=0, version=version)
 
     async def measure(
         self,
         step: int,
-        version: int,
         groups: Sequence[Group],
-        visited: Sequence[Trajectory],
-        read: Read,
         *,
+        visited: Sequence[Trajectory],
+        version: int,
+        read: Read,
         rule: str | None,
     ) -> dict[str, Value]:
-        """Read the set, write the step's file, return metrics.
+        """Read the probe set and write the step's file.
 
-        step: that is about to be trained, at the trainer's `version`. groups: of the step; contexts are
-        taken from them the first time. visited: those with recorded drafts; at most `contexts` positions.
-        rule: column by which the engine judges chains token by token; None: by another rule, without which
-        staleness cannot be told.
+        Args:
+            step: that is about to be trained.
+            groups: of the step; the first probe takes its contexts from them.
+            visited: trajectories of the step with recorded drafts; at most `contexts` positions are read.
+            version: of the trainer.
+            read: computes the tables of trajectories with the trainer's weights.
+            rule: column of the rule by which the engine verifies chains token by token; None: it verifies by
+                another rule, whose staleness is not measured.
+        Returns:
+            probe/* metrics and timing_s/probe.
         """
         started = time.perf_counter()
         if not self._fixed:
             siblings = zip_longest(*(g.trajectories for g in groups))  # first attempts come first
-            self._fixed = self._keep(CONTEXTS, [t for row in siblings for t in row if t], step, version)
+            first = [t for row in siblings for t in row if t]
+            self._fixed = self._choose(CONTEXTS, first, step=step, version=version)
+
+        # One call of the trainer reads all three sets.
         visited = within([t for t in visited if t.drafts], self._config.contexts)
-        found = await read([*self._fixed, *visited, *self._held_out])
-        own = len(self._fixed) + len(visited)
-        tables, held_out = found[:own], found[own:]
-        fixed = tables[: len(self._fixed)]
+        tables = await read([*self._fixed, *visited, *self._held_out])
+        num_fixed, num_recorded = len(self._fixed), len(self._fixed) + len(visited)
+        of_fixed, of_visited = tables[:num_fixed], tables[num_fixed:num_recorded]
         seconds = time.perf_counter() - started
-        head = {"step": step, "version": version, "seconds": round(seconds, 3), "fixed": len(fixed)}
-        lines = [head, *(table.to_json() for table in tables)]
+
+        head = {"step": step, "version": version, "seconds": round(seconds, 3), "fixed": num_fixed}
+        lines = [head, *(table.to_json() for table in tables[:num_recorded])]
         self._recorder.write(step_file(self._folder, step), lines)
-        metrics = table_metrics(fixed, "probe/fixed") | table_metrics(tables[len(fixed) :], "probe/visited")
-        metrics |= table_metrics(held_out, "probe/held_out")
+
+        metrics = table_metrics(of_fixed, "probe/fixed") | table_metrics(of_visited, "probe/visited")
+        metrics |= table_metrics(tables[num_recorded:], "probe/held_out")
         if rule is not None:
             drafts = {t.trajectory_id: t.drafts or [] for t in visited}
-            metrics |= staleness_metrics(verified(tables[len(fixed) :], drafts, rule))
-        metrics["probe/contexts"] = Last(sum(len(table.positions) for table in found))
+            metrics |= staleness_metrics(verified(of_visited, drafts, rule))
+        metrics["probe/contexts"] = Last(sum(len(table.positions) for table in tables))
         metrics["timing_s/probe"] = Mean(seconds, 1)
         return metrics
 
-    def _keep(
-        self, name: str, trajectories: Sequence[Trajectory], step: int, version: int
+    def _choose(
+        self, name: str, trajectories: Sequence[Trajectory], *, step: int, version: int
     ) -> list[Trajectory]:
         """Choose contexts and write them to a file of that name."""
         chosen = within(trajectories, self._config.contexts)
@@ -157,111 +167,142 @@ class Probe:
         self._recorder.write(self._folder / name, lines)
         return chosen
 
-    def _kept(self, name: str) -> list[Trajectory]:
-        """Contexts that an earlier start of the run chose."""
+    def _stored(self, name: str) -> list[Trajectory]:
+        """The contexts that an earlier start of the run chose."""
         file = self._folder / name
         return [_trajectory(item) for item in read_jsonl(file)[0]] if file.is_file() else []
 
 
 def within(trajectories: Sequence[Trajectory], contexts: int) -> list[Trajectory]:
-    """The first trajectories whose sampled tokens fit into a number of contexts; `LEAST` in any case."""
-    kept, used = [], 0
+    """Return the first trajectories whose sampled tokens fit into a number of contexts.
+
+    `MIN_TRAJECTORIES` of them in any case.
+    """
+    chosen, used = [], 0
     for trajectory in trajectories:
         if trajectory.status is not TrajectoryStatus.COMPLETE or trajectory.response_length < 2:
             continue
         used += trajectory.response_length
-        if len(kept) >= LEAST and used > contexts:
+        if len(chosen) >= MIN_TRAJECTORIES and used > contexts:
             break
-        kept.append(trajectory)
-    return kept
+        chosen.append(trajectory)
+    return chosen
 
 
 def table_metrics(tables: Sequence[ProbeTable], under: str) -> dict[str, Value]:
-    """Means by depth over all contexts, and predicted acceptance lengths; {} without contexts."""
-    found: dict[str, Value] = {}
+    """Average every column over all contexts by depth, and the predicted acceptance lengths.
+
+    Args:
+        tables: of one set.
+        under: prefix of the names.
+    Returns:
+        {} without contexts.
+    """
+    metrics: dict[str, Value] = {}
     if not any(len(table.positions) for table in tables):
-        return found
+        return metrics
+
     for name in COLUMNS:
         for depth, column in enumerate(_columns(tables, name), 1):
-            seen = column[~np.isnan(column)]
-            found[f"{under}/{name}/depth_{depth}"] = Mean(float(seen.sum()), len(seen))
+            known = column[~np.isnan(column)]
+            metrics[f"{under}/{name}/depth_{depth}"] = Mean(float(known.sum()), len(known))
     for rule, lengths in predicted_lengths(tables).items():
-        found[f"{under}/acceptance_length/{rule}"] = Mean(float(lengths.sum()), len(lengths))
-    return found
+        metrics[f"{under}/acceptance_length/{rule}"] = Mean(float(lengths.sum()), len(lengths))
+    return metrics
 
 
 def predicted_lengths(tables: Sequence[ProbeTable]) -> dict[str, np.ndarray]:
-    """Expected tokens per verify step at every context with all depths, under both rules: [n].
+    """Predict the tokens per verify step at every context with all depths, by rule.
 
-    1 + sum_j alpha_j prod_{i<j} a_i, with a_i = min(1, q_i / p_i) at the realised token for rejection and
-    1[realised token = argmax q_i] for target-only: exact in expectation over tokens that the target sampled
-    (Leviathan et al. Alg. 1 by change of measure, see `recipes/theory.py`).
+        1 + sum_j alpha_j prod_{i<j} a_i
+
+    with a_i = min(1, q_i / p_i) at the realised token for rejection and 1[realised token = argmax q_i] for
+    target-only: exact in expectation over tokens that the target sampled.
+
+    Returns:
+        rejection, target_only: [n].
+    Source: Leviathan et al., Alg. 1, by change of measure (`recipes/theory.py`).
     """
-    found = {}
+    lengths = {}
     for rule, passed in (("rejection", "accept"), ("target_only", "top")):
-        alpha, kept = np.stack(_columns(tables, rule), -1), np.stack(_columns(tables, passed), -1)
-        whole = ~np.isnan(alpha).any(-1)
-        alpha, kept = alpha[whole], kept[whole]
-        before = np.concatenate([np.ones_like(kept[:, :1]), np.cumprod(kept, -1)[:, :-1]], -1)
-        found[rule] = 1 + (before * alpha).sum(-1)
-    return found
+        alpha, pass_prob = np.stack(_columns(tables, rule), -1), np.stack(_columns(tables, passed), -1)
+        complete = ~np.isnan(alpha).any(-1)
+        alpha, pass_prob = alpha[complete], pass_prob[complete]
+
+        # A depth is reached when all depths before it passed.
+        reach = np.concatenate([np.ones_like(pass_prob[:, :1]), np.cumprod(pass_prob, -1)[:, :-1]], -1)
+        lengths[rule] = 1 + (reach * alpha).sum(-1)
+    return lengths
 
 
 def verified(
     tables: Sequence[ProbeTable], drafts: Mapping[str, Sequence[DraftStep]], rule: str
 ) -> np.ndarray:
-    """[m, 4] one line per drafted token that a verify step judged: table, depth, kept (0 or 1), alpha.
+    """Pair every verified draft token with the acceptance probability at the newest version.
 
-    A step that keeps n drafts judged depths 1..n + 1; the drafts kept are the realised tokens, so the
-    context's own alpha is the probability with which the newest version would have kept each.
+    A step that keeps n draft tokens verified depths 1..n + 1. The kept ones are the realised tokens, so alpha
+    of the context is the probability with which the newest version would have kept each.
+
+    Args:
+        tables: of the visited trajectories.
+        drafts: verify steps by trajectory_id.
+        rule: column of alpha.
+    Returns:
+        [m, 4], a line per token: index of the table, depth, kept (0 or 1), alpha.
     """
     lines = []
     for number, table in enumerate(tables):
-        row = {int(position): i for i, position in enumerate(table.positions)}
+        row_by_position = {int(position): i for i, position in enumerate(table.positions)}
         alpha = table.values[rule]
         for step in drafts.get(table.trajectory_id, ()):
-            place = row.get(step.position)
-            if place is None:
+            row = row_by_position.get(step.position)
+            if row is None:
                 continue
             for depth in range(min(step.num_accepted + 1, len(step.tokens), alpha.shape[1])):
-                if not np.isnan(alpha[place, depth]):
-                    lines.append((number, depth + 1, step.num_accepted > depth, alpha[place, depth]))
+                if not np.isnan(alpha[row, depth]):
+                    lines.append((number, depth + 1, step.num_accepted > depth, alpha[row, depth]))
     return np.array(lines, dtype=float).reshape(-1, 4)
 
 
 def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
-    """What the engine kept of its first drafts against what the newest version would have; {} without any.
+    """Compare what the engine kept of its drafts with what the newest version would have kept.
 
-    lines: [m, 4] of `verified`. Depth 1 alone: deeper ones are not quite the engine's, whose draft attends
-    to keys of depth 1 where the trainer's attends to those of its own depth.
+    Only depth 1 counts: deeper ones are not quite the engine's, whose draft attends to keys of depth 1 where
+    the trainer's attends to those of the same depth.
+
+    Args:
+        lines: [m, 4] of `verified`.
+    Returns:
+        {} without a draft token of depth 1; no staleness_se for a single trajectory.
     """
     lines = lines[lines[:, 1] == 1]
     if not len(lines):
         return {}
+
     kept, expected, count = lines[:, 2].sum(), lines[:, 3].sum(), len(lines)
     error = clustered_error(lines[:, 2] - lines[:, 3], lines[:, 0]) / count
-    found: dict[str, Value] = {
+    metrics: dict[str, Value] = {
         "probe/visited/observed_rate": Ratio(kept, count),
         "probe/visited/current_rate": Ratio(expected, count),
         "probe/staleness": Last((kept - expected) / count),
     }
     if not isnan(error):
-        found["probe/staleness_se"] = Last(error)
-    return found
+        metrics["probe/staleness_se"] = Last(error)
+    return metrics
 
 
 def read_probes(run_dir: Path) -> list[tuple[dict[str, Any], list[ProbeTable]]]:
-    """Head and tables of every probe of a run, in order; the first `fixed` tables are the fixed contexts."""
-    found = []
+    """Read head and tables of every probe of a run, in order; the first `fixed` tables are fixed contexts."""
+    probes = []
     for _, file in step_files(run_dir / FOLDER):
         lines, _ = read_jsonl(file)
         if lines and "version" in lines[0]:
-            found.append((lines[0], [ProbeTable.from_json(item) for item in lines[1:]]))
-    return found
+            probes.append((lines[0], [ProbeTable.from_json(item) for item in lines[1:]]))
+    return probes
 
 
 def _columns(tables: Sequence[ProbeTable], name: str) -> list[np.ndarray]:
-    """A column of all contexts, depth by depth."""
+    """A column of all contexts, an [n] array per depth."""
     filled = [table.values[name] for table in tables if len(table.positions)]
     return list(np.concatenate(filled).T) if filled else []
 
@@ -271,7 +312,7 @@ def _plain(column: np.ndarray) -> list[list[float | None]]:
 
 
 def _trajectory(item: Mapping[str, Any]) -> Trajectory:
-    """What a probe needs of a record: the tokens, and which were sampled."""
+    """The fields of a record that a probe needs: the tokens, and which of them were sampled."""
     versions = np.repeat(*np.array(item["policy_versions"], np.int32).reshape(-1, 2).T)
     return Trajectory(
         trajectory_id=item["trajectory_id"],

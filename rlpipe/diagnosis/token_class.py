@@ -1,11 +1,11 @@
-"""What kind of text a sampled token belongs to: tool call, code or prose.
+"""The kind of text that a sampled token belongs to: tool call, code or prose.
 
-Owns the rule, which needs the text alone:
+Owns the rule, which needs only the text:
 
-    tool_call   what an agent's environment executes: between <tool_call> or <function=...> tags, a fenced
-                block in a shell's name; the whole turn where the environment takes all of it as the command
+    tool_call   text that an agent's environment executes: between <tool_call> or <function=...> tags, a
+                fenced block in a shell's name; the full turn where the environment executes all of it
     code        any other fenced block, and the body of a here-document within a tool call
-    prose       the rest: reasoning, answers, and the token that ends the turn
+    prose       everything else: reasoning, answers, and the token that ends the turn
 
 Marks (tags, fences) belong to what they enclose; an unclosed one lasts until the end of the turn. A token is
 of the class of its first character.
@@ -38,7 +38,7 @@ _SPECIAL = re.compile(r"<\|[^|>\s]*\|>|</s>|<eos>|<end_of_turn>")
 
 
 def text_classes(text: str, *, plain_commands: bool = False) -> list[TokenClass]:
-    """The class of every character of a turn; plain_commands: the whole turn is the command.
+    """Classify every character of a turn; plain_commands: the full turn is the command.
 
     >>> [c.value for c in text_classes("a```py```")][::4]
     ['prose', 'code', 'code']
@@ -50,6 +50,8 @@ def text_classes(text: str, *, plain_commands: bool = False) -> list[TokenClass]
             _mark(classes, match.span(), TokenClass.CODE)
         for span in calls:
             _mark(classes, span, TokenClass.TOOL_CALL)
+
+    # A file that a command writes is code, and the token that ends the turn is prose.
     for start, end in calls:
         for match in _HEREDOC.finditer(text, start, end):
             _mark(classes, match.span(2), TokenClass.CODE)
@@ -60,26 +62,28 @@ def text_classes(text: str, *, plain_commands: bool = False) -> list[TokenClass]
 
 
 def token_classes(record: Mapping[str, Any], *, plain_commands: bool = False) -> list[TokenClass | None]:
-    """Per token of a recorded rollout (docs/run_directory.md); None where it was not sampled.
+    """Classify every token of a recorded rollout (docs/run_directory.md).
 
-    All None when the record has no `token_texts`.
+    Returns:
+        One class per token; None where it was not sampled, and everywhere in a record without `token_texts`.
     """
     texts = record.get("token_texts")
-    found: list[TokenClass | None] = [None] * len(record["tokens"])
+    by_token: list[TokenClass | None] = [None] * len(record["tokens"])
     if texts is None:
-        return found
+        return by_token
+
     for start, end in sampled_spans(record):
-        said = texts[start:end]
-        classes = text_classes("".join(said), plain_commands=plain_commands)
-        place = 0
-        for index, piece in enumerate(said, start):
-            found[index] = classes[min(place, len(classes) - 1)] if classes else TokenClass.PROSE
-            place += len(piece)
-    return found
+        turn_texts = texts[start:end]
+        classes = text_classes("".join(turn_texts), plain_commands=plain_commands)
+        offset = 0
+        for index, token_text in enumerate(turn_texts, start):
+            by_token[index] = classes[min(offset, len(classes) - 1)] if classes else TokenClass.PROSE
+            offset += len(token_text)
+    return by_token
 
 
 def sampled_spans(record: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """[begin, end) of every generated turn of a record, in order."""
+    """Return [begin, end) of every generated turn of a record, in order."""
     spans: list[tuple[int, int]] = []
     start = 0
     for version, count in record["policy_versions"]:

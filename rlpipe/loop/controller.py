@@ -117,7 +117,7 @@ class Controller:
         self._draft_frozen = False
         if odd := forget_steps(self.run_dir, self.version):
             self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
-        self._monitor.forget_after(self.version)
+        self._monitor.resume_after(self.version)
         self._backlog = Backlog(
             self.config.pipeline,
             self.prompts,

@@ -53,8 +53,8 @@ class RolloutFiles:
     def __init__(self, run_dir: Path, count: int, recorder: Recorder) -> None:
         self._folder, self._count, self._recorder = run_dir / FOLDER, count, recorder
 
-    def chosen(self, groups: Sequence[Group]) -> list[Trajectory]:
-        """Those that are written, from the groups of a step in order."""
+    def recorded(self, groups: Sequence[Group]) -> list[Trajectory]:
+        """Return the trajectories that `write` records of a step's groups."""
         return [group.trajectories[0] for group in groups[: self._count] if group.trajectories]
 
     def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:
@@ -67,9 +67,9 @@ class RolloutFiles:
             ]
             self._recorder.write(step_file(self._folder, step), lines)
 
-    def forget_after(self, step: int) -> None:
-        """Remove what a resumed run will write again."""
-        forget_after(self._folder, step)
+    def remove_after(self, step: int) -> None:
+        """Remove the files that a run resumed after `step` will write again."""
+        remove_steps_after(self._folder, step)
 
 
 def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), file) for match, file in named if match)
 
 
-def forget_after(folder: Path, step: int) -> None:
+def remove_steps_after(folder: Path, step: int) -> None:
     """Remove the files of later steps."""
     for number, file in step_files(folder):
         if number > step:

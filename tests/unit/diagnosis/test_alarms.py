@@ -93,7 +93,7 @@ def test_an_alarm_rings_once_per_crossing():
 def test_silence_rings_once_and_a_step_ends_it():
     alarms, rung = listened({})
     alarms.see({"training/global_step": 1})
-    now = alarms._heard
+    now = alarms._last_record_at
     alarms.tick(now + 29 * 60)
     assert rung == []
     alarms.tick(now + 31 * 60)
@@ -104,7 +104,7 @@ def test_silence_rings_once_and_a_step_ends_it():
 
 def test_the_first_step_is_given_three_times_as_long():
     alarms, rung = listened({})
-    now = alarms._heard
+    now = alarms._last_record_at
     alarms.tick(now + 80 * 60)
     assert rung == []
     alarms.tick(now + 100 * 60)

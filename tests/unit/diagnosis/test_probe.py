@@ -89,28 +89,28 @@ def test_every_metric_is_declared_and_means_leave_out_what_lies_behind_a_turn():
 def test_contexts_are_bounded_and_come_from_different_prompts_first(tmp_path):
     groups = make_groups(groups=3, siblings=2)
     groups[0].trajectories[0].status = TrajectoryStatus.MASKED
-    asked, metrics = measure(Probe(ProbeConfig(contexts=40), tmp_path, 10, recorder()), 1, groups)
+    asked, metrics = measure(make_probe(tmp_path, contexts=40), 1, groups)
     assert [t.trajectory_id for t in asked][:2] == ["g1t0", "g2t0"]
     assert metrics["timing_s/probe"].value() >= 0
     assert sum(t.response_length for t in asked) <= 40
 
 
 def test_the_set_stays_the_same_for_the_run_and_for_one_that_is_resumed(tmp_path):
-    first, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 1, make_groups(seed=0))
-    probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
+    first, _ = measure(make_probe(tmp_path, contexts=20), 1, make_groups(seed=0))
+    probe = make_probe(tmp_path, contexts=20)
     second, _ = measure(probe, 11, make_groups(seed=5))
     assert [t.token_ids.tolist() for t in second] == [t.token_ids.tolist() for t in first]
     assert [t.loss_mask.tolist() for t in second] == [t.loss_mask.tolist() for t in first]
     assert [head["step"] for head, _ in read_probes(tmp_path)] == [1, 11]
-    probe.forget_after(5)
+    probe.remove_after(5)
     assert [head["step"] for head, _ in read_probes(tmp_path)] == [1]
-    probe.forget_after(0)
+    probe.remove_after(0)
     third, _ = measure(probe, 1, make_groups(seed=5))
     assert third[0].token_ids.tolist() != first[0].token_ids.tolist()
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
-    measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 1, make_groups())
+    measure(make_probe(tmp_path, contexts=20), 1, make_groups())
     [(head, tables)] = read_probes(tmp_path)
     assert head["fixed"] == len(tables) and head["version"] == 0
     again = ProbeTable.from_json(tables[0].to_json())
@@ -132,6 +132,10 @@ def test_three_trajectories_are_kept_even_if_they_are_too_long():
     assert len(some) > 3
 
 
+def make_probe(directory, **config):
+    return Probe(ProbeConfig(**config), directory, last_step=10, recorder=recorder())
+
+
 def measure(probe, step, groups):
     """Probe with a trainer that says the same of every context; returns what it was asked about."""
     asked = []
@@ -147,7 +151,9 @@ def measure(probe, step, groups):
             tables.append(table)
         return tables
 
-    metrics = asyncio.run(probe.measure(step, step - 1, groups, [], read, rule="rejection"))
+    metrics = asyncio.run(
+        probe.measure(step, groups, visited=[], version=step - 1, read=read, rule="rejection")
+    )
     return asked, metrics
 
 
@@ -163,14 +169,16 @@ def test_recorded_rollouts_are_read_besides_and_judged(tmp_path):
             for t in trajectories
         ]
 
-    probe = Probe(ProbeConfig(contexts=200), tmp_path, 10, recorder())
-    found = asyncio.run(probe.measure(1, 0, make_groups(), [visited], read, rule="rejection"))
+    probe = make_probe(tmp_path, contexts=200)
+    found = asyncio.run(
+        probe.measure(1, make_groups(), visited=[visited], version=0, read=read, rule="rejection")
+    )
     kept = sum(s.num_accepted > 0 for s in steps) / len(steps)
     assert found["probe/visited/observed_rate"].value() == pytest.approx(kept)
 
 
 def test_a_draft_trained_online_is_read_on_contexts_that_are_held_out(tmp_path):
-    probe = Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder())
+    probe = make_probe(tmp_path, contexts=20)
     held_out = within([t for g in make_groups(seed=8) for t in g.trajectories], 20)
     probe.hold_out(held_out, 0)
     probe.hold_out(make_groups(seed=9)[0].trajectories, 20)  # a later validation: the set stays
@@ -180,5 +188,5 @@ def test_a_draft_trained_online_is_read_on_contexts_that_are_held_out(tmp_path):
     assert metrics["probe/held_out/acceptance_length/rejection"].count == sum(
         t.response_length - 1 for t in held_out
     )
-    resumed, _ = measure(Probe(ProbeConfig(contexts=20), tmp_path, 10, recorder()), 6, make_groups(seed=1))
+    resumed, _ = measure(make_probe(tmp_path, contexts=20), 6, make_groups(seed=1))
     assert [t.token_ids.tolist() for t in resumed] == [t.token_ids.tolist() for t in asked]

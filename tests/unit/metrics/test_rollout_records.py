@@ -79,7 +79,7 @@ def test_a_bounded_number_is_written_one_of_each_group(tmp_path):
     assert [(r["step"], r["group_id"]) for r in records] == [(s, "g") for s in (1, 1, 2, 2, 12, 12)]
     assert [r["step"] for r in read_rollouts(tmp_path, last=1)] == [12, 12]
     assert records[0]["siblings"] == [t.reward for t in make_groups(groups=3)[0].trajectories[1:]]
-    files.forget_after(2)
+    files.remove_after(2)
     assert {r["step"] for r in read_rollouts(tmp_path)} == {1, 2}
     RolloutFiles(tmp_path / "none", 0, recorder()).write(1, make_groups(), 0)
     assert not (tmp_path / "none").exists()
