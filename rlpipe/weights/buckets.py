@@ -1,4 +1,4 @@
-"""Tensors as SGLang reads them: in the body of `/update_weights_from_tensor`, in pieces.
+"""Buckets of weights, and tensors as SGLang reads them in the body of `/update_weights_from_tensor`.
 
 SGLang unpickles the body with an allow-list of globals. Tensors are pickled by value, which that list
 permits, so nothing depends on shared memory, on both sides having the same torch, or on one host.
@@ -20,29 +20,32 @@ _MEGABYTE = 2**20
 
 
 def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Bucket]:
-    """Consecutive pieces of at most `megabytes`, a larger tensor alone; what travels together is one.
+    """Split weights into consecutive buckets of at most `megabytes`; a larger tensor is one by itself.
+
+    Tensors that must travel together (`travels_with`) are never separated.
 
     >>> tensors = {"a": torch.zeros(2**18), "b": torch.zeros(2**17), "c": torch.zeros(1)}
-    >>> [[name for name, _ in piece] for piece in buckets(tensors, megabytes=1)]
+    >>> [[name for name, _ in bucket] for bucket in buckets(tensors, megabytes=1)]
     [['a'], ['b', 'c']]
     """
-    piece: Bucket = []
-    size = 0
-    units: dict[str, Bucket] = {}
+    together: dict[str, Bucket] = {}
     for name, tensor in weights.items():
-        units.setdefault(travels_with(name), []).append((name, tensor))
-    for unit in units.values():
-        num_bytes = sum(tensor.nbytes for _, tensor in unit)
-        if piece and size + num_bytes > megabytes * _MEGABYTE:
-            yield piece
-            piece, size = [], 0
-        piece += unit
+        together.setdefault(travels_with(name), []).append((name, tensor))
+
+    bucket: Bucket = []
+    size = 0
+    for pairs in together.values():
+        num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+        if bucket and size + num_bytes > megabytes * _MEGABYTE:
+            yield bucket
+            bucket, size = [], 0
+        bucket += pairs
         size += num_bytes
-    if piece:
-        yield piece
+    if bucket:
+        yield bucket
 
 
-def serialize(piece: Bucket) -> str:
-    """One piece in base64; each tensor with a storage of its own, so that views cost what they show."""
-    own = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in piece]
-    return base64.b64encode(pickle.dumps(own)).decode()
+def serialize(bucket: Bucket) -> str:
+    """Pickle a bucket and encode it in base64; views are cloned, so that they cost only their own bytes."""
+    cloned = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in bucket]
+    return base64.b64encode(pickle.dumps(cloned)).decode()

@@ -19,7 +19,7 @@ class Handle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Does what `HostMemory` does, on a GPU. Its calls raise RuntimeError with the driver's error code."""
+    """The same as `HostMemory` on a GPU. Its calls raise RuntimeError with the driver's error code."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
@@ -27,14 +27,14 @@ class DeviceMemory:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
-        """Make it at least so large; what it held is lost."""
+        """Make the memory at least `size` bytes large; its content is lost when it grows."""
         if len(self.bytes) < size:
             self.close()
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             self.bytes = as_tensor(self._pointer.value, size, self._device)
 
     def location(self) -> dict[str, Any]:
-        """What `served/rlpipe_shared_weights.py` finds it by, once all that was written is there."""
+        """Wait for all writes, and return what `served/rlpipe_shared_weights.py` needs to map it."""
         handle = Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
@@ -49,13 +49,13 @@ class DeviceMemory:
 
     def _call(self, function: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # and so this thread has the context that torch works in
+            torch.cuda.synchronize()  # also gives this thread the context in which torch works
             if code := getattr(self._driver, function)(*arguments):
                 raise RuntimeError(f"{function} on {self._device}: CUDA driver error {code}")
 
 
 def as_tensor(pointer: int, size: int, device: torch.device) -> torch.Tensor:
-    """[size] uint8 over memory that is not torch's."""
+    """Wrap memory that torch did not allocate as [size] uint8."""
 
     class Memory:
         __cuda_array_interface__ = {  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Hashes of tensors by the algorithms of SGLang's weights checker, computed where the tensors lie.
+"""Hashes of tensors by the algorithms of SGLang's weights checker, computed on the tensors' device.
 
 On a CPU server SHA-256 (managers/mm_utils.py, `tensor_hash`), on a GPU server a 64-bit mix
 (kernels/ops/memory/gpu_tensor_hash.py), by Triton where the tensors are on a GPU and by torch elsewhere. A
@@ -26,25 +26,28 @@ HALVES = (  # seed, factor of the position, rotation of the position
 )
 
 
-def fingerprints(tensors: Mapping[str, Parts], on_gpu: bool) -> dict[str, str]:
-    """Hash of each tensor as the server's device hashes it, 16 hexadecimal digits.
+def fingerprints(tensors: Mapping[str, Parts], *, on_gpu: bool) -> dict[str, str]:
+    """Hash each tensor as the server's device does; returns 16 hexadecimal digits by name.
 
     Two names for the same parts cost one hash; tensors on a GPU are waited for once.
     """
+    # largest first, so that no thread is left with a large one at the end
     largest_first = sorted(tensors.values(), key=lambda parts: -sum(part.nbytes for part in parts))
-    distinct = {id(parts): parts for parts in largest_first}  # so that no thread is left with a large one
+    distinct = {id(parts): parts for parts in largest_first}
+
     if on_gpu:
         hashes = _mixes(list(distinct.values()))
     else:
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(min(len(distinct), cores) or 1) as pool:
             hashes = list(pool.map(cpu_hash, distinct.values()))  # hashlib releases the interpreter's lock
+
     by_parts = dict(zip(distinct, hashes, strict=True))
     return {name: f"{by_parts[id(parts)]:016x}" for name, parts in tensors.items()}
 
 
 def cpu_hash(parts: Parts) -> int:
-    """First 8 bytes of SHA-256 of the bytes, big-endian."""
+    """Compute SHA-256 of the bytes; returns its first 8 bytes as a big-endian number."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(_bytes(part.cpu()).numpy().data)
@@ -52,12 +55,12 @@ def cpu_hash(parts: Parts) -> int:
 
 
 def gpu_hash(parts: Parts) -> int:
-    """SGLang's mix: two 32-bit position-mixed sums per tile of 8192 words, added and mixed again."""
+    """Compute SGLang's mix: two 32-bit position-mixed sums per tile of 8192 words, added and mixed again."""
     return _mixes([parts])[0]
 
 
 def _mixes(tensors: Sequence[Parts]) -> list[int]:
-    """The mix of each tensor, computed on the device where it lies."""
+    """Compute the mix of each tensor on its device."""
     if not tensors:
         return []
     sums = torch.stack([_sums(parts) for parts in tensors]).tolist()
@@ -65,15 +68,17 @@ def _mixes(tensors: Sequence[Parts]) -> list[int]:
 
 
 def _sums(parts: Parts) -> torch.Tensor:
-    """Both halves of the mixed sums of all tiles, added: [2] int64. 0 for no words at all, as SGLang."""
+    """Add up the mixed sums of all tiles, both halves: [2] int64. 0 for no words at all, as in SGLang."""
     data = [_bytes(part) for part in parts]
-    if any(len(part) % (4 * TILE) for part in data[:-1]):  # a tile would lie in two parts
+    if any(len(part) % (4 * TILE) for part in data[:-1]):  # a tile would span two parts
         data = [torch.cat(data)]
+
     num_words, first = -(-sum(map(len, data)) // 4), 0
     sums = torch.zeros(2, dtype=torch.int64, device=data[0].device)
     for part in data:
         words = _words(part)
         if words.is_cuda:
+            # imported here: triton reads TRITON_INTERPRET when it is imported, and CPU runs do not need it
             from rlpipe.weights.fingerprint_kernel import add_mixed
 
             add_mixed(words, first, num_words, sums)
@@ -85,23 +90,26 @@ def _sums(parts: Parts) -> torch.Tensor:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """The bytes as int32, zeros after the last; copied where their number or place is no multiple of 4."""
+    """View bytes as int32, zeros after the last; copied where their number or address is no multiple of 4."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     return (data.clone() if data.data_ptr() % 4 else data).view(torch.int32)
 
 
 def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
-    """What these tiles add to `_sums`. words: [n] int32 from position `start` on.
+    """Compute what these tiles add to `_sums`, [2] int64. words: [n] int32 from position `start` on.
 
     Arithmetic is modulo 2^32, which int32 gives; a shift to the right needs its sign bits cleared.
     """
-    place = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
+    position = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
     halves = []
-    for seed, factor, turn in HALVES:
-        mixed = (place * _signed(factor)).add_(_signed(seed))
-        mixed ^= (place << turn) | _shifted(place, 32 - turn)
+    for seed, factor, rotation in HALVES:
+        # each word is mixed with its position ...
+        mixed = (position * _signed(factor)).add_(_signed(seed))
+        mixed ^= (position << rotation) | _shifted(position, 32 - rotation)
         mixed = _fmix32_(mixed.bitwise_xor_(words))
+
+        # ... and the sum of a tile with the size of the tensor
         mixed = torch.nn.functional.pad(mixed, (0, -len(words) % TILE)).view(-1, TILE)
         summed = mixed.sum(1, dtype=torch.int32).bitwise_xor_(_signed(num_bytes & 0xFFFFFFFF))
         halves.append((_fmix32_(summed).long() & 0xFFFFFFFF).sum())
@@ -109,19 +117,19 @@ def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
 
 
 def _fmix32_(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 on int32, in place."""
+    """Apply the finalizer of MurmurHash3 to int32, in place."""
     x.bitwise_xor_(_shifted(x, 16)).mul_(_signed(0x85EBCA6B))
     x.bitwise_xor_(_shifted(x, 13)).mul_(_signed(0xC2B2AE35))
     return x.bitwise_xor_(_shifted(x, 16))
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned shift of int32 to the right."""
+    """Shift int32 to the right as unsigned."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word.
+    """Return the int32 with the bits of an unsigned word.
 
     >>> _signed(0xFFFFFFFF), _signed(1)
     (-1, 1)
@@ -130,6 +138,7 @@ def _signed(word: int) -> int:
 
 
 def _splitmix64(x: int) -> int:
+    """Apply the finalizer of SplitMix64."""
     mask = 2**64 - 1
     x &= mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -138,5 +147,5 @@ def _splitmix64(x: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[n] uint8 view of its memory; copied only if it is not contiguous."""
+    """View a tensor as [n] uint8; copied only if it is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""SGLang's 64-bit mix in Triton; `fingerprint.py` has the same in torch. Imported on first use.
+"""SGLang's 64-bit mix in Triton; `fingerprint.py` has the same in torch, and imports this on first use.
 
 One program per tile of 8192 words reads it once and adds its two mixed sums to the tensor's. Integers are
 added, so the order of the programs does not matter, and nothing is read back before all tensors are launched.
@@ -14,27 +14,35 @@ import triton.language as tl
 from rlpipe.weights.fingerprint import HALVES, TILE
 
 BLOCK = 1024  # words of a tile at once
-(_SEED_HIGH, _FACTOR_HIGH, _TURN_HIGH), (_SEED_LOW, _FACTOR_LOW, _TURN_LOW) = (
+(_SEED_HIGH, _FACTOR_HIGH, _ROTATION_HIGH), (_SEED_LOW, _FACTOR_LOW, _ROTATION_LOW) = (
     tuple(map(tl.constexpr, half)) for half in HALVES
 )
 
 
 def add_mixed(words: torch.Tensor, first: int, num_words: int, sums: torch.Tensor) -> None:
-    """Add what `words` [n] int32 contribute, from position `first` of a tensor of `num_words`, to its sums.
+    """Add to a tensor's sums what `words` contribute.
 
-    first: a multiple of TILE. sums: [2] int64 on the same device.
+    words: [n] int32, from position `first` of the tensor, a multiple of TILE. num_words: of the full tensor.
+    sums: [2] int64 on the same device.
     """
     if not len(words):
         return
+
     with torch.cuda.device_of(words):
         mix_kernel[(triton.cdiv(len(words), TILE),)](
-            words, sums, len(words), first, num_words, TILE=TILE, BLOCK=BLOCK
+            words,
+            sums,
+            len(words),
+            first,
+            num_words,
+            TILE=TILE,
+            BLOCK=BLOCK,  # pyright: ignore[reportArgumentType]: Triton makes a constexpr of it
         )
 
 
 @triton.jit
 def _fmix32(x):
-    """The finalizer of MurmurHash3. x: uint32."""
+    """Apply the finalizer of MurmurHash3. x: uint32."""
     x ^= x >> 16
     x *= tl.full((), 0x85EBCA6B, tl.uint32)
     x ^= x >> 13
@@ -43,24 +51,27 @@ def _fmix32(x):
 
 
 @triton.jit
-def _mixed(word, place, SEED: tl.constexpr, FACTOR: tl.constexpr, TURN: tl.constexpr):
-    """Words [BLOCK] uint32 mixed with their positions."""
-    key = place * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)
-    return _fmix32(word ^ key ^ ((place << TURN) | (place >> (32 - TURN))))
+def _mixed(word, position, SEED: tl.constexpr, FACTOR: tl.constexpr, ROTATION: tl.constexpr):
+    """Mix words [BLOCK] uint32 with their positions."""
+    key = position * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)
+    return _fmix32(word ^ key ^ ((position << ROTATION) | (position >> (32 - ROTATION))))
 
 
 @triton.jit
 def mix_kernel(words, sums, count, first, num_words, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the two mixed sums of one tile. words: [count] int32; sums: [2] int64."""
     start = tl.program_id(0).to(tl.int64) * TILE
     high = tl.zeros((BLOCK,), tl.uint32)
     low = tl.zeros((BLOCK,), tl.uint32)
+
     for offset in tl.static_range(0, TILE, BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
         inside = at < count
         word = tl.load(words + at, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        place = (first + at).to(tl.uint32)
-        high += tl.where(inside, _mixed(word, place, _SEED_HIGH, _FACTOR_HIGH, _TURN_HIGH), 0)
-        low += tl.where(inside, _mixed(word, place, _SEED_LOW, _FACTOR_LOW, _TURN_LOW), 0)
+        position = (first + at).to(tl.uint32)
+        high += tl.where(inside, _mixed(word, position, _SEED_HIGH, _FACTOR_HIGH, _ROTATION_HIGH), 0)
+        low += tl.where(inside, _mixed(word, position, _SEED_LOW, _FACTOR_LOW, _ROTATION_LOW), 0)
+
     num_bytes = tl.full((), num_words, tl.uint32) * 4
     tl.atomic_add(sums, _fmix32(tl.sum(high, 0).to(tl.uint32) ^ num_bytes).to(tl.int64))
     tl.atomic_add(sums + 1, _fmix32(tl.sum(low, 0).to(tl.uint32) ^ num_bytes).to(tl.int64))

@@ -1,8 +1,8 @@
-"""How weights travel: one flat buffer, one version, target and draft together.
+"""Weights from the trainer to rollout workers: one flat buffer, one version, target and draft together.
 
-Owns the payload format and its exact round trip. Does not move it: a cluster hands the payload to
-engines (a Ray object-store reference, or the object itself inline). Target and draft are never sent
-apart, so a draft cannot stay behind its target.
+Owns the payload format and its exact round trip. Does not move it: a cluster passes the payload to engines (a
+Ray object-store reference, or the object itself inline). Target and draft are never sent separately, so a
+draft cannot stay behind its target.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class WeightPayload:
 def pack_weights(
     weights: Mapping[str, torch.Tensor], version: int, policy: WeightPayload | None = None
 ) -> WeightPayload:
-    """Lay tensors (any dtype, any device) into one CPU buffer."""
+    """Copy tensors (any dtype, any device) into one CPU buffer."""
     index: dict[str, tuple[str, tuple[int, ...], int]] = {}
     offset = 0
     for name, tensor in weights.items():
         offset = -(-offset // 16) * 16
         index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
         offset += tensor.numel() * tensor.element_size()
+
     buffer = torch.empty(offset, dtype=torch.uint8)
     for name, tensor in weights.items():
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -53,7 +54,7 @@ def pack_weights(
 
 
 def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:
-    """Views into the buffer by HF name; copy before writing to them.
+    """Return views into the buffer by HF name; copy before writing to them.
 
     >>> w = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
     >>> out = unpack_weights(pack_weights(w, version=1))
@@ -64,8 +65,8 @@ def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:
     for name, (dtype_name, shape, start) in payload.index.items():
         dtype = getattr(torch, dtype_name)
         count = int(np.prod(shape, dtype=np.int64))
-        chunk = payload.buffer[start : start + count * dtype.itemsize]
-        if not chunk.flags.writeable:  # an object-store buffer; torch wants to be told it may be written
-            chunk = chunk.copy()
-        weights[name] = torch.from_numpy(chunk).view(dtype).view(shape)
+        raw = payload.buffer[start : start + count * dtype.itemsize]
+        if not raw.flags.writeable:  # an object-store buffer, which torch warns of
+            raw = raw.copy()
+        weights[name] = torch.from_numpy(raw).view(dtype).view(shape)
     return weights

@@ -1,7 +1,6 @@
-"""The two sides between which weights travel, and the server in the middle, as this package sees them.
+"""Protocols of the trainers, engines and servers between which weights travel.
 
-Owns the Protocols that engines, trainers and clients implement. Imports none of them: `rollout` and `trainer`
-stand above `weights`.
+Imports none of their implementations: `rollout` and `trainer` are layers above `weights`.
 """
 
 from __future__ import annotations
@@ -32,39 +31,39 @@ class ReceivesBroadcasts(ReceivesWeights, Protocol):
     """An engine whose server can also be a member of the group to which the trainer broadcasts."""
 
     def membership(self) -> Member:
-        """The server, if it answers now, and the group it is in."""
+        """Return the server, if it answers now, and the group it is in."""
         ...
 
     def receive_weights(self, offer: Offer) -> None:
-        """Does what `update_weights` does, from what the trainer broadcasts to all servers at once."""
+        """Replace weights as `update_weights` does, by what the trainer broadcasts to all servers at once."""
         ...
 
 
 class ExportsWeights(Protocol):
-    """A trainer rank that gives its weights out bucket by bucket."""
+    """A trainer rank that exports its weights bucket by bucket."""
 
     hf_config: Mapping[str, Any]
     device: torch.device
 
     def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
-        """Yields full tensors on rank 0; collective, so that every rank must iterate to the end."""
+        """Yield full tensors on rank 0; collective: every rank must iterate to the end."""
         ...
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
-        """What `weight_buckets` will yield, as tensors on the meta device."""
+        """Return what `weight_buckets` will yield, as tensors on the meta device."""
         ...
 
 
 class ExportsDraft(Protocol):
-    """The trainer of a draft that is no part of the trained model."""
+    """The trainer of a draft that is not part of the trained model."""
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """All its weights by the names under which they travel with the target's."""
+        """Return all weights of the draft by the names under which they travel with the target's."""
         ...
 
 
 class ServerError(RuntimeError):
-    """The server answered with an error, or what it answered is not what it should be."""
+    """The server answered with an error, or with something unexpected."""
 
 
 class ServerUnreachable(ServerError):
@@ -75,7 +74,7 @@ class Server(Protocol):
     """HTTP to one server: JSON in and out."""
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask for something that changes nothing; repeated while the server is unreachable."""
+        """Send a request that changes nothing; repeated while the server is unreachable."""
         ...
 
     async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:

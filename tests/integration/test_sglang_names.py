@@ -29,7 +29,7 @@ def test_every_parameter_that_the_canary_expects_is_loaded_whole_from_what_is_se
         path = write_random_checkpoint(tmp_path / family, family, vocab=64)
         config, weights = read_config(path), read_weights(path)
         shard = Shard(kv_heads=2, delta=read_architecture(config).delta)
-        parts = server_parts(weights, torch.float32, shard, config, drafter=Drafter.MTP)
+        parts = server_parts(weights, shard, config, dtype=torch.float32, drafter=Drafter.MTP)
         sizes = {name: [sum(part.numel() for part in pieces)] for name, pieces in parts.items()}
         given.append(
             {

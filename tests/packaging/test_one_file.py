@@ -177,13 +177,13 @@ model, draft = sys.argv[1:]
 hf_config = read_config(model)
 weights = read_weights(model) | {"mix." + name: w for name, w in read_weights(draft).items()}
 shard = Shard(kv_heads=hf_config["num_key_value_heads"])
-parts = lambda: server_parts(weights, torch.float32, shard, hf_config, drafter=Drafter("mix"))
-served = fingerprints(parts(), False)
+parts = lambda: server_parts(weights, shard, hf_config, dtype=torch.float32, drafter=Drafter("mix"))
+served = fingerprints(parts(), on_gpu=False)
 assert {n for n in served if n.startswith("draft.")} == {
     "draft.fc.weight", "draft.norm.weight", "draft.model.embed_tokens.weight"}
 assert weights["mix.fc.weight"].any()  # it learned
 weights["mix.fc.weight"][0, 0] += 1
-assert compare(fingerprints(parts(), False), served).draft == ["draft.fc.weight"]
+assert compare(fingerprints(parts(), on_gpu=False), served).draft == ["draft.fc.weight"]
 """
 
 ENGINE = '''

@@ -26,7 +26,7 @@ def weights(tmp_path_factory):
 
 def tensors(weights, shard=None, *, drafter=Drafter.MTP, **changed):
     shard = shard or Shard(kv_heads=2)
-    parts = server_parts(weights, torch.float32, shard, CONFIG | changed, drafter=drafter)
+    parts = server_parts(weights, shard, CONFIG | changed, dtype=torch.float32, drafter=drafter)
     return {name: torch.cat(tuple(pieces)) for name, pieces in parts.items()}
 
 
@@ -102,7 +102,7 @@ def served_as(parts, **changed):
 
 def test_a_difference_says_who_has_what(weights):
     """A tensor that nobody maps, one that is not there, one of another shape, and other numbers."""
-    parts = server_parts(weights, torch.float32, Shard(kv_heads=2), CONFIG, drafter=Drafter.MTP)
+    parts = server_parts(weights, Shard(kv_heads=2), CONFIG, dtype=torch.float32, drafter=Drafter.MTP)
     expected = fingerprints(parts, on_gpu=False)
     served = served_as(parts, **{"model.layers.0.new_gate.weight": "00 bfloat16 4x32"})
     assert compare(expected, served_as(parts)).passed
@@ -133,7 +133,7 @@ def test_experts_are_expected_with_the_channels_to_which_a_server_pads_them(tmp_
     prefix = "model.layers.0.mlp.experts."
     for rank in range(size):
         shard = Shard(rank=rank, size=size, kv_heads=2, channels=64)
-        parts = server_parts(weights, torch.float32, shard, config, drafter=None)
+        parts = server_parts(weights, shard, config, dtype=torch.float32, drafter=None)
         gate_up = torch.cat(tuple(parts[f"{prefix}w13_weight"])).view(8, 2, 64 // size, 32)
         down = torch.cat(tuple(parts[f"{prefix}w2_weight"])).view(8, 32, 64 // size)
         own = max(0, 12 - rank * 64 // size)
@@ -147,7 +147,7 @@ def test_a_shared_expert_is_expected_as_wide_as_the_experts_that_it_stands_for(t
     path = write_random_checkpoint(tmp_path / "experts", "glm4_moe", expert_intermediate=12)
     weights, name = read_weights(path), "model.layers.1.mlp.shared_experts."
     config = read_config(path) | {"n_shared_experts": 2}
-    parts = server_parts(weights, torch.float32, Shard(kv_heads=2, channels=64), config, drafter=None)
+    parts = server_parts(weights, Shard(kv_heads=2, channels=64), config, dtype=torch.float32, drafter=None)
     (down,), gate_up = parts[f"{name}down_proj.weight"], parts[f"{name}gate_up_proj.weight"]
     assert torch.equal(down[:, :12], weights[f"{name}down_proj.weight"])
     assert down.shape == (32, 128) and not down[:, 12:].any()
@@ -235,7 +235,11 @@ GLM_DRAFT = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm
 def test_every_tensor_of_glm_has_the_name_and_the_type_that_the_server_gives_it(tmp_path):
     path = write_random_checkpoint(tmp_path, "glm4_moe", vocab=100)
     parts = server_parts(
-        read_weights(path), torch.bfloat16, Shard(kv_heads=2), read_config(path), drafter=Drafter.MTP
+        read_weights(path),
+        Shard(kv_heads=2),
+        read_config(path),
+        dtype=torch.bfloat16,
+        drafter=Drafter.MTP,
     )
     dense = LAYER | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
     mixed = {name for name in dense if not name.startswith("mlp.")} | GLM_MIXTURE
@@ -261,7 +265,9 @@ def test_every_tensor_of_deepseek_has_the_name_and_the_shard_that_the_server_giv
     path = write_random_checkpoint(tmp_path, "deepseek_v3", vocab=100, query_rank=query_rank)
     weights, config = read_weights(path), read_config(path)
     ranks = [
-        server_parts(weights, torch.bfloat16, Shard(rank=r, size=2, kv_heads=4), config, drafter=Drafter.MTP)
+        server_parts(
+            weights, Shard(rank=r, size=2, kv_heads=4), config, dtype=torch.bfloat16, drafter=Drafter.MTP
+        )
         for r in range(2)
     ]
     layer = LATENT | LATENT_QUERIES[query_rank]

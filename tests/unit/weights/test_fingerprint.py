@@ -92,11 +92,11 @@ def test_nothing_hashes_to_zero_on_a_gpu():
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_every_single_flipped_bit_changes_its_fingerprint_alone(on_gpu):
     tensors = {name: [torch.randn(64, 33)] for name in "abc"}
-    sent = fingerprints(tensors, on_gpu)
+    sent = fingerprints(tensors, on_gpu=on_gpu)
     for byte in (0, 4097, 64 * 33 * 4 - 1):
         raw = tensors["b"][0].view(-1).view(torch.uint8)
         raw[byte] ^= 1
-        served = fingerprints(tensors, on_gpu)
+        served = fingerprints(tensors, on_gpu=on_gpu)
         raw[byte] ^= 1
         assert [name for name in sent if sent[name] != served[name]] == ["b"]
 
@@ -106,7 +106,7 @@ def test_names_of_one_tensor_are_hashed_once(monkeypatch):
     hashed = []
     monkeypatch.setattr(fingerprint, "cpu_hash", lambda parts: hashed.append(parts) or len(hashed))
     weights = {"model.embed_tokens.weight": torch.zeros(64, 2), "lm_head.weight": torch.ones(64, 2)}
-    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), drafter=Drafter.MTP)
+    parts = server_parts(weights, Shard(), read_config(TINY), dtype=torch.float32, drafter=Drafter.MTP)
     found = fingerprints(parts, on_gpu=False)
     assert len(found) == 4 and len(hashed) == 2
     assert found["lm_head.weight"] == found["draft.lm_head.weight"]
@@ -117,7 +117,7 @@ def test_fused_and_padded_tensors_are_hashed_where_they_lie():
     layer = "model.layers.0.self_attn."
     weights = {f"{layer}{part}_proj.weight": torch.randn(4, 4) for part in "qkvo"}
     weights["lm_head.weight"] = torch.randn(64, 4)
-    parts = server_parts(weights, torch.float32, Shard(), read_config(TINY), drafter=None)
+    parts = server_parts(weights, Shard(), read_config(TINY), dtype=torch.float32, drafter=None)
     lie = {tensor.data_ptr() for tensor in weights.values()}
     assert {part.data_ptr() for pieces in parts.values() for part in pieces} == lie
     fused = torch.cat([weights[f"{layer}{part}_proj.weight"] for part in "qkv"])

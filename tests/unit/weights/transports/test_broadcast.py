@@ -118,7 +118,7 @@ def test_checksums_made_by_buckets_are_those_of_whole_weights(config, trainer, w
     for rank in range(ranks):
         shard = Shard(rank=rank, size=ranks, kv_heads=read_config(TINY)["num_key_value_heads"])
         for draft in (Drafter.MTP, None):
-            whole = server_parts(weights, torch.float32, shard, read_config(TINY), drafter=draft)
+            whole = server_parts(weights, shard, read_config(TINY), dtype=torch.float32, drafter=draft)
             assert sent.checksums.for_rank(rank, draft=draft is not None) == fingerprints(whole, on_gpu=False)
 
 
