@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rlpipe.adapt.estimates import PromptCounts
-from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, PlayedCounts
+from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, ModeCounts
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss
 from rlpipe.algo.rule import TokenExtras
@@ -119,8 +119,8 @@ def composed() -> set[str]:
     )
     counts = SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1)
     prompts = {"a": PromptCounts(spec=counts, emitted=2)}
-    played = PlayedCounts(counts=prompts, tokens=2, seconds=1.0)
-    domain = DomainEvaluation(in_domain=True, played={"rejection": played})
+    played = ModeCounts(counts=prompts, tokens=2, seconds=1.0)
+    domain = DomainEvaluation(in_domain=True, by_mode={"rejection": played})
     table = ProbeTable(
         trajectory_id="t",
         positions=np.zeros(1, int),

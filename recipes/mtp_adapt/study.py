@@ -170,7 +170,7 @@ def _figures(
     table: dict[str, Any] = {}
     for domain, first in seeds[0].domains.items():
         row: dict[str, Any] = {"in_domain": first.in_domain}
-        for mode in first.played:
+        for mode in first.by_mode:
             counts = _pooled(seeds, domain, mode)
             names = [RATE, LENGTH, TOKENS, *(f"{RATE}/depth_{k}" for k in range(1, seeds[0].gamma + 1))]
             row[mode] = {name: rounded(estimate(counts, name)) for name in names}
@@ -182,7 +182,7 @@ def _figures(
                     for a, b in zip(own, theirs, strict=False)
                 ]
                 row[mode][f"minus {name}"] = [*rounded(gap), [round(x, 5) for x in by_seed]]
-        if set(MODES) <= first.played.keys():
+        if set(MODES) <= first.by_mode.keys():
             both = [_pooled(seeds, domain, mode) for mode in MODES]
             row["rejection minus target_only"] = rounded(difference(*both, RATE))
         forced = [e.domains[domain].teacher_forced for e in seeds]

@@ -1,8 +1,8 @@
-"""Conversations from a JSONL file: as trajectories to train on, as prompts to play.
+"""Conversations from a JSONL file, as trajectories to train on and as prompts.
 
-Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} a line, and its checks. What
-the assistant said counts as sampled; its tokens are those of the text, followed by the stop token, and
-everything between is the chat template's, as in a rollout.
+Owns the file format, one {"messages": [{"role": ..., "content": ...}, ...]} per line, and its checks. Text of
+the assistant counts as sampled; its tokens are those of the text, followed by the stop token, and everything
+between comes from the chat template, as in a rollout.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ ASSISTANT = "assistant"
 
 
 def read_conversations(path: str | Path) -> list[list[Message]]:
-    """Conversations of a file; empty lines are skipped.
+    """Read the conversations of a file; empty lines are skipped.
 
-    Raises ValueError naming file and line of what cannot be used, or when there is nothing.
+    Raises:
+        ValueError: a line cannot be used (file and line are named), or there is no conversation.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: name a JSONL file of conversations.")
+
     lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
-    if not found:
-        raise ValueError(f"{path} holds no conversation: one JSON object a line is expected.")
-    return found
+    conversations = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not conversations:
+        raise ValueError(f"{path} holds no conversation: one JSON object per line is expected.")
+    return conversations
 
 
 class ConversationFormat:
@@ -49,38 +51,43 @@ class ConversationFormat:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
 
     def trajectory(self, messages: list[Message], name: str, max_context: int) -> Trajectory:
-        """One conversation, cut to `max_context` tokens; complete, without a reward of meaning."""
+        """Convert one conversation, cut to `max_context` tokens; its reward means nothing."""
         trajectory = Trajectory(trajectory_id=name, group_id=name, instance_id=name, reward=0.0)
-        before: list[Message] = []
-        said: list[int] | None = None  # the last assistant turn
+        pending: list[Message] = []  # since the last assistant turn
+        last_turn: list[int] | None = None  # tokens of the last assistant turn
         for message in messages:
             if message["role"] != ASSISTANT:
-                before.append(self._known(message))
+                pending.append(self._in_template_roles(message))
                 continue
-            context = self._chat.initial(before) if said is None else self._chat.continuation(before, said)
-            trajectory.append_context(context)
-            if said is None:
+
+            if last_turn is None:
+                context = self._chat.initial(pending)
                 trajectory.prompt_length = len(context)
-            said = self._turn(message["content"])
-            trajectory.append_sampled(_as_if_generated(name, said))
-            before = []
+            else:
+                context = self._chat.continuation(pending, last_turn)
+            trajectory.append_context(context)
+
+            last_turn = self._turn(message["content"])
+            trajectory.append_sampled(_as_if_generated(name, last_turn))
+            pending = []
+
         trajectory.truncated = len(trajectory.token_ids) > max_context
-        for name in Trajectory.COLUMNS:
-            setattr(trajectory, name, getattr(trajectory, name)[:max_context].copy())
+        for column in Trajectory.COLUMNS:
+            setattr(trajectory, column, getattr(trajectory, column)[:max_context].copy())
         return trajectory
 
     def _turn(self, text: str) -> list[int]:
-        """Tokens of what the assistant said, special tokens spelled out in it kept as text."""
+        """Tokenize text of the assistant; special tokens that are spelled out in it stay text."""
         ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [*ids, *self._chat.stop_token_ids[:1]]
 
-    def _known(self, message: Message) -> Message:
-        """Tool output under the role the template has for it."""
+    def _in_template_roles(self, message: Message) -> Message:
+        """Give tool output the role that the template has for it."""
         return message | {"role": self._chat.observation_role} if message["role"] == "tool" else message
 
 
 class ConversationSuite:
-    """Implements `rlpipe.envs.base.Suite`: a model answers where a conversation's last assistant turn was."""
+    """Prompts from conversations, as `rlpipe.envs.base.Suite`: the model gives the last assistant turn."""
 
     max_turns = 1
 
@@ -92,15 +99,15 @@ class ConversationSuite:
             self._openings[f"{self._split}:{number}"] = messages[:last]
 
     def splits(self) -> list[str]:
-        """The file, by its name."""
+        """Return the name of the file, the only split."""
         return [self._split]
 
     def instance_ids(self, split: str) -> list[str]:
-        """One of each conversation, in the order of the file."""
+        """Return an id per conversation, in the order of the file."""
         return list(self._openings)
 
     def episode(self, instance_id: str) -> _Answer:
-        """A fresh attempt."""
+        """Begin an attempt."""
         return _Answer(self._openings[instance_id])
 
     def sandbox_counts(self) -> tuple[int, int]:
@@ -109,7 +116,7 @@ class ConversationSuite:
 
 
 class _Answer:
-    """An episode that any answer ends and none scores."""
+    """An episode that ends with any answer, without a score."""
 
     def __init__(self, opening: list[Message]) -> None:
         self._opening = opening
@@ -124,14 +131,15 @@ class _Answer:
         return StepResult(done=True, reward=0.0)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an answer holds no resource."""
 
 
 def _parse(line: str, where: str) -> list[Message]:
     try:
         item = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}): one object a line is expected.") from None
+        raise ValueError(f"{where} is not JSON ({error}): one object per line is expected.") from None
+
     messages = item.get("messages") if isinstance(item, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(
@@ -143,6 +151,7 @@ def _parse(line: str, where: str) -> list[Message]:
                 f"{where}, message {n} is {str(message)[:80]!r}: an object with a role and a content, both "
                 "text, is expected."
             )
+
     roles = [message["role"] for message in messages]
     if ASSISTANT not in roles or roles[0] == ASSISTANT:
         raise ValueError(
@@ -156,7 +165,7 @@ def _is_text(message: Any) -> bool:
 
 
 def _as_if_generated(name: str, ids: list[int]) -> GenerateResult:
-    """A turn whose probabilities nobody recorded: adaptation asks the frozen model for them."""
+    """Return a turn without recorded probabilities: adaptation computes them by the frozen model."""
     return GenerateResult(
         request_id=name,
         output_ids=np.array(ids),

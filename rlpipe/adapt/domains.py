@@ -1,7 +1,7 @@
 """Held-out sets in which acceptance is measured.
 
 Owns which prompts there are: of an environment (`swe`: all its held-out sets), of one set
-(`swe.held_families`), or of a JSONL file of conversations. Plays nothing.
+(`swe.held_families`), or of a JSONL file of conversations. Generates nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.envs import make_suite
 from rlpipe.envs.base import Suite
 
-UNUSED_TRAINING = 16  # training tasks of an environment of which only held-out ones are played
+UNUSED_TRAINING = 16  # training tasks of an environment that is only evaluated
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Domain:
     """One held-out set.
 
     name: as in metrics, ENV.SPLIT or the file's name. in_domain: of the kind that is trained on.
-    suite: whose episodes are played. instance_ids: of these instances, in order.
+    suite: makes its episodes. instance_ids: of its prompts, in order.
     """
 
     name: str
@@ -36,10 +36,13 @@ class Domain:
 
 
 def make_domains(config: AdaptConfig, env: EnvConfig, suites: dict[EnvName, Suite]) -> list[Domain]:
-    """Every held-out set that is asked for.
+    """Make every held-out set of the settings.
 
-    suites: by environment, see `make_suites`.
-    Raises ValueError for a set that does not exist, is named twice, or has no prompt left.
+    Args:
+        suites: by environment, see `make_suites`.
+
+    Raises:
+        ValueError: a set does not exist, is named twice, or has no prompt left.
     """
     domains: list[Domain] = []
     for entry, in_domain in config.domains(env):
@@ -53,9 +56,12 @@ def make_domains(config: AdaptConfig, env: EnvConfig, suites: dict[EnvName, Suit
         else:
             suite = ConversationSuite(resolve(entry))
             splits, names = suite.splits(), [Path(entry).stem]
+
         for title, chosen in zip(names, splits, strict=True):
-            ids = _part(suite.instance_ids(chosen), config, title)
+            ids = _selected(suite.instance_ids(chosen), config, title)
             domains.append(Domain(name=title, in_domain=in_domain, suite=suite, instance_ids=ids))
+
+    # Names become parts of metric names, so they must be unique and plain.
     titles = [domain.name for domain in domains]
     if len(set(titles)) < len(titles) or not all(re.fullmatch(r"[\w.\-]+", title) for title in titles):
         raise ValueError(
@@ -66,17 +72,17 @@ def make_domains(config: AdaptConfig, env: EnvConfig, suites: dict[EnvName, Suit
 
 
 def make_suites(config: AdaptConfig, env: EnvConfig, seed: int) -> dict[EnvName, Suite]:
-    """The environments that are played; of those that are only evaluated, few training tasks are made."""
+    """Make the environments that are needed; those that are only evaluated get few training tasks."""
     suites = {}
     for name in config.environments(env):
-        own = replace(env, name=name)
+        settings = replace(env, name=name)
         if name is not env.name:
-            own = replace(own, reasoning=replace(env.reasoning, train_size=UNUSED_TRAINING))
-        suites[name] = make_suite(own, seed)
+            settings = replace(settings, reasoning=replace(env.reasoning, train_size=UNUSED_TRAINING))
+        suites[name] = make_suite(settings, seed)
     return suites
 
 
-def _part(instance_ids: Sequence[str], config: AdaptConfig, title: str) -> list[str]:
+def _selected(instance_ids: Sequence[str], config: AdaptConfig, title: str) -> list[str]:
     stop = config.eval_offset + config.eval_prompts if config.eval_prompts else None
     ids = list(instance_ids[config.eval_offset : stop])
     if not ids:

@@ -1,7 +1,8 @@
-"""Acceptance of a set of prompts, with standard errors clustered by prompt, alone and as a difference.
+"""Acceptance of a set of prompts, with standard errors clustered by prompt; and of differences.
 
-Owns the statistics; plays nothing. Every figure is a ratio of sums over prompts, r = sum_i N_i / sum_i D_i:
-verify steps of one prompt are correlated, prompts are not, so the error comes from the G prompts,
+Owns the statistics; generates nothing. Every figure is a ratio of sums over prompts,
+r = sum_i N_i / sum_i D_i: verify steps of one prompt are correlated, prompts are not, so the error comes from
+the G prompts,
 
     se(r)^2 = G / (G - 1) * sum_i ((N_i - r D_i) / sum_j D_j)^2
 
@@ -24,9 +25,9 @@ RATE, LENGTH, TOKENS = "acceptance_rate", "acceptance_length", "tokens_per_step"
 
 @dataclass(slots=True, kw_only=True)
 class PromptCounts:
-    """What an engine counted on the attempts at one prompt.
+    """Counts of an engine over the attempts at one prompt.
 
-    spec: drafts. emitted: tokens of verify steps, that is, all sampled ones but the first of each turn,
+    spec: drafts. emitted: tokens of verify steps, that is, all sampled ones except the first of each turn,
     which the prefill emits.
     """
 
@@ -35,11 +36,11 @@ class PromptCounts:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> PromptCounts:
-        """The inverse of `dataclasses.asdict`."""
+        """Build from the output of `dataclasses.asdict`."""
         return cls(spec=SpecCounts(**item["spec"]), emitted=item["emitted"])
 
     def fraction(self, figure: str) -> tuple[float, float]:
-        """Numerator and denominator of a figure, see `figures`.
+        """Return numerator and denominator of a figure, see `figures`.
 
         >>> spec = SpecCounts(drafted=[4], accepted=[3], verify_steps=4, proposed=4)
         >>> PromptCounts(spec=spec).fraction(RATE)
@@ -52,6 +53,7 @@ class PromptCounts:
             return sum(spec.accepted) + spec.verify_steps, spec.verify_steps
         if figure == TOKENS:
             return self.emitted, spec.verify_steps
+
         depth = int(figure.removeprefix(f"{RATE}/depth_"))
         return (spec.accepted[depth - 1], spec.drafted[depth - 1]) if depth <= len(spec.drafted) else (0, 0)
 
@@ -60,9 +62,10 @@ Counts = Mapping[str, PromptCounts]  # by instance_id
 
 
 def figures(gamma: int) -> list[str]:
-    """Names of all figures: rate (of drafted tokens), length (with drafts behind a turn's end), tokens a
-    step (within turns: what speeds decoding up), and the rate by depth, given that the depth before was
-    accepted.
+    """List the names of all figures.
+
+    They are the rate (of drafted tokens), the length (drafts beyond a turn's end included), tokens per step
+    (within turns: what speeds decoding up), and the rate by depth, given that the depth before was accepted.
 
     >>> figures(1)
     ['acceptance_rate', 'acceptance_length', 'tokens_per_step', 'acceptance_rate/depth_1']
@@ -71,62 +74,65 @@ def figures(gamma: int) -> list[str]:
 
 
 def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
-    """Counts by instance; masked trajectories and those without a verify step are left out."""
-    found: dict[str, PromptCounts] = {}
+    """Add up counts by instance, without masked trajectories and those that have no verify step."""
+    by_instance: dict[str, PromptCounts] = {}
     for trajectory in trajectories:
         if trajectory.status is not TrajectoryStatus.COMPLETE or not trajectory.spec.verify_steps:
             continue
-        mine = found.setdefault(trajectory.instance_id, PromptCounts())
-        mine.spec.add(trajectory.spec)
-        mine.emitted += trajectory.response_length - trajectory.num_turns
-    return found
+
+        counts = by_instance.setdefault(trajectory.instance_id, PromptCounts())
+        counts.spec.add(trajectory.spec)
+        counts.emitted += trajectory.response_length - trajectory.num_turns
+    return by_instance
 
 
 def estimate(counts: Counts, figure: str) -> Estimate:
-    """A figure over all prompts."""
+    """Estimate a figure over all prompts."""
     value, terms = _linearised([counts[name].fraction(figure) for name in sorted(counts)])
     return _estimate(value, terms)
 
 
-def difference(ours: Counts, theirs: Counts, figure: str) -> Estimate:
-    """A figure of ours minus theirs, on the prompts both have, paired by prompt."""
-    common = sorted(ours.keys() & theirs.keys())
-    a, a_terms = _linearised([ours[name].fraction(figure) for name in common])
-    b, b_terms = _linearised([theirs[name].fraction(figure) for name in common])
+def difference(after: Counts, before: Counts, figure: str) -> Estimate:
+    """Estimate the change of a figure, after minus before, on the prompts of both, paired by prompt."""
+    common = sorted(after.keys() & before.keys())
+    a, a_terms = _linearised([after[name].fraction(figure) for name in common])
+    b, b_terms = _linearised([before[name].fraction(figure) for name in common])
+
     terms = [x - y for x, y in zip(a_terms, b_terms, strict=True)]
     return _estimate(a - b, terms)
 
 
 def pooled(several: Iterable[Counts]) -> dict[str, PromptCounts]:
-    """Counts of several runs (seeds) added prompt by prompt: the prompt stays the cluster."""
-    whole: dict[str, PromptCounts] = {}
+    """Add the counts of several runs (seeds) prompt by prompt: the prompt stays the cluster."""
+    totals: dict[str, PromptCounts] = {}
     for counts in several:
-        for name, mine in counts.items():
-            total = whole.setdefault(name, PromptCounts())
-            total.spec.add(mine.spec)
-            total.emitted += mine.emitted
-    return whole
+        for name, prompt in counts.items():
+            total = totals.setdefault(name, PromptCounts())
+            total.spec.add(prompt.spec)
+            total.emitted += prompt.emitted
+    return totals
 
 
 def to_json(counts: Counts) -> dict[str, Any]:
-    """Plain data, `counts_from_json` reads it."""
-    return {name: asdict(mine) for name, mine in counts.items()}
+    """Return plain data that `counts_from_json` reads."""
+    return {name: asdict(prompt) for name, prompt in counts.items()}
 
 
 def counts_from_json(data: Mapping[str, Any]) -> dict[str, PromptCounts]:
-    """The inverse of `to_json`."""
+    """Return the counts that `to_json` was given."""
     return {name: PromptCounts.from_json(item) for name, item in data.items()}
 
 
 def _linearised(fractions: list[tuple[float, float]]) -> tuple[float, list[float]]:
-    """The ratio and each prompt's share of its deviation."""
+    """Compute the ratio of sums, and each prompt's share of its deviation."""
     weight = fsum(d for _, d in fractions)
     if not weight:
         return nan, [nan] * len(fractions)
+
     value = fsum(n for n, _ in fractions) / weight
     return value, [(n - value * d) / weight for n, d in fractions]
 
 
 def _estimate(value: float, terms: list[float]) -> Estimate:
-    """A value whose linearised terms, one a prompt, are independent."""
+    """Attach the clustered error to a value whose linearised terms, one per prompt, are independent."""
     return Estimate(value=value, se=cr1_error(fsum(t * t for t in terms), len(terms)), df=len(terms) - 1)

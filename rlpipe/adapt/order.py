@@ -1,4 +1,4 @@
-"""Which trajectories a step trains on, and which tokens of them: pure functions of (seed, step).
+"""The trajectories that a step trains on, and which of their tokens: pure functions of (seed, step).
 
 Owns the order, so that a resumed run sees what an uninterrupted one would have seen.
 """
@@ -22,7 +22,7 @@ class DataOrder:
     """
 
     def __init__(
-        self, trajectories: Sequence[Trajectory], batch: int, seed: int, context_weight: float = 0.0
+        self, trajectories: Sequence[Trajectory], batch: int, *, seed: int, context_weight: float = 0.0
     ) -> None:
         if not trajectories:
             raise ValueError(
@@ -33,30 +33,33 @@ class DataOrder:
         self._orders: dict[int, list[int]] = {}
 
     def __getitem__(self, step: int) -> list[Trajectory]:
-        """The batch of a step (0-based)."""
+        """Return the batch of a step (0-based)."""
         rng = random.Random(f"{self._seed}/context/{step}")
-        places = range(step * self._batch, (step + 1) * self._batch)
-        chosen = [self._trajectories[self._at(place)] for place in places]
+        positions = range(step * self._batch, (step + 1) * self._batch)
+        chosen = [self._trajectories[self._index(position)] for position in positions]
         return [with_context(t, self._context_weight, rng) for t in chosen]
 
     def epoch(self, step: int) -> float:
-        """Passes over the data that `step` steps make."""
+        """Return how many passes over the data `step` steps make."""
         return step * self._batch / len(self._trajectories)
 
-    def _at(self, place: int) -> int:
-        epoch, within = divmod(place, len(self._trajectories))
+    def _index(self, position: int) -> int:
+        """Return which trajectory stands at a position of the endless sequence of epochs."""
+        epoch, within = divmod(position, len(self._trajectories))
         if epoch not in self._orders:
             order = list(range(len(self._trajectories)))
             random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
+
+            # A batch may span two epochs, so the one before stays.
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1} | {epoch: order}
         return self._orders[epoch][within]
 
 
 def with_context(trajectory: Trajectory, weight: float, rng: random.Random) -> Trajectory:
-    """A copy in which each stretch of context counts with probability `weight`.
+    """Return a copy in which each stretch of context counts with probability `weight`.
 
-    One token at either end of a stretch stays out, so that turns remain turns of their own: an engine
-    never drafts from one into the next.
+    One token at either end of a stretch stays out, so that turns remain separate: an engine never drafts
+    from one into the next.
 
     >>> mask = [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
     >>> chat = Trajectory(trajectory_id="t", group_id="g", instance_id="i", loss_mask=mask)
@@ -65,6 +68,7 @@ def with_context(trajectory: Trajectory, weight: float, rng: random.Random) -> T
     """
     if not weight:
         return trajectory
+
     mask, start = trajectory.loss_mask.copy(), 0
     for sampled, stretch in groupby(trajectory.loss_mask.tolist()):
         stop = start + len(list(stretch))

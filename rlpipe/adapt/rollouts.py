@@ -1,7 +1,7 @@
-"""The model's own rollouts, sampled once and kept as JSONL.
+"""Rollouts of the model that is adapted, sampled once and stored as JSONL.
 
 Owns the file. Its first line says what the rollouts are of (backbone, environment, sampling); a file of
-something else is refused. Every other line is a trajectory:
+other rollouts is refused. Every other line is a trajectory:
 
     index           number of its prompt in the run's prompt stream; prompts end in any order
     trajectory_id, group_id, instance_id, status, reward, truncated, prompt_length, num_turns
@@ -9,7 +9,7 @@ something else is refused. Every other line is a trajectory:
     loss_mask       1 for those the model sampled
     rollout_logprobs, entropies    of the sampled tokens, in order, nats
 
-The lines of one prompt are appended with one write; a prompt that a crash cut short is played again.
+The lines of one prompt are appended with one write; a prompt that a crash cut short is run again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpipe.adapt.play import OnEvent, collect
+from rlpipe.adapt.generation import OnEvent, collect
 from rlpipe.batching.packing import trainable
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
@@ -36,12 +36,17 @@ PLAIN = ("trajectory_id", "group_id", "instance_id", "reward", "truncated", "pro
 SAMPLED = ("rollout_logprobs", "entropies")
 
 
-def own_rollouts(
-    config: Config, suite: Suite, file: Path, stopped: Callable[[], bool], on_event: OnEvent
+def complete_rollouts(
+    config: Config, suite: Suite, file: Path, *, stopped: Callable[[], bool], on_event: OnEvent
 ) -> list[Trajectory]:
-    """Trainable trajectories of the first `adapt.prompts` prompts, in prompt order; missing ones are played.
+    """Generate the rollouts that `file` lacks, and return all that can be trained on.
 
-    After a stop some are missing: the caller must not train on them.
+    Returns:
+        Trainable trajectories of the first `adapt.prompts` prompts, in prompt order. After a stop some are
+        missing: the caller must not train on them.
+
+    Raises:
+        ValueError: the file holds rollouts of another model, environment or sampling.
     """
     wanted = range(config.adapt.prompts)
     stream = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
@@ -50,16 +55,17 @@ def own_rollouts(
     prompts = [stream[index] for index in missing.values()]
     if prompts:
 
-        def keep(group: Group) -> None:
+        def store(group: Group) -> None:
             groups.add(missing[group.prompt.group_id], group)
 
-        collect(config, suite, prompts, keep, stopped, on_event)
-    found = (t for index in wanted for t in groups.by_index.get(index, []))
-    return [trajectory for trajectory in found if trainable(trajectory)]
+        collect(config, suite, prompts, store, stopped, on_event)
+
+    in_order = (t for index in wanted for t in groups.by_index.get(index, []))
+    return [trajectory for trajectory in in_order if trainable(trajectory)]
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Everything a rollout depends on but its prompt's number; the draft is not part of it."""
+    """Return all that a rollout depends on except the index of its prompt; the draft is not part of it."""
     rollout = config.rollout
     return {
         "rollouts_of": backbone_digest(resolve(config.model.path)),
@@ -75,15 +81,16 @@ def origin(config: Config) -> dict[str, Any]:
 
 
 def backbone_digest(path: Path) -> str:
-    """A digest of the backbone's norms and biases: cheap, and no two trainings leave them equal."""
+    """Hash the norms and biases of the backbone: cheap, and no two trainings leave them equal."""
     from safetensors import safe_open
 
     digest, config = hashlib.blake2b(digest_size=8), read_config(path)
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
-                ours = read_name(name, config)
-                if ours and not is_mtp_weight(ours) and len(tensors.get_slice(name).get_shape()) == 1:
+                hf_name = read_name(name, config)
+                is_vector = len(tensors.get_slice(name).get_shape()) == 1
+                if hf_name and not is_mtp_weight(hf_name) and is_vector:
                     values = tensors.get_tensor(name).float().numpy()
                     digest.update(name.encode() + values.tobytes())
     return digest.hexdigest()
@@ -100,21 +107,25 @@ class _Groups:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(source) + "\n")
             return
+
         if lines[0] != source:
             differs = [k for k in source if lines[0].get(k) != source[k]]
             raise ValueError(
-                f"{file} holds rollouts of something else ({', '.join(differs)} differ): "
-                "set adapt.rollouts or run.dir to another place, or delete the file."
+                f"{file} holds other rollouts ({', '.join(differs)} differ): "
+                "set adapt.rollouts or run.dir to another path, or delete the file."
             )
+
         for line in lines[1:]:
             self.by_index.setdefault(line["index"], []).append(read(line))
         self.by_index = {i: group for i, group in self.by_index.items() if len(group) == samples}
-        kept = [line for line in lines[1:] if line["index"] in self.by_index]
-        if len(kept) < len(lines) - 1 or not file.read_bytes().endswith(b"\n"):
-            file.write_text(_lines([source, *kept]))
+
+        # Lines of incomplete groups would stand beside those of the group that is generated again.
+        complete = [line for line in lines[1:] if line["index"] in self.by_index]
+        if len(complete) < len(lines) - 1 or not file.read_bytes().endswith(b"\n"):
+            file.write_text(_lines([source, *complete]))
 
     def add(self, index: int, group: Group) -> None:
-        """Keep a group that has ended, as a later run would read it."""
+        """Store a finished group, as a later run would read it."""
         lines = [write(index, trajectory) for trajectory in group.trajectories]
         with self._file.open("a") as file:
             file.write(_lines(lines))
@@ -122,7 +133,7 @@ class _Groups:
 
 
 def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as a line of the file."""
+    """Return a trajectory as a line of the file."""
     line = {"index": index, **{name: getattr(trajectory, name) for name in PLAIN}}
     line |= {"status": trajectory.status.value, "token_ids": trajectory.token_ids.tolist()}
     line |= {"loss_mask": trajectory.loss_mask.astype(int).tolist()}
@@ -132,7 +143,7 @@ def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def read(line: dict[str, Any]) -> Trajectory:
-    """The inverse of `write`, but for versions, counts and environment facts."""
+    """Return the trajectory of a line, without versions, counts and metadata of the environment."""
     mask = np.array(line["loss_mask"], np.bool_)
     columns = {name: np.zeros(len(mask), np.float32) for name in SAMPLED}
     for name, values in columns.items():

@@ -30,7 +30,7 @@ from rlpipe.adapt.conversations import ConversationFormat, read_conversations
 from rlpipe.adapt.domains import Domain, make_domains, make_suites
 from rlpipe.adapt.evaluation import Evaluation, evaluate
 from rlpipe.adapt.order import DataOrder
-from rlpipe.adapt.rollouts import own_rollouts
+from rlpipe.adapt.rollouts import complete_rollouts
 from rlpipe.batching.packing import pack
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.env import EnvName
@@ -98,7 +98,12 @@ class Adaptation:
             return False
         self._trainer = _make_trainer(config, trajectories)
         try:
-            order = DataOrder(trajectories, config.adapt.batch, config.run.seed, config.adapt.context_weight)
+            order = DataOrder(
+                trajectories,
+                config.adapt.batch,
+                seed=config.run.seed,
+                context_weight=config.adapt.context_weight,
+            )
             self._resume()
             self._train(order)
             if self.step not in self.checkpoints.steps():
@@ -130,8 +135,12 @@ class Adaptation:
         else:
             file = resolve(settings.rollouts) if settings.rollouts else self.run_dir / "rollouts.jsonl"
             self.bus.event("phase", message=f"own rollouts on {settings.prompts} prompts ({file.name})")
-            found = own_rollouts(
-                config, self._suites[config.env.name], file, lambda: self._stop, self.bus.event
+            found = complete_rollouts(
+                config,
+                self._suites[config.env.name],
+                file,
+                stopped=lambda: self._stop,
+                on_event=self.bus.event,
             )
         tokens, cut = sum(t.response_length for t in found), sum(t.truncated for t in found)
         self.bus.event("adapt_data", trajectories=len(found), sampled_tokens=tokens, truncated=cut)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlpipe.adapt.estimates import PromptCounts
-from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, PlayedCounts
+from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, ModeCounts
 from rlpipe.adapt.run import evaluations, forget_evaluations, write_results
 from rlpipe.config.run import Config
 from rlpipe.metrics.bus import MetricsBus
@@ -22,9 +22,9 @@ def made(step, accepted):
         )
         for i, n in enumerate(accepted)
     }
-    played = {"rejection": PlayedCounts(counts=counts, tokens=100, seconds=0.5)}
+    played = {"rejection": ModeCounts(counts=counts, tokens=100, seconds=0.5)}
     forced = {"alpha": [0.5, 0.25], "predicted": 2.0}
-    domain = DomainEvaluation(in_domain=True, played=played, teacher_forced=forced)
+    domain = DomainEvaluation(in_domain=True, by_mode=played, teacher_forced=forced)
     return Evaluation(step=step, gamma=2, temperature=1.0, domains={"swe.held": domain})
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlpipe.adapt import rollouts
-from rlpipe.adapt.rollouts import backbone_digest, own_rollouts, read, write
+from rlpipe.adapt.rollouts import backbone_digest, complete_rollouts, read, write
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
@@ -53,35 +53,35 @@ def names(trajectories):
 
 def test_rollouts_are_sampled_once_and_come_back_in_prompt_order(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    first = own_rollouts(config(), Suite(), file, lambda: False, print)
+    first = complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
     assert names(first) == sorted(names(first)) and len(first) == 11  # one was masked
-    assert own_rollouts(config(), Suite(), file, lambda: False, print) == first
-    assert own_rollouts(config(8), Suite(), file, lambda: False, print)[:11] == first
+    assert complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print) == first
+    assert complete_rollouts(config(8), Suite(), file, stopped=lambda: False, on_event=print)[:11] == first
     assert [len(batch) for batch in played] == [6, 2]
 
 
 def test_a_prompt_cut_short_is_played_again(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    whole = own_rollouts(config(), Suite(), file, lambda: False, print)
+    whole = complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
     text = file.read_text()
     file.write_text(text[: len(text) - 40])  # in the middle of the last line: prompt 0
-    assert own_rollouts(config(), Suite(), file, lambda: False, print) == whole
+    assert complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print) == whole
     assert played[1] == ["g000000"]
     assert sorted(file.read_text().splitlines()) == sorted(text.splitlines())
 
 
 def test_after_a_stop_nothing_more_is_played(tmp_path, played):
     calls = iter([False, False, True])
-    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: next(calls), print)
-    own_rollouts(config(), Suite(), tmp_path / "r.jsonl", lambda: False, print)
+    complete_rollouts(config(), Suite(), tmp_path / "r.jsonl", stopped=lambda: next(calls), on_event=print)
+    complete_rollouts(config(), Suite(), tmp_path / "r.jsonl", stopped=lambda: False, on_event=print)
     assert [len(batch) for batch in played] == [6, 4]
 
 
 def test_rollouts_of_something_else_are_refused(tmp_path, played):
     file = tmp_path / "r.jsonl"
-    own_rollouts(config(), Suite(), file, lambda: False, print)
+    complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
     with pytest.raises(ValueError, match=r"temperature differ.*delete the file"):
-        own_rollouts(config(temperature=0.5), Suite(), file, lambda: False, print)
+        complete_rollouts(config(temperature=0.5), Suite(), file, stopped=lambda: False, on_event=print)
 
 
 def test_a_trajectory_survives_the_file():
