@@ -138,7 +138,7 @@ class TrainerWorker:
             trajectories,
             advantages,
             config.trainer.micro_batch_tokens,
-            config.trainer.dp,
+            dp_size=config.trainer.dp,
             temperature=config.rollout.temperature,
             **{
                 "share_prefixes": self._trainer.shares_prefixes,

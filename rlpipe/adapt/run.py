@@ -184,7 +184,7 @@ class Adaptation:
             trajectories,
             None,
             config.trainer.micro_batch_tokens,
-            config.trainer.dp,
+            dp_size=config.trainer.dp,
             temperature=config.rollout.temperature,
             share_prefixes=self._trainer.shares_prefixes,
         )

@@ -1,4 +1,4 @@
-"""A micro-batch laid out for the draft: anchors that siblings share are run once, turns are scored in rows.
+"""The layout of a micro-batch for the draft: anchors that siblings share run once, turns are scored in rows.
 
 Owns the layout; runs nothing. numpy only.
 
@@ -45,51 +45,65 @@ class DraftBatch:
     backbone: np.ndarray
 
 
-def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch | None:
-    """The draft's layout of a micro-batch; None when no turn has a drafted token (two tokens or more).
+def draft_batch(micro_batch: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch | None:
+    """Lay a micro-batch out for the draft; None when no turn has a drafted token (two tokens or more).
 
-    multiple: fill the anchors up to a multiple of it, with a branch that nobody attends to.
+    Args:
+        micro_batch: as the backbone runs it.
+        depths: K, tokens that the draft reads after an anchor.
+        multiple: the number of anchors is filled up to one, with a branch that nobody attends to.
     """
-    starts = np.cumsum([0, *(branch.length for branch in micro.branches)])
-    ends = np.cumsum(micro.mask.sum(1).astype(np.int64))
+    starts = np.cumsum([0, *(branch.length for branch in micro_batch.branches)])
+    ends = np.cumsum(micro_batch.mask.sum(1).astype(np.int64))
     branches: list[Branch] = []
     places, positions, following, turns = [], [], [], []
-    path: Path = []  # the trajectory at hand, as pieces of branches
-    before = cells = np.zeros(0, dtype=np.int64)  # where its tokens lie in the micro-batch and among anchors
+    path: Path = []  # the trajectory at hand, as spans of branches
+    # Indices of its tokens: those of the previous trajectory in the micro-batch, and among the anchors.
+    previous = anchor_ids = np.zeros(0, dtype=np.int64)
     used = 0
+
     for row, end in enumerate(ends):
-        sampled = micro.indices[row, micro.mask[row] > 0]
+        sampled = micro_batch.indices[row, micro_batch.mask[row] > 0]
         if not len(sampled):
             continue
-        own = tokens_up_to(micro.branches, starts, micro.sources[end - 1])
-        tokens = np.append(micro.tokens[own], micro.targets[end - 1])
-        same = _common_anchors(before, own, depths)
-        fresh = len(own) - same
-        path, before = first_tokens(path, same), own
-        cells = np.concatenate([cells[:same], np.arange(used, used + fresh)])
+
+        token_ids = tokens_up_to(micro_batch.branches, starts, micro_batch.sources[end - 1])
+        tokens = np.append(micro_batch.tokens[token_ids], micro_batch.targets[end - 1])
+        shared = _common_anchors(previous, token_ids, depths)
+        fresh = len(token_ids) - shared
+
+        # Anchors that an earlier trajectory has are read there; the others become a branch.
+        path, previous = first_tokens(path, shared), token_ids
+        anchor_ids = np.concatenate([anchor_ids[:shared], np.arange(used, used + fresh)])
         if fresh:
             branches.append(Branch(length=fresh, context=path))
             path = [*path, (len(branches) - 1, fresh)]
-        places.append(own[same:])
-        positions.append(np.arange(same, len(own)))
-        following.append(_ahead(tokens, depths)[:, same:-1])
+        places.append(token_ids[shared:])
+        positions.append(np.arange(shared, len(token_ids)))
+        following.append(_ahead(tokens, depths)[:, shared:-1])
         used += fresh
+
+        # A gap between sampled tokens is tool output, which ends a turn. A turn of one token drafts nothing.
         for turn in np.split(sampled, np.flatnonzero(np.diff(sampled) > 1) + 1):
             if len(turn) > 1:
                 span = slice(turn[0] - 1, turn[-1] + 1)
                 inside = slice(turn[0] - 1, turn[-1])
-                turns.append((row, tokens[span], cells[inside], own[inside]))
+                turns.append((row, tokens[span], anchor_ids[inside], token_ids[inside]))
+
     if not turns:
         return None
+
     if spare := -used % multiple:
         branches.append(Branch(length=spare, context=[]))
         places.append(np.zeros(spare, dtype=np.int64))
         positions.append(np.arange(spare))
         following.append(np.zeros((depths, spare), dtype=np.int64))
+
     owners, tokens, anchors, backbone = zip(*turns, strict=True)
     longest = max(map(len, tokens))
     lengths = np.array([*map(len, tokens)])[:, None]
     columns = np.arange(longest)
+
     return DraftBatch(
         places=np.concatenate(places),
         positions=np.concatenate(positions),
@@ -104,28 +118,36 @@ def draft_batch(micro: MicroBatch, depths: int, multiple: int = 1) -> DraftBatch
 
 
 def tokens_up_to(branches: list[Branch], starts: np.ndarray, last: int) -> np.ndarray:
-    """Indices of all tokens of the trajectory that ends with the one at `last`; starts: of the branches."""
+    """Return the indices of all tokens of the trajectory that ends with the token at `last`.
+
+    starts: index of the first token of each branch.
+    """
     branch = int(np.searchsorted(starts, last, side="right")) - 1
-    pieces = [*branches[branch].context, (branch, last - starts[branch] + 1)]
-    return np.concatenate([np.arange(starts[b], starts[b] + count) for b, count in pieces])
+    path = [*branches[branch].context, (branch, last - starts[branch] + 1)]
+    first = starts.tolist()
+    return np.concatenate([np.arange(first[b], first[b] + count) for b, count in path])
 
 
-def _common_anchors(before: np.ndarray, own: np.ndarray, depths: int) -> int:
-    """How many anchors of the trajectory before serve a trajectory, too."""
-    n = min(len(before), len(own))
-    different = np.flatnonzero(before[:n] != own[:n])
+def _common_anchors(previous: np.ndarray, token_ids: np.ndarray, depths: int) -> int:
+    """Count the anchors of the previous trajectory that serve a trajectory, too.
+
+    Both are indices into the micro-batch's tokens.
+    """
+    n = min(len(previous), len(token_ids))
+    different = np.flatnonzero(previous[:n] != token_ids[:n])
     same = int(different[0]) if len(different) else n
-    return same if same == len(own) else max(0, same - depths)
+    # An anchor reads `depths` tokens ahead, so the last ones before a difference read different tokens.
+    return same if same == len(token_ids) else max(0, same - depths)
 
 
 def _ahead(tokens: np.ndarray, depths: int) -> np.ndarray:
-    """[depths, T] the token k further on, 0 past the end."""
+    """Return [depths, T]: the token k + 1 further on, 0 past the end."""
     padded = np.append(tokens, np.zeros(depths, dtype=tokens.dtype))
     return np.lib.stride_tricks.sliding_window_view(padded, len(tokens))[1 : depths + 1]
 
 
 def _padded(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-    cells = np.zeros((len(rows), length), dtype=np.int64)
-    for line, row in zip(cells, rows, strict=True):
+    padded = np.zeros((len(rows), length), dtype=np.int64)
+    for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
-    return cells
+    return padded

@@ -1,12 +1,12 @@
-"""What the trainer is handed: flat micro-batches in which siblings share what they have in common.
+"""The trainer's input: flat micro-batches in which siblings share their common prefixes.
 
-Owns the layout of a micro-batch; `rlpipe.batching.packing` fills it. numpy only; knows no model.
+Owns the format of a micro-batch; `rlpipe.batching.layout` fills it. numpy only; knows no model.
 
-A micro-batch is one flat list of tokens. Trajectories lie in it one after another, each as a `Branch`:
-the tokens it does not share with an earlier one. What it shares is its context, read where it already
-lies. So a prompt of eight siblings is run forward and backward once, and there is no padding.
+A micro-batch is one flat list of tokens. Trajectories follow one another in it, each as a `Branch`: the
+tokens it does not share with an earlier one. The tokens it shares are its context, which is read from the
+earlier branches. So a prompt of eight siblings is run forward and backward once, and there is no padding.
 
-    tokens      p p p p a a a | b b | a b b          "|" parts branches
+    tokens      p p p p a a a | b b | a b b          "|" separates branches
     positions   0 1 2 3 4 5 6 | 4 5 | 5 6 7          token 5 of the third trajectory follows p p p p a
     contexts    -             | 4 of branch 0 | 5 of branch 0
 """
@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-Path = list[tuple[int, int]]  # pieces (branch, count): the first `count` tokens of each, joined
+Path = list[tuple[int, int]]  # spans (branch, count): the first `count` tokens of each, joined
 
 
 @dataclass(slots=True, kw_only=True)
 class Branch:
     """Consecutive tokens of one trajectory, and the earlier tokens they follow.
 
-    length: number of tokens, at least 1. context: pieces (branch, count) in order: the first `count`
-    tokens of an earlier branch; their tokens, joined, are the trajectory up to this branch.
+    length: number of tokens, at least 1. context: spans of earlier branches in order; their tokens, joined,
+    are the trajectory up to this branch.
     """
 
     length: int
-    context: list[tuple[int, int]]
+    context: Path
 
     @property
     def shared(self) -> int:
@@ -60,10 +60,10 @@ class MicroBatch:
     mask: [B, R] 1 for each sampled token, row by row from the left, R the most of any row; in row-major
         order the ones are the P predictions. indices: [B, R] of the sampled token in its trajectory.
     rollout_logprobs, advantages: [B, R] of the sampled token, 0 where mask is 0.
-    columns: further numbers [P] of the P predictions, by name, and candidates: where the correction asks for
+    columns: further numbers [P] of the P predictions, by name, and candidates: where the correction needs
         them.
-    routes: [N, layers with experts, experts per token], what read each token in the rollout, as in
-        `types.GenerateResult`; of shared tokens, in the rollout of the first that has them.
+    routes: [N, layers with experts, experts per token], the experts that read each token in the rollout, as
+        in `types.GenerateResult`; of shared tokens, in the rollout of the first that has them.
     """
 
     rows: np.ndarray
@@ -81,49 +81,57 @@ class MicroBatch:
     routes: np.ndarray | None = None
 
     def padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Branches as rows padded on the right: tokens [branches, S], sources [P] into their flat view.
+        """Return branches as rows padded on the right, for attention kernels that know rows only.
 
-        For attention kernels that know rows only. Raises ValueError when branches share tokens.
+        Returns:
+            Tokens [branches, S], and `sources` [P] as indices into their flat view.
+
+        Raises:
+            ValueError: branches share tokens.
         """
         if any(branch.context for branch in self.branches):
             raise ValueError(
                 "this micro-batch shares prefixes, which the trainer's layers cannot read: "
                 "pack with share_prefixes=trainer.shares_prefixes."
             )
-        rows, cells = as_rows(self.branches, self.tokens)
-        return rows, cells[self.sources]
+        rows, flat_indices = as_rows(self.branches, self.tokens)
+        return rows, flat_indices[self.sources]
 
 
 def first_tokens(path: Path, tokens: int) -> Path:
-    """The pieces that hold the first `tokens` tokens of a path."""
-    pieces = []
+    """Return the spans that hold the first `tokens` tokens of a path."""
+    spans = []
     for branch, count in path:
         if tokens <= 0:
             break
-        pieces.append((branch, min(count, tokens)))
+        spans.append((branch, min(count, tokens)))
         tokens -= count
-    return pieces
+    return spans
 
 
 def as_rows(branches: Sequence[Branch], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Branches as rows padded on the right with 0.
+    """Return branches as rows padded on the right with 0.
 
-    values: [N], one per flat token. Returns rows [branches, S], and [N] the place of each flat token in the
-    rows' flat view.
+    Args:
+        branches: of N tokens in all.
+        values: [N], one per flat token.
+
+    Returns:
+        Rows [branches, S], and [N] the index of each flat token in the rows' flat view.
     """
     lengths = np.array([branch.length for branch in branches])
-    cells = np.arange(lengths.max()) < lengths[:, None]
-    rows = np.zeros(cells.shape, dtype=values.dtype)
-    rows[cells] = values
-    return rows, np.flatnonzero(cells)
+    filled = np.arange(lengths.max()) < lengths[:, None]
+    rows = np.zeros(filled.shape, dtype=values.dtype)
+    rows[filled] = values
+    return rows, np.flatnonzero(filled)
 
 
 @dataclass(slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step trains on.
+    """The data of one optimizer step.
 
     shards: micro-batches by data parallel rank. draft_shards: those of trajectories left out for their zero
-    advantage, from which the draft alone learns (none unless `pack` was asked for them). tokens, sequences:
+    advantage, from which only the draft learns (none without `draft_learns` of `pack`). tokens, sequences:
     trainable ones over all ranks, those of trajectories left out included; they normalise the loss.
     """
 
@@ -135,12 +143,12 @@ class MiniBatch:
 
 @dataclass(slots=True, kw_only=True)
 class PackedBatch:
-    """A batch ready for the trainer; every rank gets the whole and reads its shard.
+    """A batch ready for the trainer; every rank gets all of it and reads its shard.
 
-    lengths: tokens of every trajectory given, packed or not. temperature: the rollout's; logprobs are
+    lengths: tokens of every trajectory, packed or not. temperature: the rollout's; logprobs are
     those of softmax(logits / temperature). skipped: trajectories left out for their zero advantage.
     shared_tokens: tokens of packed trajectories that are not run because an earlier one has them.
-    padding_tokens: cells of padded rows that hold no token (none where prefixes are shared).
+    padding_tokens: that fill padded rows, or micro-batches up to a multiple.
     """
 
     minibatches: list[MiniBatch]
@@ -152,5 +160,5 @@ class PackedBatch:
 
     @property
     def tokens(self) -> int:
-        """Trainable tokens."""
+        """Number of trainable tokens."""
         return sum(m.tokens for m in self.minibatches)

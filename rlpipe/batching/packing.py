@@ -1,10 +1,10 @@
-"""Trajectories to flat micro-batches, and the totals that make the loss independent of the cut.
+"""The cut of a batch into flat micro-batches, and the totals that make the loss independent of the cut.
 
-Owns the cut: which trajectories take part, how they are dealt to data parallel ranks and minibatches,
-and how they fill micro-batches under a token budget (their layout: `micro_batch`). numpy only;
-knows no model and no loss. Flow: drop what cannot be trained on, shuffle into minibatches, put each
-minibatch in lexicographic order of its tokens, so that neighbours share the most, give every rank a
-stretch of it, and cut the stretch where the least is shared.
+Owns which trajectories take part, how they are dealt to data parallel ranks and minibatches, and how they
+fill micro-batches under a token budget (their layout: `layout`). numpy only; knows no model and no loss.
+Flow: drop what cannot be trained on, shuffle into minibatches, put each minibatch in lexicographic order of
+its tokens, so that neighbours share the most, give every rank a stretch of it, and cut the stretch where the
+least is shared.
 
 Invariants: every trainable token is in exactly one micro-batch of each pass; no micro-batch has more
 tokens than the budget; every rank of a minibatch has the same number of micro-batches (a rank short of
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from rlpipe.batching.layout import lay_out, nothing
+from rlpipe.batching.layout import TrainingData, empty_micro_batch, lay_out
 from rlpipe.batching.micro_batch import MicroBatch, MiniBatch, PackedBatch
 from rlpipe.types import Trajectory, TrajectoryStatus
 
@@ -31,8 +31,8 @@ def pack(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[np.ndarray] | None,
     token_budget: int,
-    dp_size: int = 1,
     *,
+    dp_size: int = 1,
     minibatches: int = 1,
     temperature: float = 1.0,
     skip_zero_advantage: bool = False,
@@ -45,29 +45,46 @@ def pack(
 ) -> PackedBatch:
     """Cut trajectories into micro-batches of at most `token_budget` tokens, a shared one counted once.
 
-    advantages: per token, parallel to each trajectory's token_ids (None: all zero, for logprobs only).
-    minibatches: optimizer steps a pass makes; trajectories are dealt to them at random from `seed`.
-    skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
-    draft_learns: lay those out too, in micro-batches of their own (`MiniBatch.draft_shards`).
-    share_prefixes: whether common prefixes are run once; if not, the budget bounds rows padded to the
-        longest (see `MegatronTrainer.shares_prefixes`).
-    columns: further numbers of each trajectory's tokens by name, parallel to token_ids. candidates: lay out
-        top_logprobs. routes: lay out the experts that read each token in the rollout, where recorded.
-    Left out always: masked trajectories, and those without a sampled token.
-    Raises ValueError when one trajectory alone exceeds the budget, or has no top_logprobs.
+    Masked trajectories and those without a sampled token are left out.
+
+    Args:
+        trajectories: in any order.
+        advantages: per token, parallel to each trajectory's token_ids (None: all zero, for logprobs only).
+        token_budget: of a micro-batch.
+        dp_size: data parallel ranks.
+        minibatches: optimizer steps of a pass; trajectories are dealt to them at random from `seed`.
+        temperature: the rollout's.
+        skip_zero_advantage: leave out trajectories without a non-zero advantage; they count in the totals.
+        draft_learns: lay those out too, in micro-batches for the draft only (`MiniBatch.draft_shards`).
+        share_prefixes: run common prefixes once; if not, the budget bounds rows padded to the longest (see
+            `MegatronTrainer.shares_prefixes`).
+        columns, candidates, routes: see `TrainingData`.
+        seed: of the minibatches.
+
+    Raises:
+        ValueError: one trajectory exceeds the budget, or has no top_logprobs where candidates are wanted.
     """
     rows = [i for i, t in enumerate(trajectories) if trainable(t)]
-    # tokens after the last sampled one are cut off, nothing is learnt from them
+    # Tokens after the last sampled one are cut off, as no prediction reads them.
     inputs = {i: _inputs(trajectories[i]) for i in rows}
-    too_long = max(rows, key=lambda i: len(inputs[i]), default=None)
-    if too_long is not None and len(inputs[too_long]) > token_budget:
+    longest = max(rows, key=lambda i: len(inputs[i]), default=None)
+    if longest is not None and len(inputs[longest]) > token_budget:
         raise ValueError(
             f"trainer.micro_batch_tokens={token_budget} is less than one trajectory of "
-            f"{len(inputs[too_long])} tokens ({trajectories[too_long].trajectory_id}): raise it to at least "
+            f"{len(inputs[longest])} tokens ({trajectories[longest].trajectory_id}): raise it to at least "
             "rollout.max_context."
         )
+
     if advantages is None:
         advantages = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
+    data = TrainingData(
+        trajectories=trajectories,
+        advantages=advantages,
+        columns=columns,
+        candidates=candidates,
+        routes=routes,
+    )
+
     parts = [rows[:]]
     if minibatches > 1:
         shuffled = np.random.default_rng(seed).permutation(rows).tolist()
@@ -75,25 +92,27 @@ def pack(
     lengths = [len(t.token_ids) for t in trajectories]
     batch = PackedBatch(minibatches=[], lengths=lengths, temperature=temperature)
 
-    def dealt(members: list[int]) -> list[list[MicroBatch]]:
-        line = _Line.of(members, inputs, share_prefixes)
-        cuts = [_cut(line, *stretch, token_budget) for stretch in _deal(line, dp_size)]
-        given = (trajectories, advantages, columns, candidates, routes)
-        shards = [[_fill(line, *cut, token_budget, *given) for cut in own] for own in cuts]
-        cost, read = sum(line.cost(*cut) for own in cuts for cut in own), sum(map(len, line.inputs))
-        cells = sum(len(micro.tokens) for shard in shards for micro in shard)
+    def deal_to_ranks(members: list[int]) -> list[list[MicroBatch]]:
+        line = _Line.from_inputs(members, inputs, share=share_prefixes)
+        cuts = [_cut(line, stretch, token_budget) for stretch in _deal(line, dp_size)]
+        shards = [[_fill(data, line, cut, budget=token_budget) for cut in of_rank] for of_rank in cuts]
+
+        # `cost` counts tokens that a pass runs, without those that only fill a micro-batch up.
+        cost, read = sum(line.cost(*cut) for of_rank in cuts for cut in of_rank), sum(map(len, line.inputs))
+        laid_out = sum(len(micro_batch.tokens) for shard in shards for micro_batch in shard)
         batch.shared_tokens += 0 if line.padded else read - cost
-        batch.padding_tokens += cost - read if line.padded else cells - cost
-        most = max(1, *map(len, shards))
-        return [shard + [nothing() for _ in range(most - len(shard))] for shard in shards]
+        batch.padding_tokens += cost - read if line.padded else laid_out - cost
+
+        max_count = max(1, *map(len, shards))
+        return [shard + [empty_micro_batch() for _ in range(max_count - len(shard))] for shard in shards]
 
     for part in parts:
-        taught = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
-        rest = sorted({*part} - {*taught})
-        batch.skipped += len(rest)
+        learnt = [i for i in part if not skip_zero_advantage or np.any(advantages[i])]
+        skipped = sorted({*part} - {*learnt})
+        batch.skipped += len(skipped)
         minibatch = MiniBatch(
-            shards=dealt(taught),
-            draft_shards=dealt(rest) if draft_learns and rest else [[] for _ in range(dp_size)],
+            shards=deal_to_ranks(learnt),
+            draft_shards=deal_to_ranks(skipped) if draft_learns and skipped else [[] for _ in range(dp_size)],
             tokens=sum(trajectories[i].response_length for i in part),
             sequences=len(part),
         )
@@ -102,7 +121,7 @@ def pack(
 
 
 def trainable(trajectory: Trajectory) -> bool:
-    """Whether a trajectory has a reward and a sampled token (its first token is never predicted)."""
+    """Tell whether a trajectory has a reward and a sampled token (its first token is never predicted)."""
     return trajectory.status is TrajectoryStatus.COMPLETE and bool(trajectory.loss_mask[1:].any())
 
 
@@ -121,12 +140,16 @@ class _Line:
     padded: bool
 
     @classmethod
-    def of(cls, rows: list[int], inputs: dict[int, np.ndarray], share: bool) -> _Line:
-        """Neighbours share the most in lexicographic order, and pad the least in order of length."""
+    def from_inputs(cls, rows: list[int], inputs: dict[int, np.ndarray], *, share: bool) -> _Line:
+        """Sort rows so that neighbours share the most tokens, or else pad the least.
+
+        The first is lexicographic order of their tokens, the second order of length.
+        """
         # Big-endian bytes of token ids have the order of the ids, and need no Python number per token.
         key = (lambda i: inputs[i].astype(">u4").tobytes()) if share else (lambda i: -len(inputs[i]))
         order = sorted(sorted(rows), key=key)
         tokens = [inputs[i] for i in order]
+
         shared = [0] * len(order)
         if share:
             shared[1:] = [_common_prefix(a, b) for a, b in pairwise(tokens)]
@@ -134,7 +157,7 @@ class _Line:
         return cls(rows=order, inputs=tokens, shared=shared, fresh=fresh, padded=not share)
 
     def cost(self, start: int, stop: int) -> int:
-        """Tokens of one forward pass; does not fall when a stretch grows."""
+        """Return the tokens of one forward pass; it does not fall when a stretch grows."""
         if start == stop:
             return 0
         if self.padded:
@@ -143,25 +166,28 @@ class _Line:
 
 
 def _deal(line: _Line, ranks: int) -> list[tuple[int, int]]:
-    """One stretch per rank, the most expensive of them as cheap as possible."""
+    """Return one stretch per rank, the most expensive of them as cheap as possible."""
 
-    def fill(limit: int) -> list[tuple[int, int]]:
+    def stretches_within(limit: int) -> list[tuple[int, int]]:
         starts = [0]
         for i in range(1, len(line.rows)):
             if line.cost(starts[-1], i + 1) > limit:
                 starts.append(i)
         return list(pairwise([*starts, len(line.rows)]))
 
+    # The lowest limit under which there are enough ranks, by bisection.
     low, high = max(map(len, line.inputs), default=0), line.cost(0, len(line.rows))
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(fill(middle)) <= ranks else (middle + 1, high)
-    stretches = fill(low)
+        low, high = (low, middle) if len(stretches_within(middle)) <= ranks else (middle + 1, high)
+
+    stretches = stretches_within(low)
     return stretches + [(0, 0)] * (ranks - len(stretches))
 
 
-def _cut(line: _Line, start: int, stop: int, budget: int) -> list[tuple[int, int]]:
+def _cut(line: _Line, stretch: tuple[int, int], budget: int) -> list[tuple[int, int]]:
     """Cut a stretch into micro-batches within the budget that cost the least together."""
+    start, stop = stretch
     best = {start: (0, start)}  # end -> (cost of all up to it, where its last micro-batch starts)
     for j in range(start + 1, stop + 1):
         choices = []
@@ -171,36 +197,30 @@ def _cut(line: _Line, start: int, stop: int, budget: int) -> list[tuple[int, int
                 break
             choices.append((best[i][0] + tokens + PASS_COST, i))
         best[j] = min(choices)
-    chunks = []
+
+    # The cuts, read backwards from the end of the stretch.
+    cuts = []
     while stop > start:
-        chunks.append((best[stop][1], stop))
+        cuts.append((best[stop][1], stop))
         stop = best[stop][1]
-    return chunks[::-1]
+    return cuts[::-1]
 
 
-def _fill(
-    line: _Line,
-    start: int,
-    stop: int,
-    budget: int,
-    trajectories: Sequence[Trajectory],
-    advantages: Sequence[np.ndarray],
-    columns: Sequence[Mapping[str, np.ndarray]] | None,
-    candidates: bool,
-    routes: bool,
-) -> MicroBatch:
-    """The micro-batch of a stretch."""
+def _fill(data: TrainingData, line: _Line, cut: tuple[int, int], *, budget: int) -> MicroBatch:
+    """Lay out the micro-batch of a cut."""
+    start, stop = cut
     size = 0 if line.padded else min(budget, -(-line.cost(start, stop) // MULTIPLE) * MULTIPLE)
     rows, inputs, shared = (x[start:stop] for x in (line.rows, line.inputs, line.shared))
-    return lay_out(rows, inputs, shared, trajectories, advantages, size, columns, candidates, routes)
+    return lay_out(data, rows, inputs=inputs, shared=shared, size=size)
 
 
 def _inputs(trajectory: Trajectory) -> np.ndarray:
-    """Tokens before the last sampled one: those that a forward pass reads."""
+    """Return the tokens before the last sampled one: those that a forward pass reads."""
     return trajectory.token_ids[: np.flatnonzero(trajectory.loss_mask)[-1]]
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens two sequences have in common before the first that differs."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n

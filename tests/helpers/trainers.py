@@ -69,7 +69,7 @@ def make_batch(
         trajectories,
         compute_advantages(groups, algo),
         budget,
-        dp,
+        dp_size=dp,
         minibatches=algo.minibatches,
         temperature=temperature,
         skip_zero_advantage=algo.skips_zero_advantage,

@@ -35,7 +35,7 @@ def trajectories(common=9):
 def test_contexts_add_up_to_the_statistics_of_the_draft(path, budget):
     some = trajectories()
     trainer = make_trainer(path)
-    batch = pack(some, None, budget, 1)
+    batch = pack(some, None, budget, dp_size=1)
     stats, tables = trainer.mtp_stats(batch), trainer.draft_tables(batch)
     trainer.close()
     seen = [values for table in tables if table for values in [table[1]]]
@@ -66,7 +66,7 @@ def test_the_engines_verify_steps_are_the_tables_contexts(path):
         trajectory.append_sampled(result)
         played.append(trajectory)
     trainer = make_trainer(path)
-    tables = trainer.draft_tables(pack(played, None, 4096, 1))
+    tables = trainer.draft_tables(pack(played, None, 4096, dp_size=1))
     trainer.close()
     compared = 0
     for trajectory, (positions, values) in zip(played, tables, strict=True):
@@ -89,7 +89,7 @@ def test_target_only_is_the_targets_probability_of_what_the_engine_drafts(path):
         trajectory = Trajectory(trajectory_id="t", group_id="g", instance_id="i", reward=0.0, prompt_length=4)
         trajectory.append_context(one.prompt_ids)
         trajectory.append_sampled(result)
-        [(positions, values)] = trainer.draft_tables(pack([trajectory], None, 4096, 1))
+        [(positions, values)] = trainer.draft_tables(pack([trajectory], None, 4096, dp_size=1))
         row = {int(position): i for i, position in enumerate(positions)}
         for step in trajectory.drafts:
             if step.position in row:
@@ -120,6 +120,6 @@ def read(rank, world_size, path, folder, split):
         world_size=world_size,
         master=meet(rank, world_size, file) if world_size > 1 else None,
     )
-    tables = trainer.draft_tables(pack(trajectories(), None, 4096, split.get("dp", 1)))
+    tables = trainer.draft_tables(pack(trajectories(), None, 4096, dp_size=split.get("dp", 1)))
     trainer.close()
     return tables

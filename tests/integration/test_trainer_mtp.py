@@ -39,7 +39,7 @@ def batches(count=4, algo=ALGO, **options):
 
 def adaptation(seed=0, common=9, budget=4096, **options):
     trajectories = [t for g in make_groups(seed, common=common) for t in g.trajectories]
-    return pack(trajectories, None, budget, 1, **options)
+    return pack(trajectories, None, budget, dp_size=1, **options)
 
 
 def values(metrics):

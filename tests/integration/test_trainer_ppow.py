@@ -48,7 +48,7 @@ def trajectories(seed=0, **options):
 
 
 def adaptation(seed=0, budget=4096, minibatches=1, **options):
-    return pack(trajectories(seed, **options), None, budget, 1, minibatches=minibatches)
+    return pack(trajectories(seed, **options), None, budget, dp_size=1, minibatches=minibatches)
 
 
 def values(metrics):
@@ -216,7 +216,7 @@ def test_windows_are_drawn_by_their_score_and_lie_within_a_turn(path):
 def test_windows_depend_neither_on_the_cut_nor_on_sharing_but_on_seed_and_step(path):
     def told(budget, share=True, seed=0, step=0):
         trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=PPOW, seed=seed)
-        batch = pack(trajectories(), None, budget, 1, share_prefixes=share)
+        batch = pack(trajectories(), None, budget, dp_size=1, share_prefixes=share)
         found = {}
         for micro, rollout in rollouts(trainer, batch, step):
             for w, owner in enumerate(rollout.drawn.owners):

@@ -64,7 +64,7 @@ def seen_from(micro, source):
 @settings(max_examples=150, deadline=None)
 def test_every_trainable_token_is_packed_once_behind_its_own_past(drawn, dp, minis, budget, share):
     trajectories, advantages = build(drawn)
-    batch = pack(trajectories, advantages, budget, dp, minibatches=minis, share_prefixes=share)
+    batch = pack(trajectories, advantages, budget, dp_size=dp, minibatches=minis, share_prefixes=share)
     seen = []
     for micro in micro_batches(batch):
         cells = np.argwhere(micro.mask)
@@ -89,7 +89,7 @@ def test_every_trainable_token_is_packed_once_behind_its_own_past(drawn, dp, min
 @settings(max_examples=100, deadline=None)
 def test_budgets_are_kept_ranks_are_in_step_and_the_sums_add_up(drawn, dp, minis, budget, share):
     trajectories, advantages = build(drawn)
-    batch = pack(trajectories, advantages, budget, dp, minibatches=minis, share_prefixes=share)
+    batch = pack(trajectories, advantages, budget, dp_size=dp, minibatches=minis, share_prefixes=share)
     run = padded = 0
     for mini in batch.minibatches:
         assert len(mini.shards) == dp and len({len(shard) for shard in mini.shards}) == 1

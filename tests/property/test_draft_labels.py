@@ -69,7 +69,7 @@ def laid_out(
     batch, depths: int, budget: int, ranks: int, share: bool, cp: int, layout, aligned
 ) -> Iterator[Label]:
     """The same from what the trainer computes; every anchor must know its place and its own past."""
-    packed = pack(batch, None, budget, ranks, share_prefixes=share)
+    packed = pack(batch, None, budget, dp_size=ranks, share_prefixes=share)
     for micro in (one for mini in packed.minibatches for shard in mini.shards for one in shard):
         found = layout.draft_batch(micro, depths)
         if found is None:
@@ -120,7 +120,7 @@ MUTANTS = {
     "padding after a turn is a label": (alignment, "sampled[:, 1:] & sampled[:, :-1]", "True"),
     "turns joined over what tools said": (draft_layout, "np.flatnonzero(np.diff(sampled) > 1) + 1", "[]"),
     "siblings share anchors that read apart": (draft_layout, "max(0, same - depths)", "same"),
-    "positions begin again": (draft_layout, "np.arange(same, len(own))", "np.arange(len(own) - same)"),
+    "positions begin again": (draft_layout, "np.arange(shared, len(token_ids))", "np.arange(fresh)"),
     "anchors one late": (draft_layout, "slice(turn[0] - 1, turn[-1])", "slice(turn[0], turn[-1] + 1)"),
 }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlpipe.batching.draft_layout import DraftBatch, draft_batch
-from rlpipe.batching.layout import nothing
+from rlpipe.batching.layout import empty_micro_batch
 from rlpipe.batching.packing import pack
 from tests.helpers.trajectories import make_groups, make_trajectory
 
@@ -99,4 +99,4 @@ def test_anchors_are_filled_up_to_a_multiple_by_a_branch_of_their_own():
 def test_turns_of_a_single_token_draft_nothing():
     one = make_trajectory(np.random.default_rng(0), turns=(1, 1))
     assert draft_batch(micro_batches([one])[0], DEPTHS) is None
-    assert draft_batch(nothing(), DEPTHS) is None
+    assert draft_batch(empty_micro_batch(), DEPTHS) is None

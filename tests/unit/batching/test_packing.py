@@ -124,7 +124,7 @@ def test_micro_batches_are_cut_between_families():
 
 def test_ranks_get_whole_families_where_that_is_balanced():
     trajectories = [t for i in range(4) for t in written(chr(97 + i) * 40, "bcde", "fghi", "jklm")]
-    shards = pack(trajectories, None, 128, 2).minibatches[0].shards
+    shards = pack(trajectories, None, 128, dp_size=2).minibatches[0].shards
     assert [sorted(row // 3 for m in shard for row in m.rows) for shard in shards] == [
         [0, 0, 0, 1, 1, 1],
         [2, 2, 2, 3, 3, 3],
@@ -133,7 +133,9 @@ def test_ranks_get_whole_families_where_that_is_balanced():
 
 def test_a_family_is_split_when_one_rank_would_have_no_work():
     shards = (
-        pack(written("a" * 10, *("bcdefgh"[i:] * 6 for i in range(4))), None, 256, 2).minibatches[0].shards
+        pack(written("a" * 10, *("bcdefgh"[i:] * 6 for i in range(4))), None, 256, dp_size=2)
+        .minibatches[0]
+        .shards
     )
     assert [len(m.rows) for shard in shards for m in shard] == [2, 2]
 
@@ -162,7 +164,7 @@ def test_padded_rows_of_a_shared_micro_batch_are_refused_with_the_remedy():
 
 def test_ranks_get_about_the_same_number_of_tokens():
     trajectories, advantages = build([(3, [n], 0) for n in range(1, 41)])
-    batch = pack(trajectories, advantages, 200, 2)
+    batch = pack(trajectories, advantages, 200, dp_size=2)
     tokens = [sum(m.mask.sum() for m in shard) for shard in batch.minibatches[0].shards]
     assert abs(tokens[0] - tokens[1]) <= 40  # one trajectory
 
@@ -175,7 +177,7 @@ def test_nothing_after_the_last_trained_token_is_read():
 
 def test_rows_of_similar_length_share_a_micro_batch_so_padding_is_small():
     trajectories, advantages = build([(3, [n % 40 + 1], 0) for n in range(80)])
-    batch = pack(trajectories, advantages, 256, 1, share_prefixes=False)
+    batch = pack(trajectories, advantages, 256, dp_size=1, share_prefixes=False)
     cells = sum(m.padded()[0].size for m in micro_batches(batch))
     assert 0 < batch.padding_tokens < 0.1 * cells
 
@@ -183,7 +185,7 @@ def test_rows_of_similar_length_share_a_micro_batch_so_padding_is_small():
 def test_zero_advantage_trajectories_are_left_out_on_request_but_still_normalise_the_loss():
     trajectories, advantages = build([(3, [4], 0), (3, [5], 0), (3, [6], 0)])
     advantages[1][:] = 0
-    batch = pack(trajectories, advantages, 64, 1, skip_zero_advantage=True)
+    batch = pack(trajectories, advantages, 64, dp_size=1, skip_zero_advantage=True)
     assert batch.skipped == 1
     assert sorted(i for m in micro_batches(batch) for i in m.rows) == [0, 2]
     assert batch.minibatches[0].tokens == 15 and batch.minibatches[0].sequences == 3
@@ -195,19 +197,19 @@ def test_what_is_left_out_for_its_zero_advantage_is_laid_out_for_a_draft_that_le
     trajectories, advantages = build([(3, [4], 0), (3, [5], 0), (3, [6], 0), (2, [3], 0)])
     advantages[1][:] = advantages[3][:] = 0
     options = {"skip_zero_advantage": True}
-    batch = pack(trajectories, advantages, 64, dp, draft_learns=True, **options)
+    batch = pack(trajectories, advantages, 64, dp_size=dp, draft_learns=True, **options)
     rows = sorted(
         i for shard in batch.minibatches[0].draft_shards for micro in shard for i in micro.rows if i >= 0
     )
     assert rows == [1, 3] and len({len(shard) for shard in batch.minibatches[0].draft_shards}) == 1
-    without = pack(trajectories, advantages, 64, dp, **options)
+    without = pack(trajectories, advantages, 64, dp_size=dp, **options)
     for mine, other in zip(micro_batches(batch), micro_batches(without), strict=True):
         assert mine.rows.tolist() == other.rows.tolist() and mine.tokens.tolist() == other.tokens.tolist()
 
 
 def test_a_batch_without_anything_to_train_on_has_one_empty_micro_batch_per_rank():
     trajectories, advantages = build([(3, [4], 0)], masked={0})
-    batch = pack(trajectories, advantages, 64, 2)
+    batch = pack(trajectories, advantages, 64, dp_size=2)
     assert batch.tokens == batch.padding_tokens == 0
     assert [[m.mask.sum() for m in shard] for shard in batch.minibatches[0].shards] == [[0], [0]]
 
@@ -224,7 +226,7 @@ def test_minibatches_are_drawn_at_random_from_the_seed():
     trajectories, advantages = build([(3, [4], 0) for _ in range(12)])
 
     def members(seed):
-        batch = pack(trajectories, advantages, 64, 1, minibatches=3, seed=seed)
+        batch = pack(trajectories, advantages, 64, dp_size=1, minibatches=3, seed=seed)
         return [sorted(i for s in m.shards for micro in s for i in micro.rows) for m in batch.minibatches]
 
     assert members(1) == members(1) != members(2)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpipe.batching.layout import nothing
+from rlpipe.batching.layout import empty_micro_batch
 from rlpipe.batching.micro_batch import Branch
 from rlpipe.trainer.context import ContextLayout, cut_branches
 from rlpipe.trainer.layers import BranchLayout
@@ -121,7 +121,7 @@ def test_attention_of_all_ranks_is_that_of_one_and_gradients_of_keys_add_up(bran
 
 
 def test_an_empty_micro_batch_has_a_token_for_every_rank():
-    layouts = [ContextLayout(nothing(), Rank(r, 4), torch.device("cpu")) for r in range(4)]
+    layouts = [ContextLayout(empty_micro_batch(), Rank(r, 4), torch.device("cpu")) for r in range(4)]
     assert [len(layout.tokens) for layout in layouts] == [2] * 4
 
 
