@@ -1,15 +1,23 @@
 """What most processes of `in_a_process` and `run_ranks` need, imported once by the server that forks them."""
 
+# ruff: noqa: F401
 import gc
 
-import numpy  # noqa: F401
-import pytest  # noqa: F401
-import reasoning_gym  # noqa: F401
-import tokenizers  # noqa: F401
-import torch  # noqa: F401
+import numpy
+import pytest
+import reasoning_gym
+import tokenizers
+import torch
 
+import rlpipe.algo.user_correction
+import rlpipe.cli.check
+import rlpipe.cli.doctor
+import rlpipe.cli.run
+import rlpipe.envs.swe.suite
+import rlpipe.launch
+import rlpipe.preflight.checkpoint_and_machine
 import tests.helpers.dying_cluster
-import tests.helpers.gradients  # noqa: F401
+import tests.helpers.gradients
 from rlpipe.algo import verl_door
 
 verl_door.core_algos()

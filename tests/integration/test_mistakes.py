@@ -22,7 +22,7 @@ STARTED = 99
 MISTAKES = list(mistakes())
 
 
-def play(folder, given, module="rlpipe.run"):
+def play(folder, given, module="rlpipe.cli.run"):
     """Exit status and output of a command in a folder; one that would start a run ends with STARTED."""
 
     def command():
