@@ -24,7 +24,7 @@ from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.sglang import arguments, replica, updates
 from rlpipe.rollout.sglang.engine import SglangEngine
 from rlpipe.rollout.sglang.environment import SglangEnvironment
-from rlpipe.rollout.sglang.replica import Goal, Replica
+from rlpipe.rollout.sglang.replica import DesiredWeights, Replica
 from rlpipe.rollout.sglang.updates import Updates
 from rlpipe.weights import canary, process_group, sender
 from rlpipe.weights.offer import Rendezvous
@@ -245,7 +245,7 @@ class Worker:
             on_event=self.note,
         )
         self.sglang = config.rollout.sglang
-        self.updates = Updates(config.rollout, self.replica, sync, None, self.note)
+        self.updates = Updates(config.rollout, self.replica, sync=sync, turns=None, on_event=self.note)
 
     def note(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -254,7 +254,7 @@ class Worker:
         return await self.updates.membership()
 
     async def receive_weights(self, offer: Any) -> dict[str, Any]:
-        await self.updates.bring(Goal(weights=offer.weights, version=offer.version, offer=offer))
+        await self.updates.bring(DesiredWeights(weights=offer.weights, version=offer.version, offer=offer))
         return {}
 
     async def take_events(self) -> list[Any]:

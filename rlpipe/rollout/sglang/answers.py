@@ -29,7 +29,7 @@ _SEEDS = 2**31 - 1
 
 
 def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict[str, Any]:
-    """JSON of one generation. rid: its id inside the server."""
+    """Return the JSON body of one generation. rid: its id inside the server."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "rid": rid,
@@ -45,6 +45,7 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
         "return_logprob": True,
         "priority": priority,
     }
+
     if sampling.record_drafts:
         body["sampling_params"]["custom_params"] = {"rlpipe_drafts": True}
     if sampling.top_logprobs:
@@ -57,10 +58,10 @@ def generate_body(request: GenerateRequest, rid: str, priority: int = 0) -> dict
 def parse_answer(
     request: GenerateRequest, answer: Mapping[str, Any], known: Sequence[int] | np.ndarray = ()
 ) -> GenerateResult:
-    """The answer to `generate_body(request)`, whole or partial.
+    """Parse the answer to `generate_body(request)`, complete or partial.
 
     known: versions of the first tokens. SGLang sends spans with the last part of a stream only; before, new
-    tokens have the version it serves while it sends them.
+    tokens have the version that it serves when it sends them.
 
     Raises ServerError when lists that belong together have different lengths.
     """
@@ -68,11 +69,13 @@ def parse_answer(
     ids = answer["output_ids"]
     read = _packed if "rlpipe" in meta else _listed
     logprobs, entropies, top = read(request, meta, ids)
+
     if meta.get("finish_reason"):
         versions = token_versions(meta.get("weight_versions") or [], len(ids))
     else:
         versions = np.full(len(ids), int(meta["weight_version"]))
         versions[: len(known)] = known
+
     return GenerateResult(
         request_id=request.request_id,
         output_ids=np.array(ids, np.int32),
@@ -92,21 +95,22 @@ _Top = list[list[tuple[int, float]]] | None
 def _packed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, _Top]:
-    """Logprobs, entropies and top logprobs of `ids`, as the plugin packs them."""
+    """Read logprobs, entropies and top logprobs of `ids` from the plugin's packed arrays."""
     column = partial(_column, meta["rlpipe"])
     logprobs, entropies = column("logprobs"), column("entropies")
     if len(logprobs) != len(ids):
-        raise _foreign(request, ids, len(logprobs))
+        raise _length_mismatch(request, ids, len(logprobs))
     if len(entropies) != len(ids) or np.isnan(entropies).any():
-        known = np.count_nonzero(~np.isnan(entropies))
+        num_entropies = np.count_nonzero(~np.isnan(entropies))
         raise ServerError(
-            f"request {request.request_id!r}: {len(ids)} output ids came with {known} entropies."
+            f"request {request.request_id!r}: {len(ids)} output ids came with {num_entropies} entropies."
         )
+
     top, count = None, request.sampling.top_logprobs
     if count:
         pairs = list(zip(column("top_ids", "i4").tolist(), column("top_logprobs").tolist(), strict=True))
         if len(pairs) != len(ids) * count:
-            raise _foreign(request, ids, len(pairs) // count)
+            raise _length_mismatch(request, ids, len(pairs) // count)
         top = [pairs[first : first + count] for first in range(0, len(pairs), count)]
     return logprobs, entropies, top
 
@@ -116,7 +120,7 @@ def _column(packed: Mapping[str, str], name: str, kind: str = "f4") -> np.ndarra
 
 
 def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
-    """The verify steps, as the plugin packs them."""
+    """Read the verify steps from the plugin's packed arrays."""
     shapes = _column(packed, "steps", "i4").tolist()
     kinds = (("drafts", "i4"), ("p", "f4"), ("q", "f4"))
     columns = [iter(_column(packed, name, kind).tolist()) for name, kind in kinds]
@@ -133,10 +137,11 @@ def _drafts(packed: Mapping[str, str]) -> list[DraftStep]:
 def _listed(
     request: GenerateRequest, meta: Mapping[str, Any], ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, _Top]:
-    """The same from SGLang's own lists, with estimates of the entropies."""
+    """Read the same from SGLang's own lists, with estimates of the entropies."""
     logprobs = meta.get("output_token_logprobs") or []
     if [token for _, token, _ in logprobs] != ids:
-        raise _foreign(request, ids, len(logprobs))
+        raise _length_mismatch(request, ids, len(logprobs))
+
     top = None
     if request.sampling.top_logprobs:
         rows = meta.get("output_top_logprobs") or []
@@ -145,7 +150,7 @@ def _listed(
     return values, -values, top
 
 
-def _foreign(request: GenerateRequest, ids: Sequence[int], count: int) -> ServerError:
+def _length_mismatch(request: GenerateRequest, ids: Sequence[int], count: int) -> ServerError:
     return ServerError(
         f"request {request.request_id!r}: {len(ids)} output ids and logprobs of {count} tokens do not belong "
         "together."
@@ -153,7 +158,9 @@ def _foreign(request: GenerateRequest, ids: Sequence[int], count: int) -> Server
 
 
 def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray:
-    """The policy version of each output token. Raises ServerError unless the spans tile 0..count - 1.
+    """Expand spans to the policy version of each output token.
+
+    Raises ServerError unless the spans tile 0..count - 1.
 
     >>> token_versions([{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}], 3)
     array([3, 3, 4], dtype=int32)
@@ -165,6 +172,7 @@ def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray
         end = span["end"]
     if end != count:
         raise ServerError(f"weight_versions cover {end} of {count} tokens: {spans}")
+
     versions = np.empty(count, np.int32)
     for span in spans:
         versions[span["start"] : span["end"]] = int(span["version"])
@@ -172,7 +180,7 @@ def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray
 
 
 def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
-    """Sums per depth from the histogram of kept drafts; empty when nothing was drafted.
+    """Compute counts per depth from the histogram of accepted drafts; empty when nothing was drafted.
 
     >>> meta = {"spec_verify_ct": 4, "spec_num_proposed_drafts": 8}
     >>> counts = spec_counts(meta | {"spec_correct_drafts_histogram": [1, 2, 1]})
@@ -182,30 +190,34 @@ def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
     steps = int(meta.get("spec_verify_ct") or 0)
     if not steps:
         return SpecCounts()
+
     proposed = int(meta["spec_num_proposed_drafts"])
     depth = proposed // steps
     histogram = [int(count) for count in meta["spec_correct_drafts_histogram"]]
-    histogram += [0] * (depth + 1 - len(histogram))  # SGLang leaves out what never happened
-    if len(histogram) > depth + 1:  # by rlpipe's plugin: entry w (w + 1) / 2 + k for k kept of w drafts
-        cells = [(w, k, histogram[w * (w + 1) // 2 + k]) for w in range(depth + 1) for k in range(w + 1)]
+    histogram += [0] * (depth + 1 - len(histogram))  # SGLang leaves out zeros at the end
+
+    # rlpipe's plugin counts by the number drafted: entry w (w + 1) / 2 + k for k accepted of w drafts
+    if len(histogram) > depth + 1:
+        entries = [(w, k, histogram[w * (w + 1) // 2 + k]) for w in range(depth + 1) for k in range(w + 1)]
         return SpecCounts(
-            drafted=[sum(n for w, k, n in cells if w > d and k >= d) for d in range(depth)],
-            accepted=[sum(n for _, k, n in cells if k > d) for d in range(depth)],
+            drafted=[sum(n for w, k, n in entries if w > d and k >= d) for d in range(depth)],
+            accepted=[sum(n for _, k, n in entries if k > d) for d in range(depth)],
             verify_steps=steps,
-            proposed=sum(w * n for w, _, n in cells),
+            proposed=sum(w * n for w, _, n in entries),
         )
+
     at_least = [sum(histogram[k:]) for k in range(depth + 1)]
     return SpecCounts(drafted=at_least[:-1], accepted=at_least[1:], verify_steps=steps, proposed=proposed)
 
 
 def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
-    """Finish reason of an answer; one that is still running has none yet and counts as cut off."""
+    """Map the finish reason of an answer; one that is still running has none yet and counts as cut off."""
     kind = reason["type"] if reason else "abort"
     return {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(kind, FinishReason.ABORT)
 
 
 def continuation(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
-    """The request for what is left of a turn, with a seed of its own."""
+    """Return the request for the remaining tokens of a turn, with another seed."""
     sampling = replace(
         request.sampling,
         max_new_tokens=request.sampling.max_new_tokens - len(done.output_ids),

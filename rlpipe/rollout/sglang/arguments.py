@@ -1,4 +1,4 @@
-"""Settings -> SGLang's command line, its environment, and what `/server_info` must then say.
+"""SGLang's command line and environment from the settings, and what `/server_info` must then report.
 
 Owns the mapping of our decoding modes onto SGLang's flags:
 
@@ -35,28 +35,31 @@ from rlpipe.weights.shared_memory import LOADER, SERVED
 _PLUGIN = "sglang_env/plugin"
 _WORKERS = "--tokenizer-worker-num"
 _ENOUGH_RUNNING = 4  # requests; with fewer, a turn that waits costs more than the prefill it shares
-_LARGEST_KEPT = 64 << 20  # bytes that a CPU server's allocator keeps for the next tensor
+_LARGEST_REUSED = 64 << 20  # bytes that a CPU server's allocator reuses for the next tensor
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
 
-def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, on_gpu: bool) -> None:
+def check_supported(
+    rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, *, on_gpu: bool
+) -> None:
     """Refuse at launch what the server could only refuse later, or would do silently otherwise.
 
     What SGLang never does is refused by `config.checks.check_sglang`.
-    Raises ValueError with what, the value and the remedy.
+    Raises ValueError with what, the value and a hint.
     """
     if spec.mode is SpecMode.BLOCK and not on_gpu:
         raise ValueError(
             "spec.mode=block: SGLang's block verification is a CUDA kernel and this machine has no GPU. Use "
             "spec.mode=rejection, or rollout.engine=embedded."
         )
-    if any(word.partition("=")[0] == _WORKERS for word in rollout.sglang.extra_arguments):
+    if any(argument.partition("=")[0] == _WORKERS for argument in rollout.sglang.extra_arguments):
         raise ValueError(
             f"rollout.sglang.extra_arguments has {_WORKERS}: the version of new weights and what "
             "rlpipe's plugin does would reach one of these processes alone. Leave it out: requests that come "
             "at once travel as one, and more servers are rollout.workers."
         )
-    check_routes(rollout, spec, on_gpu)
+    check_routes(rollout, spec, on_gpu=on_gpu)
+
     target = read_config(model_path)
     if (name := target["model_type"]).endswith("_text"):
         raise ValueError(
@@ -75,8 +78,10 @@ def check_supported(rollout: RolloutConfig, spec: SpecConfig, model_path: str | 
             "latent attention SGLang computes on a CPU with rlpipe's plugin alone. Set "
             "rollout.sglang.plugin=true, or use rollout=embedded."
         )
+
     if spec.mode is SpecMode.NONE:
         return
+
     if spec.needs_draft:
         if rollout.sglang.draft_path:
             raise ValueError(
@@ -120,64 +125,74 @@ def draft_path(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path)
 def command(
     rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path, *, port: int, on_gpu: bool, version: int
 ) -> list[str]:
-    """Arguments of `python`, that is, without the interpreter; `version` is served from the start."""
+    """Return the arguments of the interpreter for a server that serves `model_path` as `version`."""
     sglang = rollout.sglang
-    words: list[Any] = ["-m", "sglang.launch_server", "--model-path", model_path]
-    words += ["--host", sglang.host, "--port", port, "--device", "cuda" if on_gpu else "cpu"]
-    words += ["--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "info"]
-    words += ["--custom-weight-loader", LOADER]
-    words += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
-    # speculation would lower it to 48 without a word
-    words += ["--max-running-requests", rollout.max_running]
-    words += ["--context-length", context_length(rollout, spec)]
-    words += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
+    arguments: list[Any] = ["-m", "sglang.launch_server", "--model-path", model_path]
+    arguments += ["--host", sglang.host, "--port", port, "--device", "cuda" if on_gpu else "cpu"]
+    arguments += ["--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "info"]
+    arguments += ["--custom-weight-loader", LOADER]
+    arguments += ["--dtype", rollout.dtype, "--weight-version", version, "--tensor-parallel-size", sglang.tp]
+    # speculation would silently lower it to 48
+    arguments += ["--max-running-requests", rollout.max_running]
+    arguments += ["--context-length", context_length(rollout, spec)]
+    arguments += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
+
     if sglang.decode_steps_between_prefills:
-        words += ["--prefill-decode-interval", sglang.decode_steps_between_prefills]
-        words += ["--prefill-decode-interval-min-bs", _ENOUGH_RUNNING]
+        arguments += ["--prefill-decode-interval", sglang.decode_steps_between_prefills]
+        arguments += ["--prefill-decode-interval-min-bs", _ENOUGH_RUNNING]
+
     backend = sglang.attention_backend
     if not on_gpu:
         backend = backend or "torch_native"
-        words += ["--sleep-on-idle"]  # else a scheduler without work takes a whole core from the trainer
-        words += ["--max-total-tokens", rollout.max_running * context_length(rollout, spec)]
+        arguments += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
+        arguments += ["--max-total-tokens", rollout.max_running * context_length(rollout, spec)]
         # The line above bounds the cache. This is only checked, against what all processes leave of the host:
         # a small share fails to start when another process grows meanwhile.
-        words += ["--mem-fraction-static", sglang.memory_fraction or 0.5]
+        arguments += ["--mem-fraction-static", sglang.memory_fraction or 0.5]
     else:
-        words += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
+        arguments += ["--base-gpu-id", rollout.device.partition(":")[2] or 0]
         if sglang.memory_fraction:
-            words += ["--mem-fraction-static", sglang.memory_fraction]
+            arguments += ["--mem-fraction-static", sglang.memory_fraction]
     if backend:
-        words += ["--attention-backend", backend]
+        arguments += ["--attention-backend", backend]
+
     model = read_json(Path(model_path) / "config.json", "model.path")
     model |= model.get("text_config") or {}
     shared = ("n_shared_experts", "shared_expert_intermediate_size")
-    if any(map(model.get, shared)):  # else they have the names of other experts
-        words += ["--disable-shared-experts-fusion"]
+    if any(map(model.get, shared)):  # else they appear under the names of other experts
+        arguments += ["--disable-shared-experts-fusion"]
+
     if rollout.replay_routes:
-        words += ["--enable-return-routed-experts"]
+        arguments += ["--enable-return-routed-experts"]
     if sglang.deterministic:
-        words += ["--enable-deterministic-inference"]
+        arguments += ["--enable-deterministic-inference"]
+
     if spec.mode is not SpecMode.NONE:
-        words += ["--speculative-algorithm", spec.drafter.kind.sglang]
-        words += ["--speculative-draft-model-path", draft_path(rollout, spec, model_path)]
-        words += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
-        words += ["--speculative-num-draft-tokens", spec.gamma + 1]
+        arguments += ["--speculative-algorithm", spec.drafter.kind.sglang]
+        arguments += ["--speculative-draft-model-path", draft_path(rollout, spec, model_path)]
+        arguments += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
+        arguments += ["--speculative-num-draft-tokens", spec.gamma + 1]
         if spec.mode in _SAMPLED:
-            words += ["--speculative-use-rejection-sampling"]
+            arguments += ["--speculative-use-rejection-sampling"]
         if spec.mode is SpecMode.BLOCK:
-            words += ["--speculative-use-block-verification"]
-    return [str(word) for word in words] + list(sglang.extra_arguments)
+            arguments += ["--speculative-use-block-verification"]
+
+    return [str(argument) for argument in arguments] + list(sglang.extra_arguments)
 
 
 def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
-    """Positions a request may take: SGLang counts the drafts of the last step in."""
+    """Return the positions that a request may take: SGLang counts the drafts of the last step among them."""
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
-def server_environment(rollout: RolloutConfig, on_gpu: bool, adaptive: bool = False) -> dict[str, str]:
-    """Environment variables of the server: ours without what belongs to our own interpreter."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
-    variables = {name: value for name, value in os.environ.items() if name not in ours}
+def server_environment(rollout: RolloutConfig, *, on_gpu: bool, adaptive: bool = False) -> dict[str, str]:
+    """Return the server's environment variables: those of this process, except its interpreter's.
+
+    adaptive: whether the server chooses the number of drafts.
+    """
+    interpreter = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
+    variables = {name: value for name, value in os.environ.items() if name not in interpreter}
+
     path = [str(SERVED), str(shipped(_PLUGIN))] if rollout.sglang.plugin else [str(SERVED)]
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(path)}
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
@@ -189,15 +204,15 @@ def server_environment(rollout: RolloutConfig, on_gpu: bool, adaptive: bool = Fa
             "SGLANG_OPT_USE_GUMBEL_SAMPLE": "0",  # torch.multinomial: its Gumbel kernel is for GPUs
             "TORCHDYNAMO_DISABLE": "1",  # compiling for the first request takes 15 s
             "OMP_NUM_THREADS": str(rollout.threads),
-            # else the memory of each large tensor is the system's, page by page, and is given back at once
-            "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_KEPT),
-            "MALLOC_TRIM_THRESHOLD_": str(_LARGEST_KEPT),
+            # else each large tensor is mapped anew, page by page, and unmapped at once
+            "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_REUSED),
+            "MALLOC_TRIM_THRESHOLD_": str(_LARGEST_REUSED),
         }
     return variables
 
 
 def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: SpecConfig) -> None:
-    """Assert that the server runs with the flags it was given; SGLang changes some without a word.
+    """Check that the server runs with the flags of its command line; SGLang changes some silently.
 
     Raises RuntimeError naming each difference, or what keeps rlpipe's plugin from working.
     """
@@ -221,6 +236,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
             "speculative_use_block_verification": spec.mode is SpecMode.BLOCK,
             "speculative_adaptive": spec.adaptive,
         }
+
     wrong = [
         f"{name}={info.get(name)!r} instead of {value!r}"
         for name, value in expected.items()
@@ -228,7 +244,7 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
     ]
     if wrong:
         raise RuntimeError(
-            f"the SGLang server does not run as it was told: {'; '.join(wrong)}. Look for conflicting "
+            f"the SGLang server does not run as configured: {'; '.join(wrong)}. Look for conflicting "
             "rollout.sglang.extra_arguments."
         )
     if rollout.sglang.plugin:
@@ -237,11 +253,11 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
 
 def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a server in which a process lacks rlpipe's plugin. states: one per scheduler."""
-    for told in (state.get("rlpipe_plugin") or {} for state in states):
+    for report in (state.get("rlpipe_plugin") or {} for state in states):
         for role in ("scheduler", "http"):
-            if (said := told.get(role)) != "ok":
+            if (status := report.get(role)) != "ok":
                 raise RuntimeError(
                     f"rlpipe's plugin does not work in the SGLang server's {role} process: "
-                    f"{said or 'it did not load, see the log of the server (is SGLANG_PLUGINS set?)'}. Set "
+                    f"{status or 'it did not load, see the log of the server (is SGLANG_PLUGINS set?)'}. Set "
                     "rollout.sglang.plugin=false to do without it: entropies are estimates then."
                 )

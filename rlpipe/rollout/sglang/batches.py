@@ -1,12 +1,12 @@
-"""Turns of which only the end is wanted, sent to the server together.
+"""Turns of which only the end is wanted, sent to the server in one request.
 
 Requests that wait when the event loop comes round leave in one POST: the siblings of a group, the turns whose
-environments answered at the same time. One that comes alone leaves alone, at once. Of a growing answer only
+environments answered at the same time. A single request is sent by itself, at once. Of a growing answer only
 the last part is read.
 
 | what happens                          | to it            | to the others of its POST         |
 | its caller leaves                     | aborted by its id | go on                            |
-| the server refuses the POST           | sent alone       | sent alone                        |
+| the server refuses the POST           | sent by itself   | sent by themselves                |
 | the server breaks off                 | ServerUnreachable | ServerUnreachable                |
 | silent for the client's timeout       | ServerUnreachable | go on                            |
 """
@@ -31,7 +31,7 @@ _COLUMNS = ("rid", "input_ids", "sampling_params")  # one entry a request in a P
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """heard: when the server last said something of it."""
+    """One request. heard: when its last part arrived."""
 
     body: Mapping[str, Any]
     answer: asyncio.Future[dict[str, Any]]
@@ -39,7 +39,7 @@ class _Turn:
 
 
 class Batches:
-    """Used from one event loop.
+    """Joins requests of one server. Used from one event loop.
 
     events: the answer to a POST, part by part. abort: ends a request by its id. timeout: seconds a request
         may be silent.
@@ -57,12 +57,13 @@ class Batches:
         self._running: set[asyncio.Task[None]] = set()
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The last part of the answer to `/generate`. Raises ServerError, ServerUnreachable."""
+        """Return the last part of the answer to `/generate`. Raises ServerError, ServerUnreachable."""
         turn = _Turn(body, asyncio.get_running_loop().create_future())
         if not self._waiting:
-            self._start(self._leave())
+            self._start(self._send_waiting())
         self._waiting.append(turn)
         self._turns.add(turn)
+
         try:
             return await turn.answer
         except asyncio.CancelledError:
@@ -85,49 +86,52 @@ class Batches:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _leave(self) -> None:
-        """Send all that wait, those of one kind together."""
-        await asyncio.sleep(0)  # behind those that are about to come
+    async def _send_waiting(self) -> None:
+        """Send all waiting requests, those of one kind together."""
+        await asyncio.sleep(0)  # after requests that other tasks are about to make
         turns, self._waiting = self._waiting, []
         kinds: dict[tuple[Any, ...], list[_Turn]] = {}
         for turn in turns:
             shared = ("priority", "top_logprobs_num", "return_routed_experts", "routed_experts_start_len")
             kinds.setdefault(tuple(map(turn.body.get, shared)), []).append(turn)
-        for some in kinds.values():
-            self._start(self._play(some))
+        for alike in kinds.values():
+            self._start(self._post(alike))
 
-    async def _play(self, turns: Sequence[_Turn]) -> None:
-        """Post, and hand out the answers."""
+    async def _post(self, turns: Sequence[_Turn]) -> None:
+        """Post requests of one kind, and give each its answer."""
         open_ = {turn.body["rid"]: turn for turn in turns}
         failure: Exception = ServerUnreachable("/generate ended without an answer")
         watching = asyncio.ensure_future(self._watch(open_))
+
         try:
-            async for part in self._events(json.dumps(posted([turn.body for turn in turns])).encode()):
+            async for part in self._events(json.dumps(joined_body([turn.body for turn in turns])).encode()):
                 name = _ID.search(part) if len(turns) > 1 else None
                 rid = turns[0].body["rid"] if name is None else name[1].decode()
                 if b'"error"' in part[:20]:
                     raise ServerError(f"/generate: {json.loads(part)['error']}")
+
                 turn = open_.get(rid)
                 if turn is None:
                     continue
                 if _GROWING.search(part):
                     turn.heard = time.monotonic()
                     continue
+
                 del open_[rid]
                 if not turn.answer.done():
                     turn.answer.set_result(json.loads(part))
         except ServerError as error:
             failure = error
             if len(turns) > 1 and not isinstance(error, ServerUnreachable):
-                for turn in open_.values():  # which of them it refuses shows alone
-                    self._start(self._play([turn]))
+                for turn in open_.values():  # one by one, to see which of them it refuses
+                    self._start(self._post([turn]))
                 open_.clear()
         finally:
             watching.cancel()
             _fail(open_.values(), failure)
 
     async def _watch(self, open_: dict[str, _Turn]) -> None:
-        """Give up those of which nothing is heard."""
+        """Fail the turns that were silent for too long."""
         while open_:
             await asyncio.sleep(self._timeout / 4)
             late = time.monotonic() - self._timeout
@@ -147,13 +151,14 @@ def _fail(turns: Iterable[_Turn], error: Exception) -> None:
             turn.answer.set_exception(error)
 
 
-def posted(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The body of one POST for requests that differ in id, prompt and sampling alone.
+def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the bodies of requests that differ in id, prompt and sampling only into the body of one POST.
 
-    >>> posted([{"rid": "a", "input_ids": [1], "sampling_params": {}, "priority": 0}])["rid"]
+    >>> joined_body([{"rid": "a", "input_ids": [1], "sampling_params": {}, "priority": 0}])["rid"]
     'a'
     """
     if len(bodies) == 1:
         return {**bodies[0], "stream": True}
+
     columns = {name: [body[name] for body in bodies] for name in _COLUMNS}
     return {**bodies[0], **columns, "stream": True}

@@ -1,4 +1,4 @@
-"""HTTP to one server: JSON in and out, errors with what the server said, retries where they are safe.
+"""HTTP to one server: JSON in and out, errors with the server's message, retries where they are safe.
 
 Owns no state of the engine. `read` repeats requests that change nothing; everything else is sent once,
 because a weight update or a generation that may have happened must not happen twice without its caller
@@ -25,13 +25,18 @@ _GENERATE = "/generate"
 
 
 class SglangClient:
-    """Used from one event loop.
+    """HTTP to one server. Used from one event loop.
 
     url: of the server. timeout: seconds an answer may take. key: the server's, sent with every request.
     """
 
     def __init__(
-        self, url: str, timeout: float, transport: httpx.AsyncBaseTransport | None = None, key: str = ""
+        self,
+        url: str,
+        timeout: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        key: str = "",
     ) -> None:
         self._url = url
         self._client = httpx.AsyncClient(
@@ -46,24 +51,24 @@ class SglangClient:
         self._batches = Batches(partial(self._wire.events, _GENERATE), self._abort, timeout)
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask for something that changes nothing (GET, or POST with a body), again while unreachable."""
-        again = AsyncRetrying(
+        """Send a request that changes nothing (GET, or POST with a body), again while unreachable."""
+        retrying = AsyncRetrying(
             retry=retry_if_exception_type(ServerUnreachable),
             stop=stop_after_attempt(_READ_ATTEMPTS),
             wait=wait_exponential(multiplier=0.1, max=2),
             reraise=True,
         )
-        async for attempt in again:
+        async for attempt in retrying:
             with attempt:
                 return await self._send("GET" if body is None else "POST", path, body)
         raise AssertionError("unreachable: the last attempt raises")
 
     async def post(self, path: str, body: Mapping[str, Any], timeout: float | None = None) -> Any:
         """Send once. timeout: seconds, if not the client's. Raises ServerError, ServerUnreachable."""
-        return await self._send("POST", path, body, timeout)
+        return await self._send("POST", path, body, timeout=timeout)
 
     async def answers(self, path: str, timeout: float | None = _CONNECT_SECONDS) -> bool:
-        """Whether the server answers `path` with success within `timeout` seconds, or ever for None."""
+        """Return whether the server answers `path` with success within `timeout` seconds (None: ever)."""
         if self._client.is_closed:
             return False
         try:
@@ -72,7 +77,7 @@ class SglangClient:
             return False
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The growing answers of one generation."""
+        """Yield the growing answers of one generation."""
         self._require_open(_GENERATE)
         async for part in self._wire.events(_GENERATE, json.dumps({**body, "stream": True}).encode()):
             event = json.loads(part)
@@ -81,7 +86,7 @@ class SglangClient:
             yield event
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer of one generation, which may travel with others (`batches`)."""
+        """Return the complete answer of one generation, which may travel with others (`batches`)."""
         self._require_open(_GENERATE)
         return await self._batches.answer(body)
 
@@ -92,17 +97,17 @@ class SglangClient:
         self._wire.close()
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float | None = None
     ) -> Any:
         self._require_open(path)
         content = None if body is None else dict(body)
-        patience = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+        limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
-            response = await self._client.request(method, path, json=content, timeout=patience)
+            response = await self._client.request(method, path, json=content, timeout=limit)
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self._url}{path} did not answer: {error!r}") from error
         if not response.is_success:
-            raise ServerError(self._said(path, response, response.content))
+            raise ServerError(self._failure(path, response, response.content))
         return response.json() if response.content else None
 
     async def _abort(self, rid: str) -> None:
@@ -110,9 +115,9 @@ class SglangClient:
             await self.post("/abort_request", {"rid": rid})
 
     def _require_open(self, path: str) -> None:
-        """A closed client is one whose server was replaced."""
+        """Raise ServerUnreachable once this client was closed, because its server was replaced."""
         if self._client.is_closed:
             raise ServerUnreachable(f"{self._url}{path} is not there any more: the server was replaced.")
 
-    def _said(self, path: str, response: httpx.Response, content: bytes) -> str:
+    def _failure(self, path: str, response: httpx.Response, content: bytes) -> str:
         return f"{self._url}{path} answered {response.status_code}: {content[:500].decode(errors='replace')}"

@@ -2,8 +2,8 @@
 
     python guard.py COMMAND [ARGUMENTS...]
 
-Whoever starts a server holds the other end of that pipe: however its process ends, kill -9 included, the
-pipe closes and no server is left. The command runs in this process's group, which its starter made, and the
+The process that starts a server has the other end of that pipe: however it ends, kill -9 included, the pipe
+closes and no server is left. The command runs in this process's group, which its starter made, and the
 kernel kills it when this process is killed (Ray kills a dead worker's children before they can read a pipe).
 """
 
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Returns the command's exit status; does not return when standard input closes first."""
+    """Run the command; returns its exit status, and does not return when standard input closes first."""
     # the command ends by itself at SIGTERM, with its children; a handler, unlike SIG_IGN, is not inherited
     signal.signal(signal.SIGTERM, lambda *_: None)
     prctl = ctypes.CDLL(None).prctl

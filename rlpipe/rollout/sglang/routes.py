@@ -21,11 +21,11 @@ from rlpipe.types import routes_type
 from rlpipe.weights.protocols import ServerError
 
 
-def check_routes(rollout: RolloutConfig, spec: SpecConfig, on_gpu: bool) -> None:
+def check_routes(rollout: RolloutConfig, spec: SpecConfig, *, on_gpu: bool) -> None:
     """Refuse steps that are larger than the server's buffer for routes, which would end its process.
 
-    SGLang sizes it for `--chunked-prefill-size` tokens or one a request, and forgets the drafts of a verify
-    step. Raises ValueError with the remedy.
+    SGLang sizes it for `--chunked-prefill-size` tokens or one a request, and does not count the drafts of a
+    verify step. Raises ValueError with a hint.
     """
     if rollout.replay_routes and not on_gpu and not rollout.sglang.plugin:
         raise ValueError(
@@ -42,32 +42,36 @@ def check_routes(rollout: RolloutConfig, spec: SpecConfig, on_gpu: bool) -> None
 
 
 def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.ndarray | None:
-    """Routes of the last `tokens` of an answer's prompt and output; None where the server sent none.
+    """Read the routes of the last `tokens` of an answer's prompt and output; None where the server sent none.
 
-    Raises ServerError for what is not of this model.
+    Returns [tokens, layers with experts, experts per token]; the largest number of the dtype marks a token
+    without routes, the last one. Raises ServerError for routes that do not fit this model.
     """
     packed, experts = meta.get("routed_experts"), arch.experts
     if packed is None or experts is None:
         return None
+
     flat = np.frombuffer(base64.b64decode(packed), np.int32)
-    count, rest = divmod(len(flat), arch.layers * experts.per_token)
-    if rest or count >= tokens:
+    count, remainder = divmod(len(flat), arch.layers * experts.per_token)
+    if remainder or count >= tokens:
         raise ServerError(
             f"{len(flat)} experts do not belong to {tokens} tokens of {arch.layers} layers with "
             f"{experts.per_token} experts each."
         )
+
     chosen = flat.reshape(count, arch.layers, experts.per_token)[:, experts.dense :]
     if count and (chosen.min() < 0 or chosen.max() >= experts.count or _repeats(chosen[[0, -1]])):
         raise ServerError(
             f"the server's routes are none: experts {chosen.min()} to {chosen.max()} of {experts.count}, the "
             f"first {chosen[0, 0].tolist()}."
         )
-    kind = routes_type(experts.count)
-    routes = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, kind)
+
+    dtype = routes_type(experts.count)
+    routes = np.full((tokens, *chosen.shape[1:]), np.iinfo(dtype).max, dtype)
     routes[:count] = chosen
     return routes
 
 
 def _repeats(chosen: np.ndarray) -> bool:
-    """Whether an expert reads a token twice, as in a buffer of zeros that nothing has written."""
+    """Return whether an expert reads a token twice, as in a buffer of zeros that was never written."""
     return bool((np.diff(np.sort(chosen, -1), axis=-1) == 0).any())

@@ -22,22 +22,23 @@ from typing import IO
 from rlpipe.rollout import shared_entries
 
 _LOG_LINES = 12
-_LOWEST_PORT = 20000  # that is chosen
-_PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")  # to outgoing connections: first, last
+_LOWEST_PORT = 20000  # of those to choose from
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last of outgoing connections
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def pick_port(host: str, port: int) -> int:
-    """`port` if it is free, or any free one for 0. Raises ValueError when it is taken.
+    """Return `port` if it is free, or any free one for 0. Raises ValueError when it is taken.
 
     A server listens only seconds after its port was chosen. So the choice is below the ports that the system
-    gives to outgoing connections, of which one could have taken it by then.
+    gives to outgoing connections, one of which could have taken it by then.
     """
     if port == 0:
-        ours = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_given_port()))
-        for guess in random.SystemRandom().sample(ours, min(20, len(ours))):
+        candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_outgoing_port()))
+        for guess in random.SystemRandom().sample(candidates, min(20, len(candidates))):
             with contextlib.suppress(ValueError):
                 return pick_port(host, guess)
+
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -50,9 +51,9 @@ def pick_port(host: str, port: int) -> int:
         return probe.getsockname()[1]
 
 
-def _first_given_port() -> int:
+def _first_outgoing_port() -> int:
     try:
-        return int(_PORTS_GIVEN_AWAY.read_text().split()[0])
+        return int(_OUTGOING_PORTS.read_text().split()[0])
     except OSError:
         return 32768
 
@@ -61,7 +62,7 @@ class ServerProcess:
     """One server, from `Popen` to `stop`. log: where its output goes."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, cwd: Path | None = None
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -85,11 +86,11 @@ class ServerProcess:
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Whether the process still lives; it may hang all the same."""
+        """Return whether the process still lives; it may hang all the same."""
         return self._process.poll() is None
 
     async def wait_until(self, ready: Callable[[], Awaitable[bool]], timeout: float) -> None:
-        """Poll `ready` until it says yes.
+        """Poll `ready` until it returns true.
 
         Raises RuntimeError with the end of the log when the server ends or `timeout` seconds pass.
         """
@@ -106,9 +107,9 @@ class ServerProcess:
         self._entries = shared_entries.note(self.pid)
 
     def stop(self, grace: float | None = None) -> None:
-        """End the whole group: SIGTERM, then SIGKILL; returns when none of it is left to kill.
+        """End the process group: SIGTERM, then SIGKILL; returns when no process of it is left.
 
-        grace: seconds between the two (None: 10); 0 for a server that is not worth asking.
+        grace: seconds between the two (None: 10); 0 sends SIGKILL at once.
         """
         grace = _GRACE if grace is None else grace
         entries = self._entries or shared_entries.note(self.pid)  # of one that was still starting
@@ -116,6 +117,7 @@ class ServerProcess:
             _signal_group(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
+
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

@@ -1,9 +1,9 @@
-"""Turns in flight on one server: their ids there, their parts, and what they add up to.
+"""Turns in flight on one server: their ids on it, their parts, and their counters.
 
-Owns what a server does not do. It ends a turn at exactly the stop tokens asked for: where the server also
-stops at the model's own end token, the turn goes on from there. It checks what the server would die of (an
-unknown token id ends its process). It names requests so that aborting one never aborts another, since the
-server aborts by prefix.
+Owns what a server does not do. A turn ends at exactly the requested stop tokens: where the server also stops
+at the model's own end token, the turn continues from there. Requests that would kill the server are refused
+(an unknown token id ends its process). Ids of requests all have one length, so that aborting one never aborts
+another, since the server aborts by prefix.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from rlpipe.rollout.turn import joined, nothing
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.protocols import ServerUnreachable
 
-_SILENT_TOKENS = 256  # after which the server tells of a turn of which only the end is wanted
+_SILENT_TOKENS = 256  # tokens between two parts of a turn of which only the end is wanted
 
 
 class Turns:
-    """Used from the engine's event loop; `stats` and `check` from any thread. arch: to read routes by."""
+    """Turns in flight. Used from the engine's event loop; `stats` and `check` from any thread.
+
+    vocab: tokens of the model. arch: of the model, where the experts that it chose are recorded.
+    """
 
     def __init__(
-        self, config: RolloutConfig, spec: SpecConfig, vocab: int, arch: Architecture | None = None
+        self, config: RolloutConfig, spec: SpecConfig, *, vocab: int, arch: Architecture | None = None
     ) -> None:
         self._config, self._spec, self._vocab, self._arch = config, spec, vocab, arch
         self._running: dict[str, str] = {}  # request id -> its id inside the server
@@ -54,17 +57,18 @@ class Turns:
         """Wait for the server; None when the request is aborted first. Raises what `serving` raises."""
         if request.request_id in self._waiting:
             serving.close()
-            raise _taken(request.request_id)
-        arriving = asyncio.ensure_future(serving)
+            raise _already_running(request.request_id)
+
+        server = asyncio.ensure_future(serving)
         aborted = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait({arriving, aborted}, return_when=asyncio.FIRST_COMPLETED)
-            return None if aborted.done() else arriving.result()
+            await asyncio.wait({server, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            return None if aborted.done() else server.result()
         finally:
-            arriving.cancel()
+            server.cancel()
             del self._waiting[request.request_id]
 
-    async def play(
+    async def run(
         self,
         client: SglangClient,
         request: GenerateRequest,
@@ -73,78 +77,91 @@ class Turns:
         stream: bool = False,
         done: GenerateResult | None = None,
     ) -> AsyncIterator[GenerateResult]:
-        """The turn, last; before it, with `stream`, what there is of it, growing, finish_reason ABORT.
+        """Run one turn; yields it last, and with `stream` its growing parts before (finish_reason ABORT).
 
-        done: what a server that broke off gave of it. A prompt that fills the context gives no token and
-        LENGTH. Raises ServerError, and ValueError for an id that is already running.
+        done: the part that a server gave before it broke off. A prompt that fills the context gives no token
+        and LENGTH. Raises ServerError, and ValueError for an id that is already running.
         """
-        room = self._config.max_context - len(request.prompt_ids)
-        if room < 1:
+        capacity = self._config.max_context - len(request.prompt_ids)
+        if capacity < 1:
             yield nothing(request, FinishReason.LENGTH)
             return
-        tokens = min(room, request.sampling.max_new_tokens)
-        request = replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
-        whole = done and _settled(request, done)
-        while whole is None or whole is done or self._goes_on(request, whole):
-            rest = request if whole is None else continuation(request, whole)
+
+        max_new_tokens = min(capacity, request.sampling.max_new_tokens)
+        request = replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
+
+        # one request, and more where the server stops too early or broke off before
+        turn = done and _settled(request, done)
+        while turn is None or turn is done or self._continues(request, turn):
+            remaining = request if turn is None else continuation(request, turn)
             part: GenerateResult | None = None
+            meta: dict[str, Any] = {}
             async with self._registered(request.request_id) as rid:
-                async for answer in _answers(client, generate_body(rest, rid, priority), stream):
-                    part = parse_answer(rest, answer, part.versions if part else ())
-                    if not answer["meta_info"].get("finish_reason"):
-                        yield part if whole is None else joined(whole, part)
-            if self._arch is not None and rest.sampling.routes:
-                part.routes_from = rest.sampling.routes_from
-                tokens = len(rest.prompt_ids) + len(part.output_ids) - part.routes_from
-                part.routes = read_routes(self._arch, answer["meta_info"], tokens)
-            self._count(part, len(rest.prompt_ids) - int(answer["meta_info"].get("cached_tokens") or 0))
-            whole = part if whole is None else joined(whole, part)
-        yield whole
+                body = generate_body(remaining, rid, priority)
+                async for answer in _answers(client, body, stream=stream):
+                    meta = answer["meta_info"]
+                    part = parse_answer(remaining, answer, part.versions if part else ())
+                    if not meta.get("finish_reason"):
+                        yield part if turn is None else joined(turn, part)
+            assert part is not None  # `_answers` yields at least once
+
+            if self._arch is not None and remaining.sampling.routes:
+                part.routes_from = remaining.sampling.routes_from
+                tokens = len(remaining.prompt_ids) + len(part.output_ids) - part.routes_from
+                part.routes = read_routes(self._arch, meta, tokens)
+
+            self._count(part, len(remaining.prompt_ids) - int(meta.get("cached_tokens") or 0))
+            turn = part if turn is None else joined(turn, part)
+        yield turn
 
     def abort_waiting(self, request_ids: Iterable[str] | None) -> None:
         """End those of the named requests (all when None) that wait for a server."""
-        for one in list(self._waiting if request_ids is None else request_ids):
-            if one in self._waiting and not self._waiting[one].done():
-                self._waiting[one].set_result(None)
+        for request_id in list(self._waiting if request_ids is None else request_ids):
+            aborted = self._waiting.get(request_id)
+            if aborted is not None and not aborted.done():
+                aborted.set_result(None)
 
     async def abort(self, client: SglangClient, request_ids: Sequence[str] | None) -> None:
         """End the named requests (all when None) with what they have."""
         self.abort_waiting(request_ids)
         running = {
-            one: rid for one, rid in self._running.items() if request_ids is None or one in request_ids
+            request_id: rid
+            for request_id, rid in self._running.items()
+            if request_ids is None or request_id in request_ids
         }
         self._aborted.update(running)
+
         if request_ids is None:
             await self.abort_running(client)
             return
         for rid in running.values():
             await client.post("/abort_request", {"rid": rid})
 
-    def ends(self, request_id: str) -> bool:
-        """Whether a request whose server was lost had been aborted there, so that no other plays it."""
-        ended = request_id in self._aborted
+    def take_aborted(self, request_id: str) -> bool:
+        """Return whether a request was aborted before its server was lost: no other server runs it then."""
+        aborted = request_id in self._aborted
         self._aborted.discard(request_id)
-        return ended
+        return aborted
 
     async def abort_running(self, client: SglangClient) -> None:
-        """End all that the server has with what they have; those that wait for one keep waiting."""
+        """End all requests on the server with what they have; those that wait for a server keep waiting."""
         await client.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def wait_until_idle(self, timeout: float = 10.0) -> None:
-        """Until nothing runs, or `timeout` seconds have passed."""
+        """Wait until no request runs, or `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def stats(self) -> EngineStats:
-        """Sums over finished parts; busy_seconds is time with at least one request running."""
+        """Return sums over finished parts; busy_seconds is time with at least one request running."""
         stats = copy.deepcopy(self._stats)
         stats.running, stats.waiting = len(self._running), len(self._waiting)
         stats.busy_seconds += self._busy_for()
         return stats
 
-    def _goes_on(self, request: GenerateRequest, result: GenerateResult) -> bool:
-        """Whether the server stopped where it was not asked to, and there is room for more."""
+    def _continues(self, request: GenerateRequest, result: GenerateResult) -> bool:
+        """Return whether the server stopped at a token that is no stop token, and more tokens are allowed."""
         stops = request.sampling.stop_token_ids
         if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
             return False
@@ -155,9 +172,9 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _registered(self, request_id: str) -> AsyncIterator[str]:
-        """Count a request as running; gives its id inside the server, all of one length."""
+        """Count a request as running; yields its id inside the server, all of one length."""
         if request_id in self._running:
-            raise _taken(request_id)
+            raise _already_running(request_id)
         if not self._running:
             self._busy_since = time.monotonic()
         rid = self._running[request_id] = uuid.uuid4().hex
@@ -182,8 +199,10 @@ class Turns:
         return 0.0 if since is None else time.monotonic() - since
 
 
-async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """The server's growing answers with `stream`, else the last of them.
+async def _answers(
+    client: SglangClient, body: dict[str, Any], *, stream: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the server's growing answers with `stream`, else only the last of them.
 
     They are streamed in any case, so that the client's timeout counts from the last tokens received.
     """
@@ -191,6 +210,7 @@ async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> 
         silent = body["sampling_params"] | {"stream_interval": _SILENT_TOKENS}
         yield await client.generate(body | {"sampling_params": silent})
         return
+
     answer = None
     async for answer in client.stream(body):
         yield answer
@@ -199,7 +219,7 @@ async def _answers(client: SglangClient, body: dict[str, Any], stream: bool) -> 
 
 
 def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
-    """`done` itself when there is more to come, else as the turn it is: only its last word was lost."""
+    """Return `done` itself when more is to come, else with the finish reason that the server did not send."""
     if len(done.output_ids) and done.output_ids[-1] in request.sampling.stop_token_ids:
         return replace(done, finish_reason=FinishReason.STOP)
     if len(done.output_ids) >= request.sampling.max_new_tokens:
@@ -207,5 +227,5 @@ def _settled(request: GenerateRequest, done: GenerateResult) -> GenerateResult:
     return done
 
 
-def _taken(request_id: str) -> ValueError:
+def _already_running(request_id: str) -> ValueError:
     return ValueError(f"request_id={request_id!r} is already running; ids must be unique.")

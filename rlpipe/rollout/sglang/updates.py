@@ -1,8 +1,9 @@
 """New weights into the server of a replica: pause, send, check, continue; they are hashed meanwhile.
 
-Requests live through an update, each token with its version. A check that fails is sent again, then answered
-as `rollout.sglang.on_canary_failure` says. An update that a server dies of is complete when the next one,
-started on those weights, serves. How weights travel and are checked is `weights.sync`'s.
+Requests survive an update, and each token carries its version. After a failed check the weights are sent
+again; `rollout.sglang.on_canary_failure` sets what follows another failure. When the server dies in an
+update, the update is complete once its successor, started on those weights, serves. Transport and check are
+`weights.sync`'s.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
 
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig
 from rlpipe.config.sglang import CanaryReaction
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.rollout.sglang.client import SglangClient
-from rlpipe.rollout.sglang.replica import PROBE, Goal, Replica
+from rlpipe.rollout.sglang.replica import PROBE, DesiredWeights, Replica
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.offer import Checksums, Member
@@ -30,15 +33,17 @@ _ATTEMPTS = 3  # with servers that live and yet do not answer
 
 
 class Updates:
-    """Used from the engine's event loop. last: seconds and canary failures of the last update.
+    """Weight updates of one engine; used from its event loop.
 
-    on_event: told of `canary_failed`, `broadcast_failed`, `speculation_disabled`.
+    on_event: called for `canary_failed`, `broadcast_failed`, `speculation_disabled`.
+    last: seconds and canary failures of the last update.
     """
 
     def __init__(
         self,
         config: RolloutConfig,
         replica: Replica,
+        *,
         sync: WeightSync,
         turns: Turns,
         on_event: Callable[..., None],
@@ -48,9 +53,9 @@ class Updates:
         self.last: dict[str, float] = {}
 
     async def membership(self) -> Member:
-        """Our server as a member of a broadcast: nobody, unless it answers now and keeps what is sent.
+        """Return the server as a member of a broadcast; an empty one unless it answers now and can take part.
 
-        A broadcast brings fingerprints of what was sent, which a server that pads does not have.
+        A broadcast brings fingerprints of what was sent, which a server that pads tensors does not show.
         """
         replica = self._replica
         if replica.is_serving() and not self._sync.pads:
@@ -59,22 +64,22 @@ class Updates:
                 return Member(server=server, group=self._sync.transport.group_of(client))
         return Member(server="", group="")
 
-    async def bring(self, goal: Goal) -> None:
-        """Have the server hold `goal`, or replaced by one that was started on it.
+    async def bring(self, desired: DesiredWeights) -> None:
+        """Bring the server to `desired`, or replace it by one that was started on it.
 
         Raises ServerError when the server refuses, RuntimeError when the canary fails and the reaction is to
         stop.
         """
-        replica, unanswered, before = self._replica, 0, self._replica.goal
+        replica, unanswered, before = self._replica, 0, self._replica.desired
         started = time.monotonic()
-        replica.goal = goal
+        replica.desired = desired
         try:
             while True:
                 client = await replica.serving()
                 try:
-                    if replica.loaded is not goal:
-                        await self._transfer(client, goal)
-                    else:  # a server was replaced while it was told
+                    if replica.loaded is not desired:
+                        await self._transfer(client, desired)
+                    else:  # the server was replaced during the transfer
                         self.last = {"weights/sync_seconds": time.monotonic() - started}
                         self.last |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
                     if not replica.paused:
@@ -85,40 +90,44 @@ class Updates:
                     if unanswered == _ATTEMPTS:
                         raise
         except BaseException:
-            replica.goal = before
+            replica.desired = before
             raise
 
-    async def _transfer(self, client: SglangClient, goal: Goal) -> None:
+    async def _transfer(self, client: SglangClient, desired: DesiredWeights) -> None:
         """Pause, send, check. Raises ServerError, and RuntimeError for a canary that fails.
 
-        A server on a CPU takes as long to hash as we do, so both do it at once; one on a GPU is not made to
-        wait for us.
+        A server on a CPU hashes as slowly as this process, so both hash at once; one on a GPU is fast, and is
+        paused only once the hashes are there.
         """
-        version, replica = goal.version, self._replica
+        version, replica = desired.version, self._replica
         with contextlib.ExitStack() as stack:
             staged = hashing = None
-            if not self._takes_part(goal):
-                hashing = asyncio.ensure_future(self._hashed(goal))
+            if not self._takes_part(desired):
+                hashing = asyncio.ensure_future(self._hashed(desired))
                 stack.callback(hashing.cancel)
                 if self._sync.on_gpu:
                     await asyncio.wait([hashing])
-                weights = await goal.weights()
+                weights = await self._weights(desired)
                 staged = await asyncio.to_thread(stack.enter_context, self._sync.transport.staged(weights))
+
             started, mode = time.monotonic(), self._pause_mode
             async with replica.pausing:
                 await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
                 replica.stale = True  # until its fingerprints agree
+
             for attempt in range(self._sglang.canary_retries + 1):
                 with replica.loading():
-                    await self._send(client, goal, staged, flush=mode != "in_place")
+                    await self._send(client, desired, staged, flush=mode != "in_place")
                     sent = time.monotonic()
-                    expecting = hashing or self._hashed(goal)
+                    expecting = hashing or self._hashed(desired)
                     report = await self._sync.check(client, expecting, draft=replica.drafts)
+
                 if report.passed:
                     break
                 self._on_event("canary_failed", version=version, attempt=attempt, what=report.summary())
                 if self._sglang.on_canary_failure is CanaryReaction.STOP:
                     break
+
         self.last = {
             "weights/sync_seconds": sent - started,
             "weights/canary_seconds": time.monotonic() - sent,
@@ -127,52 +136,62 @@ class Updates:
         if not report.passed:
             await self._react(client, report, version)
             return
-        replica.arrived(goal)
+        replica.mark_loaded(desired)
 
-    def _takes_part(self, goal: Goal) -> bool:
-        """Whether our server is in the group of a broadcast that has not passed."""
-        return goal.offer is not None and self._replica.server_id in goal.offer.members
+    def _takes_part(self, desired: DesiredWeights) -> bool:
+        """Return whether the server is in the group of a broadcast that is still to come."""
+        return desired.offer is not None and self._replica.server_id in desired.offer.members
 
-    async def _hashed(self, goal: Goal) -> Checksums:
-        """What a server that holds `goal` shows."""
-        if goal.checksums is None:
-            goal.checksums = await self._sync.checksums(await goal.weights())
-        return goal.checksums
+    async def _weights(self, desired: DesiredWeights) -> Mapping[str, torch.Tensor]:
+        assert (
+            desired.weights is not None
+        )  # None is the checkpoint of the first start, which no update brings
+        return await desired.weights()
 
-    async def _send(self, client: SglangClient, goal: Goal, staged: Path | None, *, flush: bool) -> None:
-        """Get `goal` into the server, by the broadcast it is part of, which brings its checksums, or alone.
+    async def _hashed(self, desired: DesiredWeights) -> Checksums:
+        """Return the checksums of a server that holds `desired`."""
+        if desired.checksums is None:
+            desired.checksums = await self._sync.checksums(await self._weights(desired))
+        return desired.checksums
+
+    async def _send(
+        self, client: SglangClient, desired: DesiredWeights, staged: Path | None, *, flush: bool
+    ) -> None:
+        """Send `desired` to the server: by the broadcast it is part of, which brings its checksums, or alone.
 
         staged: the checkpoint that `Transport.staged` wrote, if it did.
         """
-        takes_part, offer, goal.offer = self._takes_part(goal), goal.offer, None
-        if takes_part:
+        takes_part, offer, desired.offer = self._takes_part(desired), desired.offer, None
+        if takes_part and offer is not None:
             member = self._replica.server_id
             try:
-                goal.checksums = (await self._sync.receive(client, offer, member, flush=flush)).checksums
+                desired.checksums = (await self._sync.receive(client, offer, member, flush=flush)).checksums
                 return
             except ServerUnreachable:
                 raise
             except ServerError as error:
-                self._on_event("broadcast_failed", version=goal.version, error=str(error)[:300])
-        weights = await goal.weights()
-        update = WeightUpdate(weights=weights, version=goal.version, flush=flush, checkpoint=staged)
+                self._on_event("broadcast_failed", version=desired.version, error=str(error)[:300])
+
+        weights = await self._weights(desired)
+        update = WeightUpdate(weights=weights, version=desired.version, flush=flush, checkpoint=staged)
         await self._sync.send(client, update)
 
     @property
     def _pause_mode(self) -> str:
-        """SGLang's: what becomes of running requests and their keys and values."""
+        """SGLang's name for what happens to running requests and their keys and values."""
         if self._sglang.abort_on_update:
             return "abort"
         return {KvOnUpdate.KEEP: "in_place", KvOnUpdate.RECOMPUTE: "retract"}[self._config.kv_on_update]
 
     async def _react(self, client: SglangClient, report: CanaryReport, version: int) -> None:
-        """Weights that do not arrive: without speculation a stale draft does no harm, else stop."""
+        """React to weights that did not arrive: stop, or drop speculation if only the draft is stale."""
         switch_off = self._sglang.on_canary_failure is CanaryReaction.NO_SPECULATION
         if not switch_off or report.target or not self._replica.drafts:
             raise RuntimeError(
                 f"the SGLang server does not hold version {version}: {report.summary()}. See "
                 f"{self._replica.server.log} and rollout.sglang.on_canary_failure."
             )
+
         self._replica.drain()
         await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
         await self._turns.wait_until_idle()

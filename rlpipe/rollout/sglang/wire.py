@@ -1,8 +1,8 @@
-"""Server-sent events over HTTP/1.1 on kept connections, as bytes: what a turn of ten tokens can afford.
+"""Server-sent events over HTTP/1.1 on reused connections, as bytes, cheap enough for turns of ten tokens.
 
 httpx takes one to two milliseconds of processor time for a request and its answer, which is most of what such
-a turn costs a worker; this is a tenth of it. It knows as much of HTTP as SGLang's `/generate` needs: POST,
-bodies in chunks, of a stated length, or until the connection ends.
+a turn costs a worker; this takes a tenth of it. It implements as much of HTTP as SGLang's `/generate` needs:
+POST, bodies in chunks, with a content length, or until the connection ends.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from urllib.parse import urlsplit
 from rlpipe.weights.protocols import ServerError, ServerUnreachable
 
 _CONNECT_SECONDS = 30.0  # a server under load accepts late; one that died refuses at once
-_KEPT = 64  # connections without a request
+_MAX_IDLE = 64  # connections without a request
 _BUFFER = 1 << 20  # bytes that are read ahead
-_SHOWN = 500  # bytes of an error's body
+_MAX_ERROR = 500  # bytes of an error's body in a message
 _DONE = b"[DONE]"
 
 
 class Wire:
-    """Used from one event loop. url: of the server. key: sent with every request. timeout: seconds between
-    two parts of an answer."""
+    """HTTP to `/generate` of one server. Used from one event loop.
+
+    url: of the server. key: sent with every request. timeout: seconds between two parts of an answer.
+    """
 
     def __init__(self, url: str, key: str, timeout: float) -> None:
         parts = urlsplit(url)
         self._url, self._host, self._port, self._timeout = url, parts.hostname, parts.port or 80, timeout
         self._key = f"Authorization: Bearer {key}\r\n" if key else ""
-        self._kept: list[_Connection] = []
+        self._idle: list[_Connection] = []
         self._closed = False
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """What stands behind each `data:` of the answer to a POST of JSON, until `[DONE]`.
+        """Yield the content of each `data:` line of the answer to a POST of JSON, until `[DONE]`.
 
         Raises ServerError when the server refuses, ServerUnreachable when it breaks off or is silent.
         """
@@ -42,14 +44,15 @@ class Wire:
         )
         connection, ended = None, False
         try:
-            connection, status, headers = await self._asked(head.encode() + body)
+            connection, status, headers = await self._send(head.encode() + body)
             parts = connection.parts(headers)
             if status != 200:
-                said = b"".join([part async for part in parts])
-                raise ServerError(f"{self._url}{path} answered {status}: {_shown(said)}")
-            rest = b""
+                message = b"".join([part async for part in parts])
+                raise ServerError(f"{self._url}{path} answered {status}: {_shortened(message)}")
+
+            incomplete = b""  # the last line of a part may continue in the next
             async for part in parts:
-                *lines, rest = (rest + part).split(b"\n")
+                *lines, incomplete = (incomplete + part).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data: ") and not ended:
                         ended = line[6:].rstrip() == _DONE
@@ -59,20 +62,20 @@ class Wire:
             raise ServerUnreachable(f"{self._url}{path} broke off: {error!r}") from error
         finally:
             if connection is not None:
-                self._release(connection, whole=ended)
+                self._release(connection, complete=ended)
 
     def close(self) -> None:
-        """Drop connections; what is on its way breaks off."""
+        """Drop connections; requests under way break off."""
         self._closed = True
-        while self._kept:
-            self._kept.pop().close()
+        while self._idle:
+            self._idle.pop().close()
 
-    async def _asked(self, request: bytes) -> tuple[_Connection, int, dict[bytes, bytes]]:
-        """Send, and read the head of the answer; on a new connection where a kept one had ended meanwhile."""
-        while self._kept:
-            connection = self._kept.pop()
+    async def _send(self, request: bytes) -> tuple[_Connection, int, dict[bytes, bytes]]:
+        """Send, and read the head of the answer; on a new connection where an idle one ended meanwhile."""
+        while self._idle:
+            connection = self._idle.pop()
             try:
-                return connection, *await connection.ask(request)
+                return connection, *await connection.send(request)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 connection.close()
                 if getattr(error, "partial", b""):
@@ -80,45 +83,47 @@ class Wire:
             except BaseException:
                 connection.close()
                 raise
+
         if self._closed:
             raise ConnectionError("it is not there any more: the server was replaced")
         async with asyncio.timeout(_CONNECT_SECONDS):
             streams = await asyncio.open_connection(self._host, self._port, limit=_BUFFER)
         connection = _Connection(*streams, self._timeout)
         try:
-            return connection, *await connection.ask(request)
+            return connection, *await connection.send(request)
         except BaseException:
             connection.close()
             raise
 
-    def _release(self, connection: _Connection, *, whole: bool) -> None:
-        if whole and connection.again and not self._closed and len(self._kept) < _KEPT:
-            self._kept.append(connection)
+    def _release(self, connection: _Connection, *, complete: bool) -> None:
+        if complete and connection.reusable and not self._closed and len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
         else:
             connection.close()
 
 
 class _Connection:
-    """One connection. again: whether the answer that is read leaves it usable."""
+    """One connection. reusable: whether another request may follow the answer that was read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
         self._reader, self._writer, self._timeout = reader, writer, timeout
-        self.again = False
+        self.reusable = False
 
-    async def ask(self, request: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """Status and headers, names in lower case."""
-        self.again = False
+    async def send(self, request: bytes) -> tuple[int, dict[bytes, bytes]]:
+        """Send a request; returns status and headers of the answer, names in lower case."""
+        self.reusable = False
         self._writer.write(request)
         async with asyncio.timeout(self._timeout):
             await self._writer.drain()
             head = await self._reader.readuntil(b"\r\n\r\n")
+
         first, *lines = head.split(b"\r\n")
         pairs = (line.partition(b":") for line in lines if line)
         return int(first.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
 
     async def parts(self, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        stays = headers.get(b"connection", b"").lower() != b"close"
+        """Yield the body as it arrives."""
+        stays_open = headers.get(b"connection", b"").lower() != b"close"
         if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
             while True:
                 async with asyncio.timeout(self._timeout):
@@ -131,18 +136,18 @@ class _Connection:
             async with asyncio.timeout(self._timeout):
                 yield await self._reader.readexactly(int(headers[b"content-length"]))
         else:
-            stays = False
+            stays_open = False
             while True:
                 async with asyncio.timeout(self._timeout):
                     part = await self._reader.read(_BUFFER)
                 if not part:
                     break
                 yield part
-        self.again = stays
+        self.reusable = stays_open
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _shown(body: bytes) -> str:
-    return body[:_SHOWN].decode(errors="replace")
+def _shortened(body: bytes) -> str:
+    return body[:_MAX_ERROR].decode(errors="replace")

@@ -197,7 +197,7 @@ def test_a_server_that_loads_is_not_lost_for_a_question_from_before(fake, weight
         return CanaryReport()
 
     monkeypatch.setattr(sync.WeightSync, "check", check)
-    fake._call(fake._updates.bring(replica.Goal(weights=given, version=3)))
+    fake._call(fake._updates.bring(replica.DesiredWeights(weights=given, version=3)))
     assert not fake.events and fake.stats().policy_version == 3
 
 
@@ -247,7 +247,7 @@ def test_a_server_that_dies_of_a_broadcast_is_replaced_by_one_on_the_weights(fak
 def test_without_a_trainer_that_has_the_weights_the_next_server_serves_version_0(fake, weights):
     fake.receive_weights(offered(fake, weights, 4, []))
     lost = offered(fake, RuntimeError("the trainer was lost"), 4, [])
-    fake._replica.goal.weights = lost.weights
+    fake._replica.desired.weights = lost.weights
     kill(fake)
     until(lambda: "server_restarted" in kinds(fake))
     assert kinds(fake) == ["server_died", "weights_lost", "server_restarted"]
@@ -346,13 +346,13 @@ def test_a_request_that_alone_fails_is_repeated_and_the_server_stays(fake, monke
 
 
 def test_a_thousand_requests_that_fail_at_once_ask_their_server_once(fake, monkeypatch):
-    asked, look = [], replica.Replica._fault
+    asked, look = [], replica.Replica._failure_kind
 
     async def noted(self, patience):
         asked.append(patience)
         return await look(self, patience)
 
-    monkeypatch.setattr(replica.Replica, "_fault", noted)
+    monkeypatch.setattr(replica.Replica, "_failure_kind", noted)
 
     async def storm():
         recover = fake._replica.recover

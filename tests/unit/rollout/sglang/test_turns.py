@@ -60,7 +60,7 @@ def conversation(talk, answers, max_context=64):
 
 def play(asked, answers, stream=False, done=None, **options):
     async def talk(turns, client):
-        return [part async for part in turns.play(client, asked, stream=stream, done=done)]
+        return [part async for part in turns.run(client, asked, stream=stream, done=done)]
 
     return conversation(talk, answers, **options)
 
@@ -155,7 +155,7 @@ def test_two_requests_of_one_id_are_refused():
     async def talk(turns, client):
         async with turns._registered("r"):
             with pytest.raises(ValueError, match="already running"):
-                await anext(turns.play(client, request()))
+                await anext(turns.run(client, request()))
 
     conversation(talk, [])
 
