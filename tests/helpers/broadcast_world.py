@@ -345,7 +345,7 @@ class World:
         monkeypatch.setattr(replica, "served_target", lambda folder, _: contextlib.nullcontext(folder))
         monkeypatch.setattr(replica, "read_weights", lambda _: weights_of(0))
         monkeypatch.setattr(arguments, "command", lambda config, spec, path, **_: [str(path)])
-        monkeypatch.setattr(arguments, "server_environment", lambda *_: {})
+        monkeypatch.setattr(arguments, "server_environment", lambda *_, **__: {})
         monkeypatch.setattr(arguments, "check_server_info", lambda *_: None)
         monkeypatch.setattr(WeightSession, "checkpoint", lambda _, weights: self.checkpoint(weights))
         monkeypatch.setitem(TRANSPORTS, WeightTransfer.COLLECTIVE, TensorTransport)
