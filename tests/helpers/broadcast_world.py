@@ -265,7 +265,7 @@ class Worker:
         """What `SglangEngine.resume` does, whoever calls it when."""
         with contextlib.suppress(ServerError):
             engine = types.SimpleNamespace(_replica=self.replica, _sglang=self.sglang)
-            await SglangEngine._pause(engine, False)
+            await SglangEngine._set_paused(engine, paused=False)
 
 
 class Trainer:
