@@ -1,7 +1,7 @@
-"""What the families share: a dense decoder's dimensions, its refusals, and one table of its weights.
+"""The base of all families: a decoder's dimensions, its refusals, and one table of its weights.
 
-Owns names and shapes; computes nothing with tensors. The table says once, for each weight, what it is
-called by Hugging Face, by Megatron and by an SGLang server, and how it is laid out; the trainer's bridge
+Owns names and shapes; computes nothing with tensors. The table has, once for each weight, its names in
+Hugging Face files, in Megatron and on an SGLang server, and its layout; the trainer's bridge
 (`trainer/hf_bridge.py`) and the canary turn that into tensors.
 """
 
@@ -93,8 +93,23 @@ MIMO_DRAFT = (  # what an MTP layer has besides its decoder layer, in this order
 )
 
 
+def refuse(problems: Mapping[str, Any], hint: str) -> None:
+    """Refuse the first problem of a config.json that is present (true).
+
+    Raises:
+        ValueError: names the problem; hint: models that can be used.
+    """
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(f"The model's config.json asks for {problem}, which is not supported: {hint}")
+
+
 def whole_number(name: str, value: Any) -> int:
-    """A size of a config.json. Raises ValueError naming it where it is not a whole number above 0."""
+    """Return a size of a config.json.
+
+    Raises:
+        ValueError: it is not a whole number above 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"The model's config.json has {name}={value!r}: it must be a whole number above 0. Copy "
@@ -130,27 +145,30 @@ class Experts:
 
     @property
     def shared_name(self) -> str:
-        """What files call the MLP that reads every token."""
+        """Name in files of the MLP that reads every token."""
         return "mlp.shared_expert" if self.gated else "mlp.shared_experts"
 
     def parts(self) -> Iterator[Part]:
-        """Weights of a layer: the router, and of each expert what a server keeps fused with the others'."""
+        """Yield the weights of a layer: router, shared MLP, and of each expert its part of a fused weight."""
         yield ROUTER
         if self.sigmoid:
             yield ROUTER_BIAS
+
         if self.shared:
-            ours, theirs = "mlp.shared_experts.", f"{self.shared_name}."
+            megatron, hf = "mlp.shared_experts.", f"{self.shared_name}."
             if self.gated:
-                yield Part((f"{ours}gate_weight",), (f"{self.shared_name}_gate.weight",))
-            gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-            yield Part((f"{ours}linear_fc1.weight",), gate_up, Layout.GATE_UP, f"{theirs}gate_up_proj.weight")
-            yield Part((f"{ours}linear_fc2.weight",), (f"{theirs}down_proj.weight",), Layout.COLUMNS)
+                yield Part((f"{megatron}gate_weight",), (f"{self.shared_name}_gate.weight",))
+            gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+            yield Part((f"{megatron}linear_fc1.weight",), gate_up, Layout.GATE_UP, f"{hf}gate_up_proj.weight")
+            yield Part((f"{megatron}linear_fc2.weight",), (f"{hf}down_proj.weight",), Layout.COLUMNS)
+
+        # A server keeps the experts of a layer in two tensors, w13 and w2.
         for index in range(self.count):
-            ours, theirs = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{index}."
-            gate_up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-            yield Part((f"{ours}linear_fc1.weight",), gate_up, Layout.GATE_UP, "mlp.experts.w13_weight")
-            down = (f"{theirs}down_proj.weight",)
-            yield Part((f"{ours}linear_fc2.weight",), down, Layout.COLUMNS, "mlp.experts.w2_weight")
+            megatron, hf = f"mlp.experts.local_experts.{index}.", f"mlp.experts.{index}."
+            gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+            yield Part((f"{megatron}linear_fc1.weight",), gate_up, Layout.GATE_UP, "mlp.experts.w13_weight")
+            down = (f"{hf}down_proj.weight",)
+            yield Part((f"{megatron}linear_fc2.weight",), down, Layout.COLUMNS, "mlp.experts.w2_weight")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -190,7 +208,7 @@ class Architecture:
 
     @property
     def softmax_scale(self) -> float:
-        """What products of queries and keys are multiplied by, where neither is scaled for its rotation."""
+        """Factor of the products of queries and keys, where neither is scaled for its rotation."""
         scaled = self.rope.sharpness if self.latent else self.rope.magnitude
         return scaled**2 / self.head_dim**0.5
 
@@ -215,25 +233,27 @@ class Architecture:
         return self.delta is not None or bool(self.experts and self.experts.dense)
 
     def weight_shapes(self, *, mtp: bool) -> dict[str, tuple[int, ...]]:
-        """HF name -> shape of every weight, the draft's included when `mtp`."""
+        """Return HF name -> shape of every weight; mtp: the draft's too."""
         shapes = {
             "model.embed_tokens.weight": (self.vocab, self.hidden),
             "model.norm.weight": (self.hidden,),
             "lm_head.weight": (self.vocab, self.hidden),
         }
+
         for index in range(self.layers):
-            mixed = self.experts is not None and index >= self.experts.dense
+            moe = self.experts is not None and index >= self.experts.dense
             linear = self.delta is not None and self.delta.linear[index]
-            shapes.update(self._layer_shapes(f"model.layers.{index}.", mixed, linear))
+            shapes.update(self._layer_shapes(f"model.layers.{index}.", moe=moe, linear=linear))
+
         for prefix in map(mtp_prefix, range(self.mtp_layers if mtp else 0)):
-            shapes.update(self._layer_shapes(prefix, self.experts is not None))
+            shapes.update(self._layer_shapes(prefix, moe=self.experts is not None))
             for part in self.draft:
                 rows = (self.hidden,) if part.layout is Layout.WHOLE else (self.hidden, 2 * self.hidden)
                 shapes[f"{prefix}{part.hf[0]}"] = rows
         return shapes
 
     def _layer_shapes(
-        self, prefix: str, mixed: bool, linear: bool = False
+        self, prefix: str, *, moe: bool, linear: bool = False
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         gated = 2 if self.delta else 1
@@ -247,31 +267,34 @@ class Architecture:
             attention = ()
             for name, shape in self.latent.shapes(self.hidden, self.heads).items():
                 yield f"{prefix}self_attn.{name}.weight", shape
-        if linear:
+        if linear and self.delta is not None:
             attention = ()
             for name, shape in self.delta.shapes(self.hidden):
                 yield prefix + name, shape
-        linears = (*attention, *self._mlp_shapes(mixed))
+
+        linears = (*attention, *self._mlp_shapes(moe=moe))
         for name, rows, columns, bias in linears:
             yield f"{prefix}{name}.weight", (rows, columns)
             if bias:
                 yield f"{prefix}{name}.bias", (rows,)
+
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{name}.weight", (self.hidden,)
         if self.qk_norm and not linear:
             for name in ("q_norm", "k_norm"):
                 yield f"{prefix}self_attn.{name}.weight", (self.head_dim,)
-        if mixed and self.experts.sigmoid:
+        if moe and self.experts is not None and self.experts.sigmoid:
             yield prefix + ROUTER_BIAS.hf[0], (self.experts.count,)
 
-    def _mlp_shapes(self, mixed: bool) -> Iterator[tuple[str, int, int, bool]]:
+    def _mlp_shapes(self, *, moe: bool) -> Iterator[tuple[str, int, int, bool]]:
         mlps = {"mlp": self.intermediate}
-        if mixed:
+        if moe and self.experts is not None:
             mlps = {f"mlp.experts.{i}": self.experts.intermediate for i in range(self.experts.count)}
             mlps |= {self.experts.shared_name: self.experts.shared} if self.experts.shared else {}
             yield "mlp.gate", self.experts.count, self.hidden, False
             if self.experts.gated:
                 yield f"{self.experts.shared_name}_gate", 1, self.hidden, False
+
         for name, inner in mlps.items():
             yield f"{name}.gate_proj", inner, self.hidden, self.mlp_bias
             yield f"{name}.up_proj", inner, self.hidden, self.mlp_bias
@@ -314,12 +337,20 @@ class Family:
     float32: tuple[str, ...] = ()
 
     def layer_parts(self, config: Mapping[str, Any]) -> tuple[Part, ...]:
-        """The table of one decoder layer of a model."""
-        read = [part for part in (self.latent, self.experts) if part]
-        return (*self.layer, *(part for one in read for part in one(config).parts()))
+        """Return the table of one decoder layer of a model."""
+        parts = list(self.layer)
+        if self.latent is not None:
+            parts += self.latent(config).parts()
+        if self.experts is not None:
+            parts += self.experts(config).parts()
+        return tuple(parts)
 
     def parse(self, config: Mapping[str, Any]) -> Architecture:
-        """Dimensions from a config.json. Raises ValueError for what would be computed wrongly."""
+        """Read the dimensions of a config.json.
+
+        Raises:
+            ValueError: something in it would be computed wrongly.
+        """
         self._refuse_incomplete(config)
         self._refuse_unsupported(config)
         rope = read_rope(config)
@@ -389,9 +420,4 @@ class Family:
             "sliding-window attention": self.sliding_window(config),
             f"hidden_act={config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         }
-        for what, present in refused.items():
-            if present:
-                raise ValueError(
-                    f"The model's config.json asks for {what}, which is not supported. "
-                    "Use a checkpoint without it."
-                )
+        refuse(refused, "use a checkpoint without it.")

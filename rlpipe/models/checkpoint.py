@@ -1,4 +1,4 @@
-"""Where target and draft weights live in a Hugging Face directory.
+"""Names and files of target and draft weights in a Hugging Face directory.
 
 Owns names, reading and writing of `config.json` + safetensors; builds no model. The backbone has
 the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*` as in MiMo's files:
@@ -8,12 +8,12 @@ the names of Qwen2 / Qwen3 / Llama; the MTP layer is `model.mtp_layers.0.*` as i
 
 Depth k at anchor t reads token t+k and the previous hidden (backbone's final-norm output for k=1,
 the MTP layer's own final_layernorm output after), at RoPE position t+k-1; its logits come from the
-shared lm_head and predict token t+k+1. See `mtp/layer.py` for the reference module.
+shared lm_head and predict token t+k+1.
 
-Files and servers of other families call it `model.layers.N`, N being the number of layers: `read_weights`
-and `weight_shapes` rename it, `write_checkpoint` and what is sent to a server give the name back
-(`stored_name`). Its copies of embedding and head are not read: all depths share the target's. What is
-particular to Qwen3-Next and Qwen3.5 stands in `stored`.
+Files and servers of other families call it `model.layers.N`, N being the number of layers: `read_weights` and
+`weight_shapes` rename it; `write_checkpoint` and updates of servers restore the name (`stored_name`). Its
+copies of embedding and head are not read: all depths share the target's. Names that are particular to
+Qwen3-Next and Qwen3.5 are in `stored`.
 """
 
 from __future__ import annotations
@@ -44,31 +44,35 @@ TOKENIZER_FILES = (
 
 
 def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]:
-    """`config.json` of a checkpoint directory, settings of its text at the top; setting: what named it.
+    """Read `config.json` of a checkpoint directory, settings of its text model at the top level.
 
-    Raises ValueError naming the path when it is not a Hugging Face checkpoint.
+    Args:
+        setting: name of the setting that holds the path, for messages.
+
+    Raises:
+        ValueError: the path is not a Hugging Face checkpoint.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        parts = Path(path).parts[-2:]
-        hub = (
-            ""
-            if Path(path).parent.is_dir()
-            else (
+        # A path whose parent does not exist either looks like the id of a model on the hub.
+        hub, parts = "", Path(path).parts[-2:]
+        if not Path(path).parent.is_dir():
+            hub = (
                 f" Download a model of the Hugging Face hub first: hf download {'/'.join(parts)} "
                 f"--local-dir {parts[-1]}, then {setting}={parts[-1]}."
             )
-        )
         raise ValueError(
             f"{setting}={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
             f"Point {setting} at a directory with config.json and *.safetensors.{hub}"
         )
+
     config = read_json(file, setting)
-    return stored.plain_config(config, _holds_mtp(Path(path)) if stored.is_qwen_hybrid(config) else None)
+    mtp = _holds_mtp(Path(path)) if stored.is_qwen_hybrid(config) else None
+    return stored.plain_config(config, mtp=mtp)
 
 
 def _holds_mtp(path: Path) -> bool | None:
-    """Whether files have tensors named `mtp.*`; None where there are no files that could be read."""
+    """Return whether files have tensors named `mtp.*`; None where no file can be read."""
     from safetensors import SafetensorError, safe_open
 
     names = list(read_json(path / "model.safetensors.index.json", "model.path").get("weight_map") or {})
@@ -82,37 +86,47 @@ def _holds_mtp(path: Path) -> bool | None:
 
 
 def read_json(file: Path, setting: str) -> dict[str, Any]:
-    """The object in a file of a checkpoint, {} without the file. Raises ValueError with the line."""
+    """Read the JSON object in a file of a checkpoint; {} without the file.
+
+    Raises:
+        ValueError: it cannot be read, or is not an object; names the line.
+    """
     if not file.is_file():
         return {}
-    remedy = f"Copy it again from the checkpoint that the model comes from, or correct {setting}."
+
+    hint = f"Copy it again from the checkpoint that the model comes from, or correct {setting}."
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{file}:{error.lineno}: not JSON at column {error.colno}: {error.msg}. {remedy}"
+            f"{file}:{error.lineno}: not JSON at column {error.colno}: {error.msg}. {hint}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}). {remedy}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}, not an object {{...}}. {remedy}")
-    return found
+        raise ValueError(f"{file} cannot be read ({error}). {hint}") from None
+
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object {{...}}. {hint}")
+    return content
 
 
 def mtp_prefix(index: int) -> str:
-    """What stands before the names of an MTP layer's weights, of the first depth by index 0."""
+    """Return the prefix of the names of an MTP layer's weights; the first depth has index 0."""
     return f"model.mtp_layers.{index}."
 
 
 def has_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint declares an MTP layer (`num_nextn_predict_layers` >= 1)."""
+    """Return whether the checkpoint declares an MTP layer (`num_nextn_predict_layers` >= 1)."""
     return int(config.get("num_nextn_predict_layers") or 0) >= 1
 
 
 def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
-    """Refuse speculation without a draft, or in a mode that does not go with it.
+    """Refuse speculation without a draft, or in a mode that the draft does not support.
 
-    mode: `spec.mode`, or the task that drafts. Raises ValueError with the remedy.
+    Args:
+        mode: `spec.mode`, or the task that drafts.
+
+    Raises:
+        ValueError: there is no MTP layer, or one per depth with spec.mode=tree.
     """
     if not has_mtp(config):
         raise ValueError(
@@ -120,6 +134,7 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
             "(num_nextn_predict_layers is missing or 0). Use a checkpoint with "
             f"{MTP_PREFIX}* weights, or set spec.mode=none."
         )
+
     layers = int(config["num_nextn_predict_layers"])
     if layers > 1 and mode == "tree":
         raise ValueError(
@@ -129,7 +144,7 @@ def require_mtp(config: Mapping[str, Any], path: str | Path, mode: str) -> None:
 
 
 def is_mtp_weight(name: str) -> bool:
-    """Whether an HF parameter name belongs to the draft.
+    """Return whether an HF parameter name belongs to the draft.
 
     >>> is_mtp_weight("model.mtp_layers.0.input_proj.weight"), is_mtp_weight("model.norm.weight")
     (True, False)
@@ -138,7 +153,7 @@ def is_mtp_weight(name: str) -> bool:
 
 
 def stored_name(name: str, config: Mapping[str, Any]) -> str:
-    """What files and servers of a model call a weight.
+    """Return the name of a weight in files and on servers.
 
     >>> config = {"model_type": "glm4_moe", "num_hidden_layers": 46, "num_nextn_predict_layers": 1}
     >>> stored_name("model.mtp_layers.0.enorm.weight", config)
@@ -148,46 +163,54 @@ def stored_name(name: str, config: Mapping[str, Any]) -> str:
     """
     if stored.is_qwen_hybrid(config):
         return stored.file_name(name, config)
-    ours, theirs = _draft_prefixes(config)
-    return theirs + name.removeprefix(ours) if name.startswith(ours) else name
+
+    prefix = _draft_prefix_in_files(config)
+    return prefix + name.removeprefix(MTP_PREFIX) if name.startswith(MTP_PREFIX) else name
 
 
 def read_name(name: str, config: Mapping[str, Any]) -> str:
-    """The inverse of `stored_name`; empty for a weight that is not read."""
+    """Return the name of a weight that files call `name`; empty for a weight that is not read."""
     if stored.is_qwen_hybrid(config):
-        return stored.our_name(name, config)
-    ours, theirs = _draft_prefixes(config)
-    if not name.startswith(theirs):
+        return stored.hf_name(name, config)
+
+    prefix = _draft_prefix_in_files(config)
+    if not name.startswith(prefix):
         return name
-    rest = name.removeprefix(theirs)
-    return "" if ours != theirs and rest in _COPIES else ours + rest
+
+    # The copies of embedding and head that such a layer carries are the target's.
+    suffix = name.removeprefix(prefix)
+    return "" if prefix != MTP_PREFIX and suffix in _COPIES else MTP_PREFIX + suffix
 
 
-def _draft_prefixes(config: Mapping[str, Any]) -> tuple[str, str]:
-    """What stands before the names of the first MTP layer's weights here, and in files."""
+def _draft_prefix_in_files(config: Mapping[str, Any]) -> str:
+    """Return the prefix that files give to the weights of the first MTP layer."""
     appended = config.get("model_type") in APPENDED and has_mtp(config)
-    return MTP_PREFIX, f"model.layers.{config['num_hidden_layers']}." if appended else MTP_PREFIX
+    return f"model.layers.{config['num_hidden_layers']}." if appended else MTP_PREFIX
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by HF name, on the CPU; `lm_head.weight` is present even when tied.
+    """Read all tensors of a checkpoint by HF name, on the CPU; `lm_head.weight` is there even when tied.
 
-    Raises ValueError when there is no safetensors file.
+    Raises:
+        ValueError: there is no safetensors file.
     """
     from safetensors.torch import load_file
 
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ValueError(f"model.path={str(path)!r} holds no *.safetensors file.")
-    weights: dict[str, torch.Tensor] = {}
+
+    stored_weights: dict[str, torch.Tensor] = {}
     for file in files:
-        weights.update(load_file(file))
+        stored_weights.update(load_file(file))
+
+    # Experts that are fused in files become one weight each.
     config = read_json(Path(path) / "config.json", "model.path")
     weights = {
         part: tensor[index] if index else tensor
-        for name, tensor in weights.items()
-        if (ours := read_name(name, config))
-        for part, index, _ in stored.apart(ours, tuple(tensor.shape))
+        for name, tensor in stored_weights.items()
+        if (hf_name := read_name(name, config))
+        for part, index, _ in stored.split_experts(hf_name, tuple(tensor.shape))
     }
     if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -195,9 +218,13 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every stored tensor, from the files' headers alone; a tied head is not added.
+    """Return HF name -> shape of every stored tensor from the headers of the files; no tied head is added.
 
-    Raises ValueError naming the file that is not there or broken; setting: what named the directory.
+    Args:
+        setting: name of the setting that holds the path, for messages.
+
+    Raises:
+        ValueError: a file is missing or broken; names it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -209,11 +236,13 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
             f"{setting}={str(path)!r}: {_some(absent)} of model.safetensors.index.json is not there. "
             "Download the checkpoint again."
         )
+
     if not files:
         raise ValueError(
             f"{setting}={str(path)!r} holds no *.safetensors file: point it at a checkpoint with weights, or "
             "convert pytorch_model.bin with transformers' save_pretrained."
         )
+
     shapes: dict[str, tuple[int, ...]] = {}
     config = read_json(Path(path) / "config.json", setting)
     for file in files:
@@ -222,8 +251,10 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
                 shapes |= {
                     part: shape
                     for name in opened.keys()  # noqa: SIM118
-                    if (ours := read_name(name, config))
-                    for part, _, shape in stored.apart(ours, tuple(opened.get_slice(name).get_shape()))
+                    if (hf_name := read_name(name, config))
+                    for part, _, shape in stored.split_experts(
+                        hf_name, tuple(opened.get_slice(name).get_shape())
+                    )
                 }
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size if file.exists() else 0
@@ -236,16 +267,20 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
 def check_weights(
     weights: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
 ) -> None:
-    """Names and shapes must be exactly those expected.
+    """Check that names and shapes are exactly the expected ones.
 
-    optional: names that may be there or not. Raises ValueError naming what is missing, unknown or
-    of a wrong shape.
+    Args:
+        optional: names that may be there or not.
+
+    Raises:
+        ValueError: names the weights that are missing, unknown or of a wrong shape.
     """
     problems = []
     if missing := sorted(expected.keys() - weights.keys() - optional):
         problems.append(f"missing {_some(missing)}")
     if unknown := sorted(weights.keys() - expected.keys() - optional):
         problems.append(f"unknown {_some(unknown)}")
+
     wrong = [
         f"{name} {tuple(weights[name].shape)} instead of {shape}"
         for name, shape in expected.items()
@@ -253,6 +288,7 @@ def check_weights(
     ]
     if wrong:
         problems.append(f"wrong shape {_some(wrong)}")
+
     if problems:
         raise ValueError(
             f"The weights do not fit the model: {'; '.join(problems)}. "
@@ -269,12 +305,13 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
     """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
 
     A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does. Experts are
-    fused where they are in `like`, and a vision tower, which is not read, is copied.
+    fused where `like` has them fused, and a vision tower, which is not read, is copied.
     """
     from safetensors.torch import save_file
 
     path, like = Path(path), Path(like)
     path.mkdir(parents=True, exist_ok=True)
+
     config = read_config(like)
     tied = bool(config.get("tie_word_embeddings"))
     tensors = {
@@ -283,15 +320,16 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
         if not (tied and name == "lm_head.weight")
     }
     if stored.is_qwen_hybrid(config):
-        _as_in_files(tensors, like)
+        _restore_layout(tensors, like)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
     if path.resolve() != like.resolve():
         for name in ("config.json", *TOKENIZER_FILES):
             if (like / name).is_file():
                 shutil.copy2(like / name, path / name)
 
 
-def _as_in_files(tensors: dict[str, torch.Tensor], like: Path) -> None:
+def _restore_layout(tensors: dict[str, torch.Tensor], like: Path) -> None:
     """Fuse experts that are fused in the files of `like`, and add its vision tower."""
     from safetensors import safe_open
 
@@ -301,10 +339,11 @@ def _as_in_files(tensors: dict[str, torch.Tensor], like: Path) -> None:
                 if name.startswith(stored.VISION):
                     tensors[name] = opened.get_tensor(name)
                     continue
+
                 shape = tuple(opened.get_slice(name).get_shape())
-                parts = [(part, index) for part, index, _ in stored.apart(name, shape) if index]
-                if parts and parts[0][0] in tensors:
-                    fused = tensors[parts[0][0]].new_empty(shape)
-                    for part, index in parts:
+                experts = [(part, index) for part, index, _ in stored.split_experts(name, shape) if index]
+                if experts and experts[0][0] in tensors:
+                    fused = tensors[experts[0][0]].new_empty(shape)
+                    for part, index in experts:
                         fused[index] = tensors.pop(part)
                     tensors[name] = fused

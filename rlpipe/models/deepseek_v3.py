@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlpipe.models import glm4_moe
-from rlpipe.models.base import DENSE_LAYER, Experts, Family, whole_number
+from rlpipe.models.base import DENSE_LAYER, Experts, Family, refuse, whole_number
 from rlpipe.models.latent import LatentAttention
 
 RELEASED = "a DeepSeek-V3, V3.1, R1 or Moonlight"
@@ -25,7 +25,7 @@ LAYER = tuple(part for part in DENSE_LAYER if not part.megatron[0].startswith(_G
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly."""
     expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     for name, value in expected.items():
         if config.get(name, value) != value:
@@ -37,7 +37,7 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
 
 
 def read_latent(config: Mapping[str, Any]) -> LatentAttention:
-    """Latent attention of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the latent attention of a config.json. Raises ValueError for what would be computed wrongly."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, plain, rotary, value = (whole_number(name, config.get(name)) for name in names)
     query_rank = whole_number("q_lora_rank", config["q_lora_rank"]) if config.get("q_lora_rank") else 0
@@ -48,12 +48,10 @@ def read_latent(config: Mapping[str, Any]) -> LatentAttention:
         f"v_head_dim={value} above qk_nope_head_dim + qk_rope_head_dim = {plain + rotary}": value
         > plain + rotary,
     }
-    for what, present in refused.items():
-        if present:
-            raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use {RELEASED} "
-                "as released."
-            )
+    refuse(
+        refused,
+        f"use {RELEASED} as released.",
+    )
     return LatentAttention(
         query_rank=query_rank,
         kv_rank=kv_rank,

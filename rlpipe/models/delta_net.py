@@ -10,33 +10,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlpipe.models.base import DENSE_LAYER, Experts, Layout, Part, whole_number
+from rlpipe.models.base import DENSE_LAYER, Experts, Layout, Part, refuse, whole_number
 
-_OURS, _THEIRS = "self_attention.", "linear_attn."
+_MEGATRON, _HF = "self_attention.", "linear_attn."
 COMMON = (
-    Part((f"{_OURS}conv_weight",), (f"{_THEIRS}conv1d.weight",), Layout.DELTA),
-    Part((f"{_OURS}A_log",), (f"{_THEIRS}A_log",), Layout.DELTA),
-    Part((f"{_OURS}dt_bias",), (f"{_THEIRS}dt_bias",), Layout.DELTA),
-    Part((f"{_OURS}norm_weight",), (f"{_THEIRS}norm.weight",)),
-    Part((f"{_OURS}out_proj.weight",), (f"{_THEIRS}out_proj.weight",), Layout.COLUMNS),
+    Part((f"{_MEGATRON}conv_weight",), (f"{_HF}conv1d.weight",), Layout.DELTA),
+    Part((f"{_MEGATRON}A_log",), (f"{_HF}A_log",), Layout.DELTA),
+    Part((f"{_MEGATRON}dt_bias",), (f"{_HF}dt_bias",), Layout.DELTA),
+    Part((f"{_MEGATRON}norm_weight",), (f"{_HF}norm.weight",)),
+    Part((f"{_MEGATRON}out_proj.weight",), (f"{_HF}out_proj.weight",), Layout.COLUMNS),
 )
 FUSED = (  # Qwen3-Next: the rows of each key head together, as here
-    Part((f"{_OURS}in_proj_qkvz.weight",), (f"{_THEIRS}in_proj_qkvz.weight",), Layout.DELTA),
-    Part((f"{_OURS}in_proj_ba.weight",), (f"{_THEIRS}in_proj_ba.weight",), Layout.DELTA),
+    Part((f"{_MEGATRON}in_proj_qkvz.weight",), (f"{_HF}in_proj_qkvz.weight",), Layout.DELTA),
+    Part((f"{_MEGATRON}in_proj_ba.weight",), (f"{_HF}in_proj_ba.weight",), Layout.DELTA),
     *COMMON,
 )
-APART = (  # Qwen3.5
+SEPARATE = (  # Qwen3.5
     Part(
-        (f"{_OURS}in_proj_qkvz.weight",),
-        tuple(f"{_THEIRS}in_proj_{x}.weight" for x in ("qkv", "z")),
+        (f"{_MEGATRON}in_proj_qkvz.weight",),
+        tuple(f"{_HF}in_proj_{x}.weight" for x in ("qkv", "z")),
         Layout.DELTA,
-        f"{_THEIRS}in_proj_qkvz.weight",
+        f"{_HF}in_proj_qkvz.weight",
     ),
     Part(
-        (f"{_OURS}in_proj_ba.weight",),
-        tuple(f"{_THEIRS}in_proj_{x}.weight" for x in ("b", "a")),
+        (f"{_MEGATRON}in_proj_ba.weight",),
+        tuple(f"{_HF}in_proj_{x}.weight" for x in ("b", "a")),
         Layout.DELTA,
-        f"{_THEIRS}in_proj_ba.weight",
+        f"{_HF}in_proj_ba.weight",
     ),
     *COMMON,
 )
@@ -53,7 +53,7 @@ class DeltaNet:
     """Gated delta nets in place of the attention of some layers.
 
     A key head serves value_heads / key_heads value heads. kernel: tokens a convolution reads.
-    linear: of each layer, whether it has one. apart: whether files keep the input projections apart.
+    linear: of each layer, whether it has one. separate: whether files keep each input projection in a tensor.
     """
 
     key_heads: int
@@ -62,7 +62,7 @@ class DeltaNet:
     value_dim: int
     kernel: int
     linear: tuple[bool, ...]
-    apart: bool = False
+    separate: bool = False
 
     @property
     def keys(self) -> int:
@@ -76,7 +76,7 @@ class DeltaNet:
 
     @property
     def state(self) -> int:
-        """Numbers that a conversation keeps in one layer: of its state, and of the convolution."""
+        """Numbers that one conversation holds per layer: its state, and inputs of the convolution."""
         return self.values * self.key_dim + self._convolved * (self.kernel - 1)
 
     @property
@@ -84,21 +84,22 @@ class DeltaNet:
         return 2 * self.keys + self.values
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """HF name after `layers.N.` -> shape of each weight of a delta net."""
+        """Yield HF name after `layers.N.` and shape of each weight of a delta net."""
         rows = {"in_proj_qkvz": self._convolved + self.values, "in_proj_ba": 2 * self.value_heads}
-        if self.apart:
+        if self.separate:
             rows = {"in_proj_qkv": self._convolved, "in_proj_z": self.values}
             rows |= {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads}
+
         for name, size in rows.items():
-            yield f"{_THEIRS}{name}.weight", (size, hidden)
-        yield f"{_THEIRS}conv1d.weight", (self._convolved, 1, self.kernel)
+            yield f"{_HF}{name}.weight", (size, hidden)
+        yield f"{_HF}conv1d.weight", (self._convolved, 1, self.kernel)
         for name in ("A_log", "dt_bias"):
-            yield f"{_THEIRS}{name}", (self.value_heads,)
-        yield f"{_THEIRS}norm.weight", (self.value_dim,)
-        yield f"{_THEIRS}out_proj.weight", (hidden, self.values)
+            yield f"{_HF}{name}", (self.value_heads,)
+        yield f"{_HF}norm.weight", (self.value_dim,)
+        yield f"{_HF}out_proj.weight", (hidden, self.values)
 
     def blocks(self, name: str) -> tuple[int, ...]:
-        """Rows of a weight, by its HF name, that belong together: each block goes by key head in itself."""
+        """Return the sizes of a weight's row blocks, by its HF name; each block is ordered by key head."""
         sizes = {
             "conv1d.weight": (self.keys, self.keys, self.values),
             "in_proj_qkv.weight": (self.keys, self.keys, self.values),
@@ -106,11 +107,11 @@ class DeltaNet:
             "in_proj_qkvz.weight": (self._convolved + self.values,),
             "in_proj_ba.weight": (2 * self.value_heads,),
         }
-        return sizes.get(name.removeprefix(_THEIRS), (self.value_heads,))
+        return sizes.get(name.removeprefix(_HF), (self.value_heads,))
 
 
-def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
-    """The delta nets of a config.json. Raises ValueError for what would be computed wrongly."""
+def read_delta_net(config: Mapping[str, Any], *, separate: bool) -> DeltaNet:
+    """Read the delta nets of a config.json. Raises ValueError for what would be computed wrongly."""
     key_heads, value_heads, key_dim, value_dim, kernel = (
         whole_number(f"linear_{name}", config.get(f"linear_{name}"))
         for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -132,12 +133,10 @@ def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
         f"{drafts} MTP layers": drafts > 1,
         "mtp_use_dedicated_embeddings=true": config.get("mtp_use_dedicated_embeddings"),
     }
-    for what, present in refused.items():
-        if present:
-            raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-Next or "
-                "Qwen3.5 as released."
-            )
+    refuse(
+        refused,
+        "use a Qwen3-Next or Qwen3.5 as released.",
+    )
     return DeltaNet(
         key_heads=key_heads,
         value_heads=value_heads,
@@ -145,12 +144,12 @@ def read_delta_net(config: Mapping[str, Any], apart: bool) -> DeltaNet:
         value_dim=value_dim,
         kernel=kernel,
         linear=tuple(kind == "linear_attention" for kind in kinds),
-        apart=apart,
+        separate=separate,
     )
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of a config.json, with a shared expert that is gated. Raises ValueError for others."""
+    """Read the MoE settings of a config.json, with a gated shared expert. Raises ValueError for others."""
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     count, per_token, intermediate, shared = (whole_number(name, config.get(name)) for name in names)
     step, dense = config.get("decoder_sparse_step"), config.get("mlp_only_layers")
@@ -161,12 +160,10 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
         f"num_experts_per_tok={per_token} of num_experts={count}": per_token > count,
         "num_experts_per_tok=1 with norm_topk_prob, whose router learns nothing": per_token == 1 and normed,
     }
-    for what, present in refused.items():
-        if present:
-            raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-Next or "
-                "Qwen3.5 as released, whose layers are all mixtures of experts."
-            )
+    refuse(
+        refused,
+        "use a Qwen3-Next or Qwen3.5 as released, whose layers are all mixtures of experts.",
+    )
     return Experts(
         count=count,
         per_token=per_token,
@@ -179,4 +176,4 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
 
 # a server has no module of attention: its weights stand in the layer itself
 _DENSE = tuple(replace(part, served=part.served_name.replace("self_attn.", "")) for part in DENSE_LAYER)
-LAYER_FUSED, LAYER_APART = (*_DENSE, *FUSED), (*_DENSE, *APART)
+LAYER_FUSED, LAYER_SEPARATE = (*_DENSE, *FUSED), (*_DENSE, *SEPARATE)

@@ -9,7 +9,7 @@ pretraining, and RL does not move it. The MTP layer is a decoder layer with expe
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.models.base import Experts, Family, Layout, Part, whole_number
+from rlpipe.models.base import Experts, Family, Layout, Part, refuse, whole_number
 
 DRAFT = (
     Part(("enorm.weight",), ("enorm.weight",)),
@@ -28,7 +28,7 @@ _GROUPS = {
 def read_experts(
     config: Mapping[str, Any], released: str = "a GLM-4.5, 4.6 or 4.7", *, grouped: bool = False
 ) -> Experts:
-    """The mixture of a config.json. Raises ValueError for what would be computed wrongly.
+    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly.
 
     released: models that can be used, for the message. grouped: whether experts may come in groups.
     """
@@ -53,12 +53,11 @@ def read_experts(
         f"num_nextn_predict_layers={drafts}": drafts > 1,
         f"first_k_dense_replace={dense} of num_hidden_layers={layers}": not 0 <= dense < layers,
     }
-    for what, present in refused.items():
-        if present:
-            raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use {released} as "
-                f"released, with {_GROUPS[grouped]}, weights that sum to 1 and at most one MTP layer."
-            )
+    refuse(
+        refused,
+        f"use {released} as "
+        f"released, with {_GROUPS[grouped]}, weights that sum to 1 and at most one MTP layer.",
+    )
     return Experts(
         count=count,
         per_token=per_token,

@@ -11,7 +11,7 @@ _DOWN = ("kv_a_proj_with_mqa", "q_a_proj")
 
 
 def travels_with(name: str) -> str:
-    """A name that weights share which go to a server together, or are lost: SGLang fuses them as they come.
+    """Return a name that is equal for weights that must go to a server in one bucket: SGLang fuses them.
 
     >>> travels_with("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
     'model.layers.0.self_attn.q_a_proj.weight'
@@ -42,25 +42,25 @@ class LatentAttention:
     norm_eps = 1e-6  # of the latent vectors; the released code leaves it at this whatever the model's is
 
     def parts(self) -> Iterator[Part]:
-        """Weights of a layer's attention; a server fuses the two products that read the hidden state."""
-        down, ours, theirs = "kv_a_proj_with_mqa.weight", "self_attention.", "self_attn."
+        """Yield the weights of a layer's attention; a server fuses the two that read the hidden state."""
+        down, megatron, hf = "kv_a_proj_with_mqa.weight", "self_attention.", "self_attn."
         served = ""
         if self.query_rank:
-            served = f"{theirs}fused_qkv_{down.removeprefix('kv_')}"
+            served = f"{hf}fused_qkv_{down.removeprefix('kv_')}"
             yield Part(
-                (f"{ours}linear_q_down_proj.weight",), (f"{theirs}q_a_proj.weight",), Layout.ROWS, served
+                (f"{megatron}linear_q_down_proj.weight",), (f"{hf}q_a_proj.weight",), Layout.ROWS, served
             )
-        yield Part((f"{ours}linear_kv_down_proj.weight",), (theirs + down,), Layout.ROWS, served)
+        yield Part((f"{megatron}linear_kv_down_proj.weight",), (hf + down,), Layout.ROWS, served)
         if self.query_rank:
-            yield Part((f"{ours}q_layernorm.weight",), (f"{theirs}q_a_layernorm.weight",))
-        yield Part((f"{ours}kv_layernorm.weight",), (f"{theirs}kv_a_layernorm.weight",))
+            yield Part((f"{megatron}q_layernorm.weight",), (f"{hf}q_a_layernorm.weight",))
+        yield Part((f"{megatron}kv_layernorm.weight",), (f"{hf}kv_a_layernorm.weight",))
         query = ("linear_q_up_proj", "q_b_proj") if self.query_rank else ("linear_q_proj", "q_proj")
-        for mine, its in (query, ("linear_kv_up_proj", "kv_b_proj")):
-            yield Part((f"{ours}{mine}.weight",), (f"{theirs}{its}.weight",), Layout.HEADS)
-        yield Part((f"{ours}linear_proj.weight",), (f"{theirs}o_proj.weight",), Layout.COLUMNS)
+        for megatron_name, hf_name in (query, ("linear_kv_up_proj", "kv_b_proj")):
+            yield Part((f"{megatron}{megatron_name}.weight",), (f"{hf}{hf_name}.weight",), Layout.HEADS)
+        yield Part((f"{megatron}linear_proj.weight",), (f"{hf}o_proj.weight",), Layout.COLUMNS)
 
     def shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name within `self_attn.` -> shape."""
+        """Return Hugging Face name within `self_attn.` -> shape."""
         query = heads * (self.plain + self.rotary)
         shapes: dict[str, tuple[int, ...]] = {"q_proj": (query, hidden)}
         if self.query_rank:

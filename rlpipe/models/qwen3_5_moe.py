@@ -6,12 +6,12 @@ carry over (see `stored`).
 
 from dataclasses import replace
 
-from rlpipe.models.delta_net import LAYER_APART, read_delta_net
+from rlpipe.models.delta_net import LAYER_SEPARATE, read_delta_net
 from rlpipe.models.qwen3_next import FAMILY as _NEXT
 
 FAMILY = replace(
     _NEXT,
     name="qwen3_5_moe",
-    layer=LAYER_APART,
-    delta=lambda config: read_delta_net(config, apart=True),
+    layer=LAYER_SEPARATE,
+    delta=lambda config: read_delta_net(config, separate=True),
 )

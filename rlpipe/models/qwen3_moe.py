@@ -7,11 +7,11 @@ and stays off. The router computes in float32.
 from collections.abc import Mapping
 from typing import Any
 
-from rlpipe.models.base import Experts, Family, whole_number
+from rlpipe.models.base import Experts, Family, refuse, whole_number
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of a config.json. Raises ValueError for what would be computed wrongly."""
+    """Read the MoE settings of a config.json. Raises ValueError for what would be computed wrongly."""
     count = whole_number("num_experts", config.get("num_experts", config.get("num_local_experts")))
     per_token, intermediate = (
         whole_number(name, config.get(name)) for name in ("num_experts_per_tok", "moe_intermediate_size")
@@ -27,13 +27,12 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
         f"num_experts_per_tok={per_token} of num_experts={count}": per_token > count,
         "num_experts_per_tok=1 with norm_topk_prob, whose router learns nothing": per_token == 1 and normed,
     }
-    for what, present in refused.items():
-        if present:
-            raise ValueError(
-                f"The model's config.json asks for {what}, which is not supported: use a Qwen3-MoE whose "
-                "layers are all mixtures of experts, as the released ones are, with spec.mode=none, "
-                "spec.drafter=eagle3 or spec.drafter=suffix."
-            )
+    refuse(
+        refused,
+        "use a Qwen3-MoE whose "
+        "layers are all mixtures of experts, as the released ones are, with spec.mode=none, "
+        "spec.drafter=eagle3 or spec.drafter=suffix.",
+    )
     return Experts(count=count, per_token=per_token, intermediate=intermediate, normed=normed)
 
 

@@ -15,7 +15,7 @@ FAMILY = Family(
     draft=DRAFT,
     experts=read_experts,
     rotary=0.25,
-    delta=lambda config: read_delta_net(config, apart=False),
+    delta=lambda config: read_delta_net(config, separate=False),
     draft_place="",
     draft_block="layers.0",
     draft_on_cpu=False,

@@ -1,4 +1,4 @@
-"""Where the files of Qwen3-Next and Qwen3.5 depart from what is read of them: configs, names, fused experts.
+"""Files of Qwen3-Next and Qwen3.5 where they differ from ours: configs, names, fused experts.
 
     mtp.fc, mtp.norm, ..., mtp.layers.0.*     the MTP layer; config.json may not mention it
     model.language_model.*                    the text of a Qwen3.5, its settings in `text_config`
@@ -15,7 +15,7 @@ from typing import Any
 
 MTP = "mtp."
 MTP_LAYER = "mtp.layers.0."
-OURS = "model.mtp_layers.0."
+MTP_PREFIX = "model.mtp_layers.0."
 VISION = "model.visual."
 _TEXT = "model.language_model."
 _OF_DRAFT = ("fc.", "norm.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.")
@@ -26,27 +26,30 @@ _FUSED = {
 
 
 def is_qwen_hybrid(config: Mapping[str, Any]) -> bool:
-    """Whether files are named as described here."""
+    """Return whether files are named as described here."""
     return str(config.get("model_type")).startswith(("qwen3_next", "qwen3_5"))
 
 
-def plain_config(config: Mapping[str, Any], mtp: bool | None) -> dict[str, Any]:
-    """A config.json with the settings of its text at the top and its MTP layer under the usual name.
+def plain_config(config: Mapping[str, Any], *, mtp: bool | None) -> dict[str, Any]:
+    """Return a config.json with its text settings at the top and its MTP layer under the usual name.
 
-    mtp: whether the files hold one, None where there are no files to ask.
+    mtp: whether the files hold an MTP layer; None where there are no files to look into.
     """
     if not is_qwen_hybrid(config):
         return dict(config)
+
     text = config.get("text_config") or {}
     plain = {**config, **text, "model_type": config["model_type"]}
     plain["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+
+    # config.json may not mention the MTP layer, so the files decide.
     layers = plain.get("num_nextn_predict_layers") or plain.get("mtp_num_hidden_layers") or int(mtp or 0)
     plain["num_nextn_predict_layers"] = 0 if mtp is False else layers
     return plain
 
 
 def file_name(name: str, config: Mapping[str, Any]) -> str:
-    """What files and servers call a weight.
+    """Return the name of a weight in files and on servers.
 
     >>> file_name("model.mtp_layers.0.fc.weight", {})
     'mtp.fc.weight'
@@ -55,31 +58,33 @@ def file_name(name: str, config: Mapping[str, Any]) -> str:
     >>> file_name("model.norm.weight", {"text_config": {}})
     'model.language_model.norm.weight'
     """
-    if name.startswith(OURS):
-        rest = name.removeprefix(OURS)
-        return (MTP if rest.startswith(_OF_DRAFT) else MTP_LAYER) + rest
+    if name.startswith(MTP_PREFIX):
+        suffix = name.removeprefix(MTP_PREFIX)
+        return (MTP if suffix.startswith(_OF_DRAFT) else MTP_LAYER) + suffix
     if "text_config" in config and name.startswith("model."):
         return _TEXT + name.removeprefix("model.")
     return name
 
 
-def our_name(name: str, config: Mapping[str, Any]) -> str:
-    """The inverse of `file_name`; empty for a weight that is not read.
+def hf_name(name: str, config: Mapping[str, Any]) -> str:
+    """Return the name of a weight that files call `name`; empty for a weight that is not read.
 
-    >>> our_name("mtp.layers.0.mlp.gate.weight", {}), our_name("model.visual.patch_embed.proj.weight", {})
+    >>> hf_name("mtp.layers.0.mlp.gate.weight", {}), hf_name("model.visual.patch_embed.proj.weight", {})
     ('model.mtp_layers.0.mlp.gate.weight', '')
     """
     if name.startswith(VISION):
         return ""
     if name.startswith(MTP):
-        return OURS + name.removeprefix(MTP_LAYER if name.startswith(MTP_LAYER) else MTP)
+        return MTP_PREFIX + name.removeprefix(MTP_LAYER if name.startswith(MTP_LAYER) else MTP)
     return "model." + name.removeprefix(_TEXT) if name.startswith(_TEXT) else name
 
 
-def apart(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Name, index and shape of each weight in a tensor of all experts; the whole for any other.
+def split_experts(
+    name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+    """Yield name, index and shape of each weight in a tensor of all experts; any other tensor as it is.
 
-    >>> for name, _, rows in apart("model.layers.7.mlp.experts.down_proj", (2, 8, 4)):
+    >>> for name, _, rows in split_experts("model.layers.7.mlp.experts.down_proj", (2, 8, 4)):
     ...     print(name, rows)
     model.layers.7.mlp.experts.0.down_proj.weight (8, 4)
     model.layers.7.mlp.experts.1.down_proj.weight (8, 4)
@@ -88,12 +93,13 @@ def apart(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[Any, .
     if ending is None:
         yield name, (), shape
         return
-    before, parts = name.removesuffix(ending) + "mlp.experts.", _FUSED[ending]
-    rows = shape[1] // len(parts)
+
+    prefix, matrices = name.removesuffix(ending) + "mlp.experts.", _FUSED[ending]
+    rows = shape[1] // len(matrices)
     for expert in range(shape[0]):
-        for place, part in enumerate(parts):
+        for position, matrix in enumerate(matrices):
             yield (
-                f"{before}{expert}.{part}",
-                (expert, slice(place * rows, (place + 1) * rows)),
+                f"{prefix}{expert}.{matrix}",
+                (expert, slice(position * rows, (position + 1) * rows)),
                 (rows, shape[2]),
             )
