@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
+from rlpipe.config.renamed import outdated_setting
 from rlpipe.config.run import Config
 
 
@@ -61,6 +62,10 @@ def unknown_setting(key: str, value: str) -> ValueError | None:
     parents = [".".join(parts[:n]) for n in range(1, len(parts))]
     if key in known or any(isinstance(known.get(parent), dict) for parent in parents):
         return None
+
+    if refusal := outdated_setting(key, value):
+        return refusal
+
     closest = closest_setting(key)
     meant = f" Did you mean {closest}?" if closest else ""
     return ValueError(

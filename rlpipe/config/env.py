@@ -68,7 +68,6 @@ class SandboxConfig:
         all of them together. processes: alive at once. file_mb: largest file. tree_mb, tree_files: all
         files of the work tree and /tmp. output_kb: of stdout and stderr together.
     memo: reuse the outcome of the same command on the same file tree (bubblewrap only).
-    memo_mb: room for them; the least recently used ones leave first.
     image: container image for all instances; empty takes the instance's own.
     """
 
@@ -82,13 +81,12 @@ class SandboxConfig:
     tree_files: int = 2000
     output_kb: int = 256
     memo: bool = True
-    memo_mb: int = 256
     image: str = ""
 
     def __post_init__(self) -> None:
         names = ("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb", "tree_mb", "tree_files")
         remedy = "model output never runs without this limit"
-        positive(self, "env.sandbox", *names, "output_kb", "memo_mb", remedy=remedy)
+        positive(self, "env.sandbox", *names, "output_kb", remedy=remedy)
 
 
 def _check_sizes(settings: ReasoningConfig | ToolsConfig, section: str) -> None:

@@ -43,9 +43,7 @@ class RolloutConfig:
     max_running: KV rows of an engine; running requests and idle conversations share them.
     max_context: tokens of a conversation, prompt included (at most the model's
         max_position_embeddings). max_new_tokens: per turn.
-    temperature: of training rollouts; 0 is greedy. top_p, top_k: 1 and 0 (off) are all that is accepted:
-        a cut distribution is the behaviour policy, and the trainer would have to replay the kept set of
-        every token to weigh it; with the full one its logprobs are exact.
+    temperature: of training rollouts; 0 is greedy.
     ignore_eos: every turn runs to max_new_tokens (for benchmarks).
     device: "auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ...
     threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
@@ -66,8 +64,6 @@ class RolloutConfig:
     max_context: int = 512
     max_new_tokens: int = 48
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     ignore_eos: bool = False
     device: str = "auto"
     dtype: Dtype = Dtype.FLOAT32
@@ -89,12 +85,6 @@ class RolloutConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"rollout.device={self.device!r} is no device: set auto, cpu, cuda, or one GPU as in cuda:1."
-            )
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
-                f"rollout.top_p={self.top_p}, rollout.top_k={self.top_k}: rollouts are sampled from the "
-                "whole distribution, because the trainer does not replay a kept set and its ratios would be "
-                "wrong. Leave top_p=1 and top_k=0, and lower rollout.temperature for sharper samples."
             )
 
     @property

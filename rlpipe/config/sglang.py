@@ -26,7 +26,7 @@ class WeightTransfer(Choice):
 class CanaryReaction(Choice):
     """What to do when a server does not hold the weights that were sent."""
 
-    RETRY = "retry"  # send them again, `canary_retries` times, then stop
+    RETRY = "retry"  # send them once more, then stop
     NO_SPECULATION = "no_speculation"  # the same, but a stale draft alone is then switched off
     STOP = "stop"  # end the run at once
 
@@ -39,20 +39,17 @@ class SglangConfig:
         .venv-sglang beside the installed rlpipe (what scripts/install_sglang makes).
     host, port: where the server listens; port 0 takes a free one.
     tp: GPUs of one server (tensor parallel).
-    draft_path: checkpoint of the draft; empty: the MTP layer of the model's own checkpoint.
     start_timeout: seconds until a server that is started must answer.
     request_timeout: seconds a turn may be without new tokens; a turn that still streams never ends for it.
     update_timeout: seconds one request of a weight update may take, and the whole of a broadcast.
-    health_interval, health_timeout: seconds between two questions to the server, and until one must be
-        answered; a server that answers neither of two hangs, and is killed and replaced.
+    health_timeout: seconds until the server must answer a health request; one that answers neither of two
+        hangs, and is killed and replaced. Requests are a third of it apart, at most 10 seconds.
     max_restarts: dead or hung servers that are replaced between two weight updates; one more ends the run.
     weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request, and, with
         collective, of those that the trainer's ranks gather at once.
     abort_on_update: requests that run when weights change end with what they have and are continued as new
         ones. Off: they go on inside the server, by rollout.kv_on_update.
-    on_canary_failure, canary_retries: see `CanaryReaction`.
-    decode_steps_between_prefills: that a server takes before it lets new turns join those that run, so that
-        several join in one pass; 0 lets each join at once.
+    on_canary_failure: see `CanaryReaction`.
     attention_backend: empty lets SGLang choose (on a CPU: torch_native). memory_fraction: of a GPU for
         weights and KV; 0 lets SGLang choose. deterministic: --enable-deterministic-inference, which makes
         SGLang honour the seed of each request; it needs a GPU attention backend.
@@ -65,19 +62,15 @@ class SglangConfig:
     host: str = "127.0.0.1"
     port: int = 0
     tp: int = 1
-    draft_path: str = ""
     start_timeout: float = 300.0
     request_timeout: float = 600.0
     update_timeout: float = 300.0
-    health_interval: float = 10.0
     health_timeout: float = 30.0
     max_restarts: int = 3
     weight_transfer: WeightTransfer = WeightTransfer.AUTO
     bucket_mb: int = 256
     abort_on_update: bool = False
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY
-    canary_retries: int = 1
-    decode_steps_between_prefills: int = 0
     attention_backend: str = ""
     memory_fraction: float = 0.0
     deterministic: bool = False
@@ -89,8 +82,8 @@ class SglangConfig:
         self.on_canary_failure = CanaryReaction(self.on_canary_failure)
         section, times = "rollout.sglang", ("start_timeout", "request_timeout", "update_timeout")
         at_least(1, self, section, "tp", "bucket_mb")
-        at_least(0, self, section, "canary_retries", "max_restarts", "decode_steps_between_prefills")
-        positive(self, section, *times, "health_interval", "health_timeout", remedy="name seconds")
+        at_least(0, self, section, "max_restarts")
+        positive(self, section, *times, "health_timeout", remedy="name seconds")
         if not 0 <= self.port < 65536:
             raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
         if not 0 <= self.memory_fraction < 1:

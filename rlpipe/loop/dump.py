@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.config.paths import resolve
+from rlpipe.config.renamed import current_name
 from rlpipe.config.run import Config
 from rlpipe.loop.saved_groups import read_groups, write_groups
 from rlpipe.models.checkpoint import read_config
@@ -252,6 +253,9 @@ def _read(directory: Path) -> dict[str, Any]:
             f"{' and '.join(map(str, _READABLE))}: "
             "train on it with the version that made it."
         )
+
+    # Settings of the trainer are compared by name, and an earlier version may have named them otherwise.
+    about["trainer"] = {current_name(name): value for name, value in about["trainer"].items()}
     return about
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import yaml
 
+from rlpipe.config.renamed import with_current_names
 from rlpipe.config.run import Resume
 
 CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
@@ -134,7 +135,7 @@ def _flat(text: str) -> dict[str, Any]:
         settings = yaml.safe_load(text)
     except yaml.YAMLError:
         return {}
-    return dict(walk("", settings)) if isinstance(settings, dict) else {}
+    return dict(walk("", with_current_names(settings))) if isinstance(settings, dict) else {}
 
 
 def _holder(run_dir: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rlpipe.config.renamed import with_current_names
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.names import Level
@@ -147,7 +148,7 @@ def _parse(text: str) -> dict[str, Any]:
         settings = yaml.safe_load(text)
     except yaml.YAMLError:
         return {}  # the report still shows the text
-    return settings if isinstance(settings, dict) else {}
+    return with_current_names(settings) if isinstance(settings, dict) else {}
 
 
 def dump(data: Any) -> str:

@@ -21,7 +21,7 @@ from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
 from rlpipe.config.run_mode import RunMode
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecMode
-from rlpipe.config.trainer import LayerSpec, check_parallel
+from rlpipe.config.trainer import LayerSpec, LrSchedule, check_parallel
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
@@ -325,7 +325,7 @@ def check_sglang(config: Config) -> None:
 
 
 def check_adapt(config: Config) -> None:
-    """What adaptation needs beyond what every run does. Raises ValueError."""
+    """Refuse settings that adaptation cannot honour. Raises ValueError."""
     config.adapt.environments(config.env)
     _require_sampling(config, "task=mtp_adapt learns the distribution of the target")
     if config.trainer.world_size > 1 and config.adapt.drafter.kind.has_directory:
@@ -333,6 +333,18 @@ def check_adapt(config: Config) -> None:
             f"adapt.drafter={config.adapt.drafter} is trained by one process, but trainer.tp*trainer.cp*"
             f"trainer.pp*trainer.dp={config.trainer.world_size}: set each to 1."
         )
+
+    # The learning rate of adaptation is constant after a share of the steps; `draft` has the one of RL.
+    for name, value, unused in (
+        ("warmup_steps", config.draft.warmup_steps, 0),
+        ("lr_schedule", config.draft.lr_schedule, LrSchedule.CONSTANT),
+    ):
+        if value != unused:
+            raise ValueError(
+                f"draft.{name}={value} with task=mtp_adapt: its learning rate rises over adapt.warmup="
+                f"{config.adapt.warmup} of the steps and is constant afterwards. Set draft.{name}={unused} "
+                "and adapt.warmup."
+            )
 
 
 def check_run_dir(run: RunSettings) -> None:

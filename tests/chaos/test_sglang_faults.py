@@ -42,7 +42,7 @@ def versions(tmp_path_factory):
 @pytest.fixture
 def disturbed(sglang, versions):
     """The shared server at version 1, watched closely."""
-    with configured(sglang, health_interval=0.5, health_timeout=5.0, bucket_mb=1):
+    with configured(sglang, health_timeout=5.0, bucket_mb=1):
         sglang.update_weights(versions[1][0], 1)
         yield sglang
 
@@ -135,7 +135,6 @@ def test_a_run_goes_on_and_trains_every_prompt_once_when_its_server_is_lost(tmp_
         "rollout.device=cpu",
         f"rollout.sglang.python={python}",
         "rollout.sglang.weight_transfer=collective",  # the trainer has the weights of the next server
-        "rollout.sglang.health_interval=0.5",
         "rollout.sglang.health_timeout=5",
         "rollout.sglang.update_timeout=30",  # a server that hangs while it takes weights is found after this
         cwd=tmp_path,

@@ -114,8 +114,10 @@ rollout.workers=0 | at least 1
 rollout.max_context=1 | at least 2
 rollout.temperature=-1 | 1.0 samples
 rollout.temperature=0 | set rollout.temperature=1.0
-rollout.top_p=0.9 | Leave top_p=1
-rollout.top_k=5 | top_k=0
+rollout.top_p=0.9 | Lower rollout.temperature
+rollout.top_k=5 | Lower rollout.temperature
+mtp.train=online | write draft.train=online
+rollout.sglang.canary_retries=3 | Leave it out
 rollout.device=gpu | set auto, cpu, cuda
 rollout.device=cuda | set rollout.device=cpu
 cluster=one_node | set rollout.device=cpu | rollout.device | cuda

@@ -18,6 +18,7 @@ from rlpipe.envs.sandbox.bubblewrap import execute
 from rlpipe.envs.sandbox.tree import File, Tree, fingerprint
 
 _OVERHEAD = 1024  # bytes a remembered outcome takes beside its contents, roughly
+_MEMO_BYTES = 256 << 20  # for remembered outcomes; the least recently used ones leave first
 
 
 class Memo:
@@ -60,7 +61,7 @@ class TreeRunner:
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
-        self.memo = Memo(config.memo_mb << 20) if config.memo else None
+        self.memo = Memo(_MEMO_BYTES) if config.memo else None
 
     @property
     def counts(self) -> tuple[int, int]:

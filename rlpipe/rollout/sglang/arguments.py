@@ -34,7 +34,6 @@ from rlpipe.weights.shared_memory import LOADER, SERVED
 
 _PLUGIN = "sglang_env/plugin"
 _WORKERS = "--tokenizer-worker-num"
-_ENOUGH_RUNNING = 4  # requests; with fewer, a turn that waits costs more than the prefill it shares
 _LARGEST_REUSED = 64 << 20  # bytes that a CPU server's allocator reuses for the next tensor
 _SAMPLED = (SpecMode.REJECTION, SpecMode.BLOCK)
 
@@ -83,11 +82,6 @@ def check_supported(
         return
 
     if spec.needs_draft:
-        if rollout.sglang.draft_path:
-            raise ValueError(
-                f"rollout.sglang.draft_path={rollout.sglang.draft_path!r} names an MTP layer, and "
-                f"spec.drafter={spec.drafter} drafts from spec.draft_path: leave the first empty."
-            )
         if rollout.sglang.weight_transfer is WeightTransfer.DISK:  # one checkpoint is read into both models
             raise ValueError(
                 f"rollout.sglang.weight_transfer=disk with spec.drafter={spec.drafter}: SGLang reads one "
@@ -95,31 +89,18 @@ def check_supported(
             )
         DRAFTERS[spec.drafter].check_sglang(spec, target, rollout.sglang)
         return
-    drafting = draft_path(rollout, spec, model_path)
-    draft = read_config(drafting)
-    require_mtp(draft, drafting, spec.mode)
-    if (layers := int(draft["num_nextn_predict_layers"])) > 1:
+    require_mtp(target, model_path, spec.mode)
+    if (layers := int(target["num_nextn_predict_layers"])) > 1:
         raise ValueError(
-            f"spec.mode={spec.mode}: SGLang's draft of a {draft['model_type']!r} holds one MTP layer and "
-            f"would load the {layers} of {str(drafting)!r} one over the other. Set rollout=embedded, or "
+            f"spec.mode={spec.mode}: SGLang's draft of a {target['model_type']!r} holds one MTP layer and "
+            f"would load the {layers} of {str(model_path)!r} one over the other. Set rollout=embedded, or "
             "spec.mode=none."
         )
-    if without_plugin and not family_of(draft).draft_on_cpu:
+    if without_plugin and not family_of(target).draft_on_cpu:
         raise ValueError(
-            f"spec.mode={spec.mode}: SGLang's MTP draft of a {draft['model_type']!r} starts on a CPU with "
+            f"spec.mode={spec.mode}: SGLang's MTP draft of a {target['model_type']!r} starts on a CPU with "
             "rlpipe's plugin alone. Set rollout.sglang.plugin=true, rollout=embedded, or spec.mode=none."
         )
-    if draft.get("vocab_size") != target.get("vocab_size"):
-        raise ValueError(
-            f"the draft {str(drafting)!r} has vocab_size={draft.get('vocab_size')} and the target "
-            f"{str(model_path)!r} has {target.get('vocab_size')}: drafted ids would mean other tokens. Set "
-            "rollout.sglang.draft_path to a draft made for this model, or leave it empty."
-        )
-
-
-def draft_path(rollout: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> Path:
-    """Where the draft's weights are; an MTP layer's in the model itself, unless a setting names it."""
-    return resolve(spec.draft_path or rollout.sglang.draft_path or str(model_path))
 
 
 def command(
@@ -136,10 +117,6 @@ def command(
     arguments += ["--max-running-requests", rollout.max_running]
     arguments += ["--context-length", context_length(rollout, spec)]
     arguments += ["--chunked-prefill-size", rollout.prefill_tokens, "--enable-priority-scheduling"]
-
-    if sglang.decode_steps_between_prefills:
-        arguments += ["--prefill-decode-interval", sglang.decode_steps_between_prefills]
-        arguments += ["--prefill-decode-interval-min-bs", _ENOUGH_RUNNING]
 
     backend = sglang.attention_backend
     if not on_gpu:
@@ -169,7 +146,7 @@ def command(
 
     if spec.mode is not SpecMode.NONE:
         arguments += ["--speculative-algorithm", spec.drafter.kind.sglang]
-        arguments += ["--speculative-draft-model-path", draft_path(rollout, spec, model_path)]
+        arguments += ["--speculative-draft-model-path", resolve(spec.draft_path or str(model_path))]
         arguments += ["--speculative-num-steps", spec.gamma, "--speculative-eagle-topk", 1]
         arguments += ["--speculative-num-draft-tokens", spec.gamma + 1]
         if spec.mode in _SAMPLED:

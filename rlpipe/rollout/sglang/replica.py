@@ -40,6 +40,7 @@ from rlpipe.weights.offer import Checksums, Offer
 from rlpipe.weights.sync import WeightSync
 
 _POLL_SECONDS = 0.5  # between two looks at the process
+_HEALTH_SECONDS = 10.0  # at most, between two health requests
 _END_SECONDS = 1.0  # a process is seen to end a moment after its connections broke
 PAUSE = "/pause_generation", {"mode": "in_place"}
 PROBE = "/server_info"  # answered by the scheduler, paused or not
@@ -222,7 +223,7 @@ class Replica:
 
             client, reason = self.client, "its process ended"
             if self.server.is_running():
-                if time.monotonic() - probed < self._config.sglang.health_interval:
+                if time.monotonic() - probed < min(_HEALTH_SECONDS, self._config.sglang.health_timeout / 3):
                     continue
                 answered = await self._answers(client, self._answer_timeout)
                 probed, reason = time.monotonic(), "it does not answer"
@@ -316,7 +317,6 @@ class Replica:
             folder = self._model_path
             if weights is not None:  # with the desired draft, not that of the first start
                 folder = stack.enter_context(self._sync.session.checkpoint(weights))
-                config = replace(config, sglang=replace(config.sglang, draft_path=""))
                 if spec.needs_draft and (folder / "draft").is_dir():
                     spec = replace(spec, draft_path=str(folder / "draft"))
             served = stack.enter_context(served_target(folder, spec))

@@ -30,6 +30,7 @@ from rlpipe.weights.transports.base import WeightUpdate
 
 CONTINUE = "/continue_generation", {"torch_empty_cache": False}
 _ATTEMPTS = 3  # with servers that live and yet do not answer
+_SENDS = 2  # of the same weights, before the run reacts to a server that does not hold them
 
 
 class Updates:
@@ -115,7 +116,7 @@ class Updates:
                 await client.post("/pause_generation", {"mode": mode}, self._sglang.update_timeout)
                 replica.stale = True  # until its fingerprints agree
 
-            for attempt in range(self._sglang.canary_retries + 1):
+            for attempt in range(_SENDS):
                 with replica.loading():
                     await self._send(client, desired, staged, flush=mode != "in_place")
                     sent = time.monotonic()

@@ -4,19 +4,12 @@ import pytest
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.draft import DraftConfig
-from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import require_mtp
 from rlpipe.preflight.settings import check
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 50}])
-def test_a_cut_distribution_is_refused_because_the_trainer_cannot_replay_it(setting):
-    with pytest.raises(ValueError, match=r"does not replay a kept set .* Leave top_p=1 and top_k=0"):
-        RolloutConfig(**setting)
 
 
 @pytest.mark.parametrize("mode", ["none", "tree"])

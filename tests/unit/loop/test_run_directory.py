@@ -97,6 +97,15 @@ def test_settings_of_another_version_are_no_difference(run_dir):
     assert settings_changed(run_dir, composed(), 4, Resume.AUTO) == {}
 
 
+def test_a_run_of_before_a_section_was_renamed_continues_with_the_same_values_alone(run_dir):
+    old = composed().replace("\ndraft:\n", "\nmtp:\n")
+    assert "\nmtp:\n" in old
+    (run_dir / "config.yaml").write_text(old)
+    assert settings_changed(run_dir, composed(), 4, Resume.AUTO) == {}
+    with pytest.raises(ValueError, match=r"draft\.lr: 0\.0001 -> 0\.5"):
+        settings_changed(run_dir, composed(draft__lr=0.5), 4, Resume.AUTO)
+
+
 def test_every_configuration_is_kept(run_dir):
     keep_settings(run_dir, composed(run__steps=99))
     first, second = sorted((run_dir / "configs").iterdir())

@@ -134,3 +134,11 @@ def test_an_adaptation_on_several_ranks_needs_processes_and_an_mtp_layer(tmp_pat
         check(adapting(ClusterMode.INLINE))
     with pytest.raises(ValueError, match=r"adapt\.drafter=eagle3 is trained by one process"):
         check_adapt(adapting(drafter="eagle3"))
+
+
+@pytest.mark.parametrize("setting", [{"warmup_steps": 5}, {"lr_schedule": "cosine"}])
+def test_a_schedule_that_adaptation_does_not_follow_is_refused(setting):
+    (name,) = setting
+    config = Config(task=Task.MTP_ADAPT, draft=DraftConfig(**setting))
+    with pytest.raises(ValueError, match=rf"draft\.{name}=.*adapt\.warmup"):
+        check_adapt(config)

@@ -247,7 +247,8 @@ def test_a_crashed_run_is_shown_as_far_as_it_came(run: Path) -> None:
 )
 def test_the_header_names_the_drafter(run: Path, drafter: str, title: str) -> None:
     settings = {"mode": "rejection", "gamma": 2} | ({"drafter": drafter} if drafter else {})
-    (run / "config.yaml").write_text(json.dumps({"spec": settings, "draft": {"train": "ppow"}}))
+    (run / "config.yaml").write_text(json.dumps({"spec": settings, "mtp": {"train": "ppow"}}))
+    assert load_run(run).settings["draft"] == {"train": "ppow"}  # a name of before version 0.2
     write_report([run], run / "report.html")
     assert f"{title}: rejection, gamma 2" in (run / "report.html").read_text()
 

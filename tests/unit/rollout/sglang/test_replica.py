@@ -61,7 +61,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(replica, "_END_SECONDS", 0.2)
     monkeypatch.setattr(replica, "_POLL_SECONDS", 0.05)
     config = RolloutConfig(engine="sglang", device="cpu")
-    config.sglang.health_interval, config.sglang.health_timeout = 0.1, 0.4
+    config.sglang.health_timeout = 0.4
     events = []
     running = SglangEngine(
         config, SpecConfig(), TINY, log_dir=tmp_path, on_event=lambda kind, **f: events.append((kind, f))
