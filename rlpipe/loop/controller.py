@@ -36,7 +36,7 @@ from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.masked import MaskedAttempts
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.worker_scaling import Growth
-from rlpipe.metrics.bus import NO_ROOM, MetricsBus
+from rlpipe.metrics.bus import NO_SPACE, MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.spans import Lane, SpanLog
@@ -287,7 +287,7 @@ class Controller:
             with (self.run_dir / "trajectories.jsonl").open("a") as file:
                 file.write("".join(line + "\n" for line in lines))
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in NO_SPACE:
                 raise
             self.bus.disk_full("trajectories.jsonl", error)
 

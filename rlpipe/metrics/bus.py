@@ -10,7 +10,7 @@ happens in a sink reaches a run.
 emit, commit and event never wait for a sink. Each sink has its own thread and a bounded queue: when
 the queue is full records are dropped (one `sink_slow` event), after `MAX_ERRORS` failures in a row the
 sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record). A full
-disk is different: it may get room again, so sinks go on trying, with one warning (`disk_full`) in all.
+disk is different: it may have space again, so sinks keep trying, with one warning (`disk_full`) in all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 4096  # records and events a sink may lag behind
 MAX_ERRORS = 3
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 Record = dict[str, Any]
 
@@ -62,7 +62,8 @@ class Sink(Protocol):
 class MetricsBus:
     """Thread-safe; usable as a context manager.
 
-    sinks: what records and events go to. events: a JSONL file that events are appended to besides.
+    sinks: receive records and events.
+    events: a JSONL file that events are appended to as well.
 
     Invariant: a value emitted for a step appears in exactly one record of that step. A step may be
     committed again (late validation): its second record holds only what was emitted since.
@@ -95,6 +96,8 @@ class MetricsBus:
                 )
             if isinstance(value, Spans):
                 spans += value.spans
+
+        # Spans go to their sinks at once, the other values wait for the commit.
         values = {name: value for name, value in values.items() if not isinstance(value, Spans)}
         if values:
             with self._lock:
@@ -112,17 +115,19 @@ class MetricsBus:
         """
         with self._lock:
             values = self._open.pop(step, {})
+
         record: Record = {STEP: step, "time": round(time.time(), 3)}
-        broken = []
+        nonfinite = []
         for name, value in observed(values):
             finite = isinstance(value, dict) or isfinite(value)
             record[name] = value if finite else None
             if not finite:
-                broken.append(name)
+                nonfinite.append(name)
+
         for worker in self._workers:
             worker.put("record", record)
-        if broken:
-            self.event("nonfinite_metric", step=step, names=broken)
+        if nonfinite:
+            self.event("nonfinite_metric", step=step, names=nonfinite)
         return record
 
     def event(self, kind: str, *, level: Level | None = None, **fields: Any) -> None:
@@ -135,40 +140,42 @@ class MetricsBus:
             worker.put("event", event)
 
     def take_back(self, timeout: float = 15.0) -> None:
-        """Forget what was emitted for steps that are open, and wait until every sink has what was committed.
+        """Drop the values of open steps, and wait until every sink has received the committed records.
 
-        For a run that goes back to a checkpoint; waits `timeout` seconds at most for all sinks.
+        For a run that returns to a checkpoint; waits at most `timeout` seconds for all sinks.
         """
         with self._lock:
             self._open.clear()
+
         deadline = time.monotonic() + timeout
         for worker in self._workers:
             worker.wait(deadline - time.monotonic())
 
     def close(self, timeout: float = 15.0) -> None:
-        """Commit what is open, let the sinks finish for at most `timeout` seconds in all; idempotent."""
+        """Commit the open steps and let the sinks finish, at most `timeout` seconds in all; idempotent."""
         for step in sorted(self._open):
             self.commit(step)
         deadline = time.monotonic() + timeout
-        *others, last = self._workers or [None]
-        for worker in others:
+        for worker in self._workers[:-1]:
             worker.finish()
-        # The last one (the events file) stays open for what the others report while they end.
-        for worker in (*others, last) if last else ():
+
+        # The last one (the events file) stays open for the events of the others while they end.
+        for worker in self._workers:
             worker.finish()
-            if not worker.join(max(1.0 if worker is last else 0.0, deadline - time.monotonic())):
+            is_last = worker is self._workers[-1]
+            if not worker.join(max(1.0 if is_last else 0.0, deadline - time.monotonic())):
                 logger.warning(
                     "metrics sink %s did not finish within %.0f s: its last records may be missing",
                     worker.sink.name,
                     timeout,
                 )
 
-    def disk_full(self, sink: str, error: OSError) -> None:
-        """A sink, or whoever else writes for readers, found no room; the first one to say so is recorded."""
+    def disk_full(self, sink: str, error: Exception) -> None:
+        """Report that a sink, or another writer, had no space on the disk; the first report is recorded."""
         with self._lock:
             first, self._disk_was_full = not self._disk_was_full, True
         if first:
-            logger.warning("the disk is full, what %s was given is lost until it has room: %s", sink, error)
+            logger.warning("the disk is full: records for %s are lost until it has space: %s", sink, error)
             self.event("disk_full", sink=sink, error=str(error))
 
     def __enter__(self) -> MetricsBus:
@@ -179,7 +186,7 @@ class MetricsBus:
 
 
 def observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[str, list[float]]]]:
-    """Names and values of a record, sorted; what was not observed is left out."""
+    """Yield the names and values of a record, sorted, except those that were not observed."""
     for name, metric in sorted(values.items()):
         value = metric.value()
         if isinstance(metric, Sketch):
@@ -188,8 +195,11 @@ def observed(values: Mapping[str, Value]) -> Iterator[tuple[str, float | dict[st
             yield name, value
 
 
-def _no_room(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in NO_ROOM
+def _no_space(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_SPACE
+
+
+_Item = tuple[str, Record | list[Span] | threading.Event]  # method of the sink or "wait", its argument
 
 
 class _Worker:
@@ -199,7 +209,7 @@ class _Worker:
         self.sink = sink
         self._bus = bus
         self._takes = {what for what in ("record", "event", "spans") if hasattr(sink, what)}
-        self._queue: queue.Queue[tuple[str, Record | list[Span] | threading.Event]] = queue.Queue(queue_size)
+        self._queue: queue.Queue[_Item] = queue.Queue(queue_size)
         self._closing = threading.Event()
         self._disabled = threading.Event()
         self._was_slow = False
@@ -221,20 +231,20 @@ class _Worker:
                 self._bus.event("sink_slow", sink=self.sink.name, queued=self._queue.maxsize)
 
     def wait(self, timeout: float) -> None:
-        """Return once the sink was given all that is queued now, or cannot be within `timeout` seconds."""
-        given = threading.Event()
+        """Return once the sink has received everything queued now, or after `timeout` seconds."""
+        reached = threading.Event()
         if self._disabled.is_set() or not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
-            self._queue.put(("wait", given), timeout=max(0.0, timeout))
-            given.wait(max(0.0, timeout))
+            self._queue.put(("wait", reached), timeout=max(0.0, timeout))
+            reached.wait(max(0.0, timeout))
 
     def finish(self) -> None:
-        """Take nothing more; the thread ends once its queue is empty."""
+        """Refuse further items; the thread ends once its queue is empty."""
         self._closing.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end; True when it came."""
+        """Wait for the end of the thread; return whether it ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -244,32 +254,34 @@ class _Worker:
         except Exception as error:
             self._disable(error)
             return
+
         errors = 0
         while (item := self._next()) is not None:
             what, payload = item
-            if what == "wait":
+            if isinstance(payload, threading.Event):
                 payload.set()
                 continue
             try:
                 getattr(self.sink, what)(payload)
                 errors = 0
             except Exception as error:
-                if _no_room(error):
+                if _no_space(error):
                     self._bus.disk_full(self.sink.name, error)
                     continue
                 errors += 1
                 if errors == MAX_ERRORS:
                     self._disable(error)
                     break
+
         try:
             self.sink.close()
         except Exception as error:
-            if _no_room(error):
+            if _no_space(error):
                 self._bus.disk_full(self.sink.name, error)
             else:
                 self._disable(error)
 
-    def _next(self) -> tuple[str, Record | list[Span] | threading.Event] | None:
+    def _next(self) -> _Item | None:
         """The next item; None once closing and empty."""
         while True:
             try:

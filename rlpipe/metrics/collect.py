@@ -1,8 +1,8 @@
-"""Metrics of trajectories: what was trained on, and what validation found. No torch.
+"""Metrics of the trajectories of training steps and of validation. No torch.
 
-Owns the counting; the controller decides when. Entropy, acceptance, staleness and reward all come from
-the same trajectories, the ones of the step, so that they can be compared with one another. Masked
-trajectories (infrastructure failures) enter `env/masked`, `env/retries` and `env/exit/*` and nothing else.
+Owns the counting; the controller decides when to count. Entropy, acceptance, staleness and reward all come
+from the same trajectories, the ones of the step, so that they can be compared with one another. Masked
+trajectories (infrastructure failures) enter only `env/masked`, `env/retries` and `env/exit/*`.
 
 Reads from `Trajectory.info`: submitted, changed (bool), exit_reason, tamper (str), retries (int),
 sandbox_seconds (float).
@@ -25,7 +25,7 @@ SOLVED = 1.0  # a reward from here on counts as solved
 
 
 def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[str, Value]:
-    """Metrics of the groups of one training step.
+    """Compute the metrics of the groups of one training step.
 
     Args:
         groups: the groups about to be trained on.
@@ -33,8 +33,8 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
     Returns:
         critic/{score,rewards}, lengths, turns, rollout/entropy, spec/*, env/*, staleness; by name.
     """
-    every = [t for g in groups for t in g.trajectories]
-    trained = _complete(every)
+    trajectories = [t for g in groups for t in g.trajectories]
+    trained = _complete(trajectories)
     rewards = [t.reward for t in trained]
     sampled = [t for t in trained if t.oldest_version is not None]
     ages = [trainer_version - t.oldest_version for t in sampled]
@@ -54,25 +54,25 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         "rollout/entropy": _entropy(trained),
         "env/submit_rate": Mean.of(t.info.get("submitted") for t in trained),
         "env/truncated": truncated,
-        "env/masked": Sum(len(every) - len(trained)),
-        "env/retries": Sum(sum(t.info.get("retries", 0) for t in every)),
+        "env/masked": Sum(len(trajectories) - len(trained)),
+        "env/retries": Sum(sum(t.info.get("retries", 0) for t in trajectories)),
         "env/groups": Sum(len(groups)),
         "env/trajectories": Sum(len(trained)),
         **_group_outcomes(groups),
         **_tampering(trained),
-        **_exits(every),
-        **_sandbox_seconds(every),
+        **_exits(trajectories),
+        **_sandbox_seconds(trajectories),
     }
 
 
 def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
-    """Acceptance of speculative decoding from its sums; empty when nothing was drafted.
+    """Compute the acceptance of speculative decoding from its sums; {} without verify steps.
 
     >>> counts = SpecCounts(drafted=[4, 3], accepted=[3, 1], verify_steps=4, proposed=8)
     >>> values = spec_metrics(counts)
     >>> values["spec/acceptance_rate"].value(), values["spec/acceptance_length"].value()
     (0.5, 2.0)
-    >>> values["spec/num_accepted"].counts  # verify steps that kept 0, 1, 2 drafts
+    >>> values["spec/num_accepted"].counts  # verify steps that accepted 0, 1, 2 drafts
     [1, 2, 1]
     """
     if not counts.verify_steps:
@@ -84,14 +84,14 @@ def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
         "spec/verify_steps": Sum(counts.verify_steps),
         "spec/num_accepted": _num_accepted(counts),
         **{
-            f"spec/acceptance_rate/depth_{k}": Ratio(kept, reached)
-            for k, (kept, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
+            f"spec/acceptance_rate/depth_{k}": Ratio(accepted_at_k, reached)
+            for k, (accepted_at_k, reached) in enumerate(zip(counts.accepted, counts.drafted, strict=True), 1)
         },
     }
 
 
-def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: bool) -> dict[str, Value]:
-    """Metrics of one held-out set; `primary` also reports it as val/reward.
+def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primary: bool) -> dict[str, Value]:
+    """Compute the metrics of one held-out set; `primary` also reports it as val/reward.
 
     Raises ValueError when the name of the split cannot be part of a metric's name.
     """
@@ -99,10 +99,12 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], primary: 
         raise ValueError(
             f"split {split!r} cannot be part of a metric name. Use letters, digits, '_', '-' or '.'."
         )
+
     done = _complete(trajectories)
     reward = Mean.of(t.reward for t in done)
     error = Last(clustered_standard_error([(t.instance_id, t.reward) for t in done]))
     counts = _spec_sum(done)
+
     under = f"val/{split}"
     result: dict[str, Value] = {
         f"{under}/reward": reward,
@@ -136,6 +138,7 @@ def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | No
     n, clusters = sum(map(len, by_instance.values())), len(by_instance)
     if clusters < 2:
         return None
+
     mean = fsum(r for attempts in by_instance.values() for r in attempts) / n
     squares = fsum(fsum(r - mean for r in attempts) ** 2 for attempts in by_instance.values())
     return cr1_error(squares, clusters) / n
@@ -161,10 +164,10 @@ def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
 
 
 def _num_accepted(counts: SpecCounts) -> Histogram:
-    """Verify steps by drafts kept, from the sums: accepted[k] counts those that kept more than k."""
-    more = [counts.verify_steps, *counts.accepted, 0]
-    edges = [k - 0.5 for k in range(len(more))]
-    return Histogram(tuple(edges), [a - b for a, b in pairwise(more)])
+    """Verify steps by number of accepted drafts; accepted[k] counts the steps that accepted more than k."""
+    at_least = [counts.verify_steps, *counts.accepted, 0]
+    edges = [k - 0.5 for k in range(len(at_least))]
+    return Histogram(tuple(edges), [a - b for a, b in pairwise(at_least)])
 
 
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:

@@ -78,16 +78,17 @@ class EventsFile(_JsonLines):
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a file and the number of lines that are not what they should be; ([], 0) without a file.
+    """Read the objects of a file, and count the lines that are malformed; ([], 0) without a file.
 
-    Fields of the files of a run directory must be what SHAPES says. Numbers that are not finite read as
+    Fields of the files of a run directory must have the types of SHAPES. Numbers that are not finite read as
     None, and half characters (lone surrogates), which cannot be written again, as question marks.
     """
     if not path.is_file():
         return [], 0
+
     lines = [line for line in path.read_text(errors="replace").split("\n") if line.strip()]
-    read = [_object(line, SHAPES.get(path.name, {})) for line in lines]
-    items = [item for item in read if item is not None]
+    parsed = [_object(line, SHAPES.get(path.name, {})) for line in lines]
+    items = [item for item in parsed if item is not None]
     return items, len(lines) - len(items)
 
 
@@ -101,6 +102,8 @@ def _object(line: str, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str
         key in item and not isinstance(item[key], kind) for key, kind in shape.items()
     ):
         return None
+
+    # Lone surrogates cannot be written again as UTF-8.
     if "\\ud" in line.lower():
         return json.loads(json.dumps(item, ensure_ascii=False).encode(errors="replace"))
     return item
@@ -116,23 +119,27 @@ def _finite(text: str) -> float | int | None:
 def forget_steps(run_dir: Path, step: int) -> list[str]:
     """Cut off recorded steps that no checkpoint covers: a run resumed at `step` writes them again (0: all).
 
-    The files are shortened where they are: that needs no room on the disk, and they may be open.
-    Returns the lines left standing that readers will leave out, as FILE:NUMBER.
+    The files are truncated in place: that needs no space on the disk, and they may be open.
+    Returns the remaining lines that readers skip, as FILE:NUMBER.
     """
-    odd = []
+    malformed = []
     for name, key in (("metrics.jsonl", STEP), ("trajectories.jsonl", "step")):
         file = run_dir / name
-        kept = 0
+        size = 0
         for number, line in enumerate(_lines(file), 1):
             item = _object(line.decode(errors="replace"), SHAPES[name])
-            known = item is not None and key in item
-            if not step or (item[key] > step if known else not line.endswith(b"\n")):
-                os.truncate(file, kept)
+            item_step = None if item is None else item.get(key)
+            known = item_step is not None
+
+            # A line without an end was cut by a crash: nothing follows it.
+            if not step or (item_step > step if known else not line.endswith(b"\n")):
+                os.truncate(file, size)
                 break
-            kept += len(line)
+
+            size += len(line)
             if not known and line.strip():
-                odd.append(f"{name}:{number}")
-    return odd
+                malformed.append(f"{name}:{number}")
+    return malformed
 
 
 def _lines(file: Path) -> list[bytes]:

@@ -18,7 +18,7 @@ from rlpipe.metrics.names import declared
 
 
 class PrometheusSink:
-    """host, port: where it listens; port 0 takes a free one, `port` then says which."""
+    """host, port: the address of the endpoint; with port 0 a free one is used, which `port` then holds."""
 
     name = "prometheus"
 
@@ -51,7 +51,7 @@ class PrometheusSink:
         self._values = self._values | record
 
     def event(self, event: dict[str, Any]) -> None:
-        """Count it."""
+        """Count an event."""
         self._events[event["kind"], event["level"]] += 1
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class PrometheusSink:
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets (the Collector protocol of prometheus_client)."""
+        """Yield the metrics of a scrape (the Collector protocol of prometheus_client)."""
         from prometheus_client.metrics_core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -70,15 +70,16 @@ class PrometheusSink:
         )
 
         for name, value in sorted(self._values.items()):
-            own, words = "rlpipe_" + re.sub(r"\W", "_", name), _help(name)
+            gauge, help_text = "rlpipe_" + re.sub(r"\W", "_", name), _help(name)
             if isinstance(value, dict):
                 totals = list(accumulate(value["counts"]))
                 bounds = [*map(str, value["edges"][1:-1]), "+Inf"]
                 yield HistogramMetricFamily(
-                    own, words, buckets=list(zip(bounds, totals, strict=True)), sum_value=None
+                    gauge, help_text, buckets=list(zip(bounds, totals, strict=True)), sum_value=None
                 )
             else:
-                yield GaugeMetricFamily(own, words, value=float("nan") if value is None else value)
+                yield GaugeMetricFamily(gauge, help_text, value=float("nan") if value is None else value)
+
         events = CounterMetricFamily("rlpipe_events", "Events of the run so far.", labels=("kind", "level"))
         for (kind, level), count in sorted(self._events.copy().items()):
             events.add_metric((kind, level), count)

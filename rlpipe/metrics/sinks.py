@@ -1,4 +1,4 @@
-"""Which sinks a run has, and the one door to Weights & Biases.
+"""The choice of a run's sinks, and the one door to Weights & Biases.
 
 Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a file of its own: jsonl, console,
 trace, tensorboard, prometheus.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """The sinks a run asks for; metrics.jsonl always. Events' own file is the bus's (`events=`)."""
+    """Return the sinks that a run's settings name; metrics.jsonl always. The bus owns the file of events."""
     sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl")]
     if config.metrics.console:
         sinks.append(ConsoleSink(run_header(config, run_dir)))
@@ -52,7 +52,7 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
 
 
 def run_header(config: Config, run_dir: Path) -> Header:
-    """What the console says about a run."""
+    """Return what the console displays about a run."""
     spec, drafter = config.spec, config.spec.drafter.kind.title
     draft = f"{drafter}, {spec.mode}, gamma {spec.gamma}" if spec.depth else "no speculation"
     facts = [("model", config.model.path), ("rollout", draft), _work(config), ("run", str(run_dir))]
@@ -97,14 +97,15 @@ class WandbSink:
 
         Raises ValueError when mode is ONLINE and no API key is at hand.
         """
-        known = logged_in()
-        if self.mode is WandbMode.ONLINE and not known:
+        has_key = logged_in()
+        if self.mode is WandbMode.ONLINE and not has_key:
             raise ValueError(
                 "metrics.wandb=online needs a login: run `wandb login`, or set metrics.wandb=offline and "
                 "upload later with `wandb sync`."
             )
-        online = known and self.mode is not WandbMode.OFFLINE
         import wandb
+
+        online = has_key and self.mode is not WandbMode.OFFLINE
 
         (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -150,16 +151,17 @@ class WandbSink:
 
 
 def default_entity() -> str:
-    """The user or team that W&B takes when none is named; asks the server, needs a login."""
+    """Return the user or team that W&B uses by default; queries the server, needs a login."""
     import wandb
 
-    return wandb.Api().default_entity
+    return wandb.Api().default_entity or ""
 
 
 def logged_in() -> bool:
-    """Whether W&B would find an API key, without importing wandb or asking the network."""
+    """Tell whether W&B would find an API key, without importing wandb or using the network."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+
     import netrc
 
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()

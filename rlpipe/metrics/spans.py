@@ -1,14 +1,13 @@
-"""What an actor does and when: spans, and how much of the time something was being done.
+"""Spans of an actor's work, and the share of the time in which work of a kind was going.
 
-Owns measuring; the file is written by trace.py. One `SpanLog` per actor (a rollout worker, a trainer rank,
-the controller); whatever goes on at the same time in one actor gets lanes of its own, so the spans of a
-lane never overlap. Flow:
+Owns measuring; `trace` writes the file. One `SpanLog` per actor (a rollout worker, a trainer rank, the
+controller); concurrent work of one actor is in separate lanes, so the spans of a lane never overlap. Flow:
 
     with log.lane() as lane:  with lane.span("generate", turn=0): ...
     log.drain() -> {"trace/...": Spans, "perf/utilisation/...": Ratio}  with the actor's other metrics
 
-A span enters the trace when it ends, utilisation counts it while it goes on: the figure of a step needs
-no span to end in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
+A span enters the trace when it ends; utilisation counts it while it is open, so a step has a figure even if
+no span ends in it. Clocks: seconds since 1970, taken once per process and continued monotonically.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from threading import Lock
 from rlpipe.metrics.values import Ratio, Span, Spans, Value
 
 _ORIGIN = time.time() - time.perf_counter()
-MAX_KEPT = 200_000  # spans between two drains; later ones are not kept
+MAX_BUFFERED = 200_000  # spans between two drains; later ones are dropped
 
 
 def now() -> float:
-    """Seconds since 1970; never steps back."""
+    """Return the seconds since 1970; never decreases."""
     return _ORIGIN + time.perf_counter()
 
 
 class SpanLog:
     """Spans of one actor; thread-safe.
 
-    actor: its name in the trace, "rollout 0": the first word groups its metrics. busy: metric that gets the
-    share of the time in which at least one span of a kind was open, by kind of span.
+    actor: its name in the trace, "rollout 0": the first word groups its metrics.
+    busy: kind of span -> metric of the share of the time in which at least one such span was open.
     """
 
     def __init__(self, actor: str, busy: Mapping[str, str] | None = None) -> None:
@@ -52,7 +51,7 @@ class SpanLog:
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
-        """The lowest lane that is free, for as long as the block runs."""
+        """Reserve the lowest free lane for the duration of the block."""
         with self._lock:
             if self._free:
                 number = heappop(self._free)
@@ -65,11 +64,13 @@ class SpanLog:
                 heappush(self._free, number)
 
     def drain(self) -> dict[str, Value]:
-        """Spans that ended since the last drain, and the busy share of the time since then."""
+        """Return the spans that ended since the last drain, and the busy share of the time since then."""
         with self._lock:
             at = now()
             values: dict[str, Value] = {self._name: Spans(self._spans)}
             self._spans = []
+
+            # A span that is still open counts up to now, and from now on in the next drain.
             for what, metric in self._metrics.items():
                 if self._open[what]:
                     self._seconds[what] += at - self._since[what]
@@ -88,15 +89,15 @@ class SpanLog:
                     self._since[what] = at
             return at
 
-    def _end(self, lane: int, what: str, begin: float, facts: dict[str, object]) -> None:
+    def _end(self, lane: int, what: str, *, begin: float, details: dict[str, object]) -> None:
         with self._lock:
             at = now()
             if what in self._open:
                 self._open[what] -= 1
                 if not self._open[what]:
                     self._seconds[what] += at - self._since[what]
-            if len(self._spans) < MAX_KEPT:
-                self._spans.append((self._actor, lane, what, begin, at, facts))
+            if len(self._spans) < MAX_BUFFERED:
+                self._spans.append((self._actor, lane, what, begin, at, details))
 
 
 class Lane:
@@ -108,10 +109,10 @@ class Lane:
         self._log, self._number = log, number
 
     @contextmanager
-    def span(self, what: str, **facts: object) -> Iterator[None]:
-        """The block is one span; facts: shown when it is selected (numbers and short texts)."""
+    def span(self, what: str, **details: object) -> Iterator[None]:
+        """Record the block as one span; details are displayed when it is selected (numbers, short texts)."""
         begin = self._log._begin(what)
         try:
             yield
         finally:
-            self._log._end(self._number, what, begin, facts)
+            self._log._end(self._number, what, begin=begin, details=details)

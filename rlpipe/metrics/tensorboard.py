@@ -2,7 +2,7 @@
 
 Owns the event files, through tensorboardX (writing needs neither TensorFlow nor torch). A resumed run hides
 what it writes again: the first record of every start purges the steps from its own on. `LAYOUT` is the tab
-"Custom scalars": what answers most questions about a run, side by side.
+"Custom scalars": the charts that answer most questions about a run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYOUT = {
 
 
 def replace_scalars(directory: Path, curves: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-    """Write {tag: (step, value) ...} as a run of its own, in place of what the folder held."""
+    """Write {tag: (step, value) ...} as a separate run, replacing the contents of the folder."""
     from tensorboardX import SummaryWriter
 
     shutil.rmtree(directory, ignore_errors=True)
@@ -63,7 +63,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def open(self) -> None:
-        """Raises ValueError when tensorboardX is not installed."""
+        """Check the installation; raises ValueError when tensorboardX is missing."""
         try:
             import tensorboardX  # noqa: F401
         except ImportError as error:
@@ -81,12 +81,12 @@ class TensorBoardSink:
             self._writer.add_custom_scalars(LAYOUT)
         for name, value in record.items():
             if isinstance(value, dict):
-                self._histogram(name, value["edges"], value["counts"], step, wall)
+                self._histogram(name, value["edges"], value["counts"], step=step, wall=wall)
             elif value is not None and name not in (STEP, "time"):
                 self._writer.add_scalar(name, value, step, walltime=wall)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Faults and warnings as text, so that they stand beside the curves."""
+        """Write faults and warnings as text, next to the curves."""
         if self._writer is not None and event["level"] != "info":
             fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
             self._writer.add_text(f"{event['level']}/{event['kind']}", str(fields), walltime=event["time"])
@@ -96,8 +96,10 @@ class TensorBoardSink:
         if self._writer is not None:
             self._writer.close()
 
-    def _histogram(self, name: str, edges: list[float], counts: list[float], step: int, wall: float) -> None:
-        """Bounds to bins: TensorBoard wants the upper bound of each. Sums are of bin centres."""
+    def _histogram(
+        self, name: str, edges: list[float], counts: list[float], *, step: int, wall: float
+    ) -> None:
+        """Write the upper bound of each bin, as TensorBoard has it; the sums are of bin centres."""
         centres = [(a + b) / 2 for a, b in pairwise(edges)]
         self._writer.add_histogram_raw(
             name,

@@ -58,28 +58,29 @@ class TraceFile:
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Append spans; beyond MAX_SPANS they are dropped, with one warning."""
-        for actor, lane, what, begin, end, facts in spans:
+        for actor, lane, what, begin, end, details in spans:
             if self._written == MAX_SPANS:
-                logger.warning("%s is full (%d spans): the rest of the run is not traced", NAME, MAX_SPANS)
+                logger.warning("%s is full (%d spans): later spans are not traced", NAME, MAX_SPANS)
             self._written += 1
             if self._written > MAX_SPANS:
                 return
-            pid, tid = self._place(actor, lane)
+
+            pid, tid = self._process_and_thread(actor, lane)
             start = round(begin * 1e6)
             event = {"ph": "X", "pid": pid, "tid": tid, "name": what, "ts": start}
             event["dur"] = round(end * 1e6) - start
-            self._pending.append(event | ({"args": facts} if facts else {}))
+            self._pending.append(event | ({"args": details} if details else {}))
         if len(self._pending) >= BATCH:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left and end the list; nothing without spans."""
+        """Write the pending spans and end the list; without spans there is no file."""
         self._flush()
         if self._path.exists():
             with self._path.open("ab") as file:
                 file.write(_CLOSE)
 
-    def _place(self, actor: str, lane: int) -> tuple[int, int]:
+    def _process_and_thread(self, actor: str, lane: int) -> tuple[int, int]:
         """Process and thread of a lane; named when first seen."""
         if (actor, lane) not in self._lanes:
             if actor not in self._actors:
@@ -92,8 +93,8 @@ class TraceFile:
             self._name(pid, lane + 1, "thread_sort_index", sort_index=lane)
         return self._lanes[actor, lane]
 
-    def _name(self, pid: int, tid: int, what: str, **facts: object) -> None:
-        self._pending.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": facts})
+    def _name(self, pid: int, tid: int, what: str, **arguments: object) -> None:
+        self._pending.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments})
 
     def _flush(self) -> None:
         if self._pending:
@@ -104,7 +105,7 @@ class TraceFile:
 
 
 def _pid(actor: str) -> int:
-    """The same for an actor in every part of a resumed run: 10,000s by kind, then its number.
+    """Process id of an actor, the same after a restart: 10,000s by kind, then its number.
 
     >>> _pid("controller"), _pid("trainer 0"), _pid("rollout 12")
     (10000, 20000, 30012)

@@ -135,7 +135,7 @@ Span = tuple[str, int, str, float, float, dict[str, object]]
 
 @dataclass(slots=True)
 class Spans:
-    """Pieces of time for the trace: (actor, lane, what, begin, end, facts); a `SpanLog` makes them.
+    """Spans of time for the trace: (actor, lane, what, begin, end, details); a `SpanLog` makes them.
 
     begin, end: seconds since 1970. They go to the sinks that take spans and never enter a record.
     """
@@ -153,7 +153,7 @@ Value = Mean | Ratio | Sum | Max | Min | Last | Histogram | Sketch | Spans
 
 
 def stats(name: str, observations: Iterable[float | None]) -> dict[str, Value]:
-    """The three metrics `name/mean`, `name/max`, `name/min` of plain observations; None entries do not count.
+    """Return `name/mean`, `name/max` and `name/min` of plain observations; None entries do not count.
 
     >>> {k: v.value() for k, v in stats("num_turns", [1, 2, 6]).items()}
     {'num_turns/mean': 3.0, 'num_turns/max': 6.0, 'num_turns/min': 1.0}
@@ -163,7 +163,7 @@ def stats(name: str, observations: Iterable[float | None]) -> dict[str, Value]:
 
 
 def merge(a: Value, b: Value) -> Value:
-    """Merge two values of one metric; `b` is the later one (matters for `Last` alone).
+    """Merge two values of one metric; `b` is the later one (which matters only for `Last`).
 
     Raises ValueError when their types differ: one of the two emitters is wrong.
     """
@@ -172,7 +172,7 @@ def merge(a: Value, b: Value) -> Value:
             f"cannot merge {type(a).__name__} with {type(b).__name__}: {a!r} and {b!r} were emitted under "
             "one name. Emit every metric with one type, the kind declared in metrics/catalogue.toml."
         )
-    return a.merge(b)
+    return a.merge(b)  # pyright: ignore[reportArgumentType]  # the types are equal, checked above
 
 
 def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
