@@ -36,6 +36,7 @@ from rlpipe.envs.rehearsal import rehearse
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller, first_cause
 from rlpipe.loop.dump import Dump, DumpedPrompts
+from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
@@ -65,7 +66,7 @@ class RunTask(Protocol):
 
 
 def launch(config: Config, resolved: str) -> int:
-    """Run what the recipe asks for; returns the exit status.
+    """Run the task of a configuration; returns the exit status. Raises what the run failed with.
 
     resolved: the composed configuration as YAML, kept as `config.yaml` in the run directory.
     """
@@ -106,7 +107,7 @@ def run_task(
     checkpoints: CheckpointStore,
     changed: dict[str, str] | None = None,
 ) -> int:
-    """The life of a task: start, work, stop by signal, end; returns the exit status.
+    """Run a task from its start to its end or a stop by signal; returns the exit status.
 
     changed: settings that differ from those of the run that is continued, for its log.
     """
@@ -122,8 +123,6 @@ def run_task(
             outcome, status = "done" if task.run() else "stopped", 0
     except KeyboardInterrupt:
         outcome, status = "interrupted", 130
-    except RunStopped as verdict:
-        print(f"rlpipe: {verdict}", file=sys.stderr, flush=True)
     finally:
         bus.event("end", outcome=outcome)
         task.close(at_once=False)
@@ -161,7 +160,13 @@ class _Leaving:
 
 @contextmanager
 def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM requests a stop, the second leaves at once."""
+    """Request a stop on the first SIGINT or SIGTERM, leave at once on the second.
+
+    Only the main thread can handle signals: in any other, nothing is installed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     presses = 0
 
     def interrupt(*_: object) -> None:
@@ -287,7 +292,7 @@ class ReinforcementLearning:
 
     def run(self) -> bool:
         try:
-            asyncio.run(self._run())
+            run_coroutine(self._run())
         except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
             cause = first_cause(group)
             if isinstance(cause, RunStopped):

@@ -19,6 +19,7 @@ from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
+from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.collector import Collector, gather_or_cancel
 from rlpipe.rollout.engine import Engine
@@ -75,7 +76,7 @@ def generate_domains(
     with _engine(replace(config, spec=spec), on_event) as engine:
         if weights is not None:
             engine.update_weights(weights, 1)
-        return asyncio.run(generate_all(engine))
+        return run_coroutine(generate_all(engine))
 
 
 def collect(
@@ -116,11 +117,11 @@ def collect(
             await collect_all(collect_group)
 
     if workers > 1:
-        asyncio.run(on_ray_workers())
+        run_coroutine(on_ray_workers())
         return
 
     with _engine(config, on_event) as engine:
-        asyncio.run(in_this_process(engine))
+        run_coroutine(in_this_process(engine))
 
 
 @contextmanager

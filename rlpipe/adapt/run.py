@@ -14,7 +14,6 @@ run once; the depths trained for are `draft.depths`, three by default where the 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import time
@@ -42,6 +41,7 @@ from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.envs import check_environment
 from rlpipe.envs.base import Suite
 from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 from rlpipe.types import Trajectory
@@ -228,7 +228,7 @@ class Adaptation:
             self._trainer.save_hf(path / "hf")
 
         state = {"recipe": self.config.recipe, "seed": self.config.run.seed}
-        path = asyncio.run(self.checkpoints.save(self.step, state, write))
+        path = run_coroutine(self.checkpoints.save(self.step, state, write))
         seconds = time.monotonic() - started
         self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
 

@@ -25,6 +25,7 @@ from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.preflight.memory_check import check_memory
 from rlpipe.preflight.settings import check
+from rlpipe.types import RunStopped
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -93,6 +94,9 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
     except ValueError as error:
         print(f"rlpipe: {error}", file=sys.stderr)
         return 2
+    except RunStopped as stop:
+        print(f"rlpipe: {stop}", file=sys.stderr)
+        return 1
     except Exception as error:  # of the run: a sentence here, the traceback where the run is
         if config is None or os.environ.get("RLPIPE_TRACEBACK"):
             raise

@@ -233,7 +233,7 @@ class Ledger:
                 copied(copy, self._db)
             except sqlite3.OperationalError as error:
                 self._db.close()
-                self._db = sqlite3.connect(":memory:")
+                self._db = sqlite3.connect(":memory:", check_same_thread=False)
                 copy.backup(self._db)
                 self._event("ledger_in_memory", error=str(error))
 
@@ -263,7 +263,7 @@ class Ledger:
         except sqlite3.OperationalError as error:
             if result_code(error) not in _UNWRITABLE or self._in_memory:
                 raise
-            full, self._db = self._db, sqlite3.connect(":memory:")
+            full, self._db = self._db, sqlite3.connect(":memory:", check_same_thread=False)
             full.backup(self._db)
             full.close()
             self._event("ledger_in_memory", error=str(error))

@@ -29,7 +29,8 @@ CREATE INDEX unfinished ON prompts (state) WHERE state IN ('admitted', 'generati
 
 def opened(path: Path) -> sqlite3.Connection:
     """A ledger, with its tables if it is new. Raises sqlite3.DatabaseError for damage anywhere in it."""
-    db = sqlite3.connect(path, timeout=_LOCK_S)
+    # Used by one thread at a time, though not always the one that opened it (a notebook's event loop).
+    db = sqlite3.connect(path, timeout=_LOCK_S, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk

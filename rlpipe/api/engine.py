@@ -1,0 +1,168 @@
+"""An engine to generate with from Python: speculative decoding, and what is known of each token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from rlpipe.config.drafters import Drafter
+from rlpipe.config.paths import resolve
+from rlpipe.config.rollout import Dtype, RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.loop.event_loop import run_coroutine
+from rlpipe.metrics.rollouts import accepted_depths
+from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.embedded.engine import EmbeddedEngine
+from rlpipe.types import DraftStep, GenerateRequest, GenerateResult, SamplingParams, SpecCounts
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One generated turn; the lists are parallel, one entry per generated token.
+
+    prompt_ids: token ids of the prompt. ids, texts: of the generated tokens. logprobs, entropies: of the
+    target, nats. depths: 0 for a token that the target sampled, k for one accepted as the k-th draft.
+    drafts: every verify step, with accepted and refused draft tokens. counts: drafted and accepted, by depth.
+    finish_reason: stop, length or abort.
+    """
+
+    prompt_ids: list[int]
+    text: str
+    ids: list[int]
+    texts: list[str]
+    logprobs: list[float]
+    entropies: list[float]
+    depths: list[int]
+    drafts: list[DraftStep]
+    counts: SpecCounts
+    finish_reason: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per token, as `pandas.DataFrame` takes them."""
+        columns = (self.ids, self.texts, self.logprobs, self.entropies, self.depths)
+        names = ("id", "text", "logprob", "entropy", "depth")
+        return [
+            dict(zip(names, values, strict=True)) | {"drafted": values[-1] > 0}
+            for values in zip(*columns, strict=True)
+        ]
+
+
+class Engine:
+    """The embedded engine behind a blocking call; works in a notebook. Close it, or use it with `with`.
+
+    Args:
+        path: Hugging Face checkpoint directory, or "shipped:models/tiny".
+        mode: verification rule; "none" decodes without drafts.
+        gamma: draft tokens per verify step.
+        drafter: "mtp", "suffix", or "eagle3" with its directory as `draft_path`.
+        max_context: tokens of a prompt and its generation.
+        device: "auto", "cpu", "cuda" or "cuda:1".
+        dtype: of weights and KV cache.
+
+    Raises:
+        ValueError: a model that cannot be decoded, or settings that do not fit it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path = "shipped:models/tiny",
+        *,
+        mode: SpecMode | str = SpecMode.REJECTION,
+        gamma: int = 3,
+        drafter: Drafter | str = Drafter.MTP,
+        draft_path: str = "",
+        max_context: int = 512,
+        device: str = "auto",
+        dtype: Dtype | str = Dtype.FLOAT32,
+    ) -> None:
+        directory = resolve(str(path))
+        spec = SpecConfig(mode=SpecMode(mode), gamma=gamma, drafter=Drafter(drafter), draft_path=draft_path)
+        rollout = RolloutConfig(max_context=max_context, device=device, dtype=Dtype(dtype))
+        self._chat = ChatFormat.from_pretrained(directory)
+        self._engine = EmbeddedEngine(rollout, spec, directory)
+        self._numbers = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 48,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> list[Generation]:
+        """Generate one turn for each prompt, all of them together.
+
+        Args:
+            prompts: one or several; a text becomes a user message in the model's chat template, token ids
+                are taken as they are.
+            max_new_tokens: upper bound; a stop token ends a turn before.
+            temperature: 0 is greedy.
+            seed: equal seeds give equal tokens; prompt n samples with seed + n.
+
+        Returns:
+            One generation per prompt, in order.
+        """
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        requests = [
+            GenerateRequest(
+                request_id=f"generate-{next(self._numbers)}",
+                prompt_ids=self._ids(prompt),
+                sampling=SamplingParams(
+                    temperature=temperature,
+                    max_new_tokens=max_new_tokens,
+                    stop_token_ids=self._chat.stop_token_ids,
+                    seed=seed + number,
+                    record_drafts=True,
+                ),
+            )
+            for number, prompt in enumerate([prompts] if one else prompts)
+        ]
+        results = run_coroutine(self._generate(requests))
+        return [self._generation(*pair) for pair in zip(requests, results, strict=True)]
+
+    def close(self) -> None:
+        """Stop the engine's thread."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        return await asyncio.gather(*(self._engine.generate(request) for request in requests))
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._chat.initial([{"role": "user", "content": prompt}])
+        return list(prompt)
+
+    def _generation(self, request: GenerateRequest, result: GenerateResult) -> Generation:
+        ids, drafts = np.asarray(result.output_ids).tolist(), result.drafts or []
+        return Generation(
+            prompt_ids=request.prompt_ids,
+            text=self._chat.decode(ids),
+            ids=ids,
+            texts=self._chat.pieces(ids),
+            logprobs=np.asarray(result.logprobs).tolist(),
+            entropies=np.asarray(result.entropies).tolist(),
+            depths=accepted_depths([1] * len(ids), drafts),
+            drafts=drafts,
+            counts=result.spec,
+            finish_reason=str(result.finish_reason),
+        )

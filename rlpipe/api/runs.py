@@ -1,0 +1,101 @@
+"""Runs from Python: compose a configuration, change it, run it in this process, read what it left.
+
+Owns what `rlpipe.compose`, `rlpipe.run` and `rlpipe.load_run` promise; the checks and the life of a run are
+those of the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpipe.cli.hydra_errors import explained
+from rlpipe.cli.run import check_before, config_of, usage
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config
+from rlpipe.loop.checkpoints import CheckpointStore
+from rlpipe.metrics.rollouts import read_rollouts
+from rlpipe.metrics.runs import load_run as read_run
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What a run has left in its directory; `pandas.DataFrame` takes each list of rows as it is.
+
+    path: the run directory. outcome: done, stopped, interrupted, failed, or "no end".
+    metrics: a row per step, by metric name (docs/metrics.md). events: a row per event.
+    trajectories: the recorded trajectories, token by token (docs/run_directory.md#rolloutsstep_njsonl).
+    checkpoints: Hugging Face directory of each checkpoint, by step.
+    """
+
+    path: Path
+    outcome: str
+    metrics: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    trajectories: list[dict[str, Any]]
+    checkpoints: dict[int, Path]
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a command line, to be changed and passed to `run`.
+
+    Args:
+        overrides: as after `rlpipe run`, for example ["+recipe=swe_rl", "run.steps=2"].
+
+    Raises:
+        ValueError: no recipe, an unknown setting or an impossible value; says which, and what to do.
+    """
+    config, _ = config_of(overrides)
+    if not config.recipe:
+        raise ValueError(usage("run"))
+    return config
+
+
+def run(config: Config) -> Result:
+    """Run a configuration to its end in this process and return what it left.
+
+    A run directory (`config.run.dir`) that holds a checkpoint is continued. Interrupting once finishes the
+    step, saves a checkpoint and returns; interrupting twice ends the process.
+
+    Args:
+        config: from `compose`, changed at will; `config.yaml` records it as it is passed.
+
+    Raises:
+        ValueError: an invalid setting, with what is wrong, its value and what to do.
+        RunStopped: a rule ended the run; any other exception is what the run failed with.
+    """
+    try:
+        composition = OmegaConf.structured(config)
+        resolved = OmegaConf.to_yaml(composition, resolve=True)
+        checked: Config = OmegaConf.to_object(composition)  # type checks, and those of each section
+    except OmegaConfBaseException as error:
+        raise ValueError(explained(error, [])) from error
+    check_before(checked)
+
+    from rlpipe.launch import launch  # after check_before, which sets the environment that Ray reads
+
+    launch(checked, resolved)
+    return load_run(resolve(checked.run.dir))
+
+
+def load_run(path: str | Path) -> Result:
+    """Read a run directory, complete or not.
+
+    Raises:
+        ValueError: `path` is not a run directory.
+    """
+    data = read_run(path)
+    store = CheckpointStore(data.path / "checkpoints", keep=1)
+    return Result(
+        path=data.path,
+        outcome=data.outcome,
+        metrics=data.records,
+        events=data.events,
+        trajectories=list(read_rollouts(data.path)),
+        checkpoints={step: store.path(step) / "hf" for step in store.steps()},
+    )
