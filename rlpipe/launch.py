@@ -277,7 +277,7 @@ class ReinforcementLearning:
             self._ray = RaySession(config, give_up)
         self._cluster = self._pool = _make_cluster(config, bus)
         if self._dump is not None:
-            self._cluster = with_dump(self._cluster, self._dump, config, bus.event)
+            self._cluster = with_dump(self._cluster, self._dump, config, event=bus.event)
         self._event = bus.event
         self._controller = Controller(
             config=config,

@@ -1,44 +1,92 @@
-"""Batches that go to a dump, or come from one, below a controller that notices nothing.
+"""Clusters that write each batch to a dump, or read it from one; the controller sees no difference.
 
-    DumpingCluster:  train_step -> DUMP -> the cluster's train_step (none with run.half=rollout)
-    ReplayCluster:   DUMP -> collect;  train_step -> the cluster's, its metrics beside the recorded ones
+    DumpingCluster:  train_step -> DUMP -> the wrapped cluster's train_step (empty with run.half=rollout)
+    ReplayCluster:   DUMP -> collect;  train_step -> the wrapped cluster's, compared with recorded metrics
 
-Everything else is the cluster's. Both learn from `publish_weights` which step is next.
+Every other call goes to the wrapped cluster. Both learn from `publish_weights` which step is next.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlpipe.config.run import Config
 from rlpipe.config.run_mode import RunMode
+from rlpipe.diagnosis.probe import ProbeTable
 from rlpipe.loop.cluster_protocol import Cluster
 from rlpipe.loop.dump import Dump
 from rlpipe.metrics.bus import observed
 from rlpipe.metrics.values import Value
-from rlpipe.types import Group, Prompt
+from rlpipe.types import Group, Prompt, Trajectory
 
-_OF_THE_MOMENT = ("timing_s/", "perf/", "trace/")
-_NAMED = 8  # metrics an event lists
+_CLOCKS = ("timing_s/", "perf/", "trace/")  # metrics that differ between equal steps
+_MAX_NAMES = 8  # metrics listed in an event
 
 
-class DumpingCluster:
-    """Writes every batch before the trainer sees it, and what the trainer told of it afterwards.
+class _WrappedCluster(Cluster):
+    """Passes every call on; subclasses change some. event: as `MetricsBus.event`."""
 
-    event: as `MetricsBus.event`. needed: whether the run is about the dump: then a full disk ends it,
-    otherwise the dump ends, and the run goes on.
+    def __init__(self, cluster: Cluster, dump: Dump, event: Callable[..., None]) -> None:
+        self._cluster, self._dump, self._event = cluster, dump, event
+        self._version = 0
+
+    async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        return await self._cluster.collect(prompt, group_size)
+
+    async def evaluate(
+        self, instance_ids: Sequence[str], samples: int, temperature: float
+    ) -> list[Trajectory]:
+        return await self._cluster.evaluate(instance_ids, samples, temperature)
+
+    async def train_step(self, groups: list[Group]) -> dict[str, Value]:
+        return await self._cluster.train_step(groups)
+
+    async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
+        return await self._cluster.probe(trajectories)
+
+    async def freeze_draft(self) -> None:
+        await self._cluster.freeze_draft()
+
+    async def publish_weights(self, version: int) -> dict[str, Value]:
+        self._version = version
+        return await self._cluster.publish_weights(version)
+
+    async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
+        return await self._cluster.save(directory)
+
+    async def load(self, directory: Path) -> None:
+        await self._cluster.load(directory)
+
+    async def rebuild_trainer(self) -> None:
+        await self._cluster.rebuild_trainer()
+
+    async def rollout_metrics(self) -> dict[str, Value]:
+        return await self._cluster.rollout_metrics()
+
+    async def close(self) -> None:
+        await self._cluster.close()
+
+    def kill(self) -> None:
+        self._cluster.kill()
+
+
+class DumpingCluster(_WrappedCluster):
+    """Writes every batch before the trainer steps on it, and the trainer's metrics afterwards.
+
+    needed: the dump is the purpose of the run, so a full disk ends the run; otherwise only the dump ends.
     """
 
     def __init__(self, cluster: Cluster, dump: Dump, *, needed: bool, event: Callable[..., None]) -> None:
-        self._cluster, self._dump, self._event = cluster, dump, event
-        self._needed, self._version, self._off = needed, 0, False
+        super().__init__(cluster, dump, event)
+        self._needed, self._off = needed, False
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         step = self._version + 1
         await self._write(self._dump.write, step, groups)
-        metrics = await self._cluster.train_step(groups)
+        metrics = await super().train_step(groups)
         if metrics:
             await self._write(self._dump.trained, step, comparable(metrics))
         return metrics
@@ -46,17 +94,13 @@ class DumpingCluster:
     async def publish_weights(self, version: int) -> dict[str, Value]:
         if version <= self._version:  # the run went back to a checkpoint
             await asyncio.to_thread(self._dump.forget_after, version)
-        self._version = version
-        return await self._cluster.publish_weights(version)
+        return await super().publish_weights(version)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cluster, name)
-
-    async def _write(self, write: Callable[..., None], *what: Any) -> None:
+    async def _write(self, write: Callable[..., None], *arguments: Any) -> None:
         if self._off:
             return
         try:
-            await asyncio.to_thread(write, *what)
+            await asyncio.to_thread(write, *arguments)
         except OSError as error:
             if self._needed:
                 raise
@@ -64,65 +108,58 @@ class DumpingCluster:
             self._event("recording_off", file=str(self._dump.directory), error=str(error))
 
 
-class ReplayCluster:
-    """Hands out the groups of a dump, and says at which step the trainer first tells something else.
+class ReplayCluster(_WrappedCluster):
+    """Returns the groups of a dump, and reports the first step at which the trainer's metrics differ.
 
-    event: as `MetricsBus.event`. changed: settings of the trainer that are not those of the recorded run.
+    changed: settings of the trainer that differ from those of the recorded run.
     """
 
     def __init__(
         self, cluster: Cluster, dump: Dump, *, changed: Sequence[str], event: Callable[..., None]
     ) -> None:
-        self._cluster, self._dump, self._event = cluster, dump, event
-        self._version, self._changed = 0, list(changed)
-        self._equal, self._differs = 0, False
-        self._places = {self._dump.prompt(n).group_id: n for n in range(dump.steps() * dump.batch)}
+        super().__init__(cluster, dump, event)
+        self._changed = list(changed)
+        self._equal_steps, self._differs = 0, False
+        self._indices = {dump.prompt(n).group_id: n for n in range(dump.steps() * dump.batch)}
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        return await asyncio.to_thread(self._dump.group, self._places[prompt.group_id])
+        return await asyncio.to_thread(self._dump.group, self._indices[prompt.group_id])
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         step = self._version + 1
         recorded = self._dump.metrics(step)
-        metrics = await self._cluster.train_step(groups)
+        metrics = await super().train_step(groups)
         if recorded is not None:
             self._compare(step, recorded, comparable(metrics))
         return metrics
 
-    async def publish_weights(self, version: int) -> dict[str, Value]:
-        self._version = version
-        return await self._cluster.publish_weights(version)
-
     async def close(self) -> None:
-        if self._equal and not self._differs:
-            self._event("replay_equal", steps=self._equal)
-        await self._cluster.close()
+        if self._equal_steps and not self._differs:
+            self._event("replay_equal", steps=self._equal_steps)
+        await super().close()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cluster, name)
-
-    def _compare(self, step: int, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-        names = sorted(n for n in recorded.keys() | found.keys() if recorded.get(n) != found.get(n))
+    def _compare(self, step: int, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        names = sorted(n for n in recorded.keys() | current.keys() if recorded.get(n) != current.get(n))
         if not names:
-            self._equal += 1
+            self._equal_steps += 1
         elif not self._differs:
             self._differs = True
             first = names[0]
             self._event(
                 "replay_differs",
                 step=step,
-                equal=self._equal,
+                equal=self._equal_steps,
                 differing=len(names),
-                names=names[:_NAMED],
+                names=names[:_MAX_NAMES],
                 changed=self._changed,
-                example=f"{first}: {recorded.get(first)} recorded, {found.get(first)} now",
+                example=f"{first}: {recorded.get(first)} recorded, {current.get(first)} now",
             )
 
 
 def with_dump(
-    cluster: Cluster, dump: Dump, config: Config, event: Callable[..., None]
+    cluster: Cluster, dump: Dump, config: Config, *, event: Callable[..., None]
 ) -> DumpingCluster | ReplayCluster:
-    """A cluster that reads its dump (run.half=train) or writes it."""
+    """Wrap a cluster in one that reads its dump (run.half=train) or writes it."""
     run_mode = config.run.half
     if run_mode is RunMode.TRAIN:
         return ReplayCluster(cluster, dump, changed=dump.settings_changed(config), event=event)
@@ -130,6 +167,6 @@ def with_dump(
 
 
 def comparable(metrics: Mapping[str, Value]) -> dict[str, Any]:
-    """What a trainer told, as JSON holds it exactly; without clocks. NaN is text and so equals itself."""
-    kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_MOMENT)}
-    return {name: str(value) if value != value else value for name, value in observed(kept)}
+    """Return a trainer's metrics, except clocks, as JSON holds them exactly; NaN as text equals itself."""
+    compared = {name: value for name, value in metrics.items() if not name.startswith(_CLOCKS)}
+    return {name: str(value) if value != value else value for name, value in observed(compared)}

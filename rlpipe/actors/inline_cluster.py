@@ -1,6 +1,6 @@
-"""The whole graph in one process: the engine decodes in its thread, the trainer steps in another.
+"""All components in one process: the engine decodes in its thread, the trainer steps in another.
 
-For debuggers and for a bare machine without Ray; same workers, same controller.
+For debuggers, and for machines without Ray; workers and controller are those of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -9,101 +9,115 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import ProbeTable
+from rlpipe.loop.cluster_protocol import Cluster
 from rlpipe.metrics.values import Mean, Value
 from rlpipe.types import Group, Prompt, Trajectory
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class InlineCluster:
-    """One rollout worker, one trainer rank; all trainer calls run on one thread. A half lacks the other one.
 
-    on_event: told of every fault (kind, fields).
+class InlineCluster(Cluster):
+    """One rollout worker and one trainer rank, or what `run.half` leaves of them.
+
+    All calls of the trainer run on one thread, except the writing of checkpoints.
+    on_event: receives every failure (kind, fields).
     """
 
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
         self._on_event = on_event
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._trainer = self._rollout = None
+        self._trainer: TrainerWorker | None = None
+        self._rollout: RolloutWorker | None = None
         if config.run.half.trains:
-            self._trainer = TrainerWorker(config)
-            self._thread.submit(self._trainer.start).result()
+            self._trainer = trainer = TrainerWorker(config)
+            self._thread.submit(trainer.start).result()
         if config.run.half.generates:
             self._rollout = RolloutWorker(config)
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
+        assert self._rollout is not None, "run.half=train has no rollout worker"
         return await self._rollout.collect(prompt, group_size)
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
+        assert self._rollout is not None, "run.half=train has no rollout worker"
         return await self._rollout.evaluate(instance_ids, samples, temperature)
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
-        return {} if self._trainer is None else await self._train(self._trainer.step, groups)
+        return {} if self._trainer is None else await self._on_trainer_thread(self._trainer.step, groups)
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        return await self._train(self._trainer.probe, trajectories)
+        assert self._trainer is not None, "run.half=rollout has no trainer"
+        return await self._on_trainer_thread(self._trainer.probe, trajectories)
 
     async def freeze_draft(self) -> None:
-        await self._train(self._trainer.freeze_draft)
+        assert self._trainer is not None, "run.half=rollout has no trainer"
+        await self._on_trainer_thread(self._trainer.freeze_draft)
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
         if self._rollout is None or self._trainer is None:
             return {}
         started = time.monotonic()
-        payload = await self._train(self._trainer.export, version)
-        metrics = await self._told(self._rollout.update_weights(payload))
+        payload = await self._on_trainer_thread(self._trainer.export, version)
+        assert payload is not None, "the only rank exports the weights"
+        metrics = await self._report_events(self._rollout, self._rollout.update_weights(payload))
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        if self._trainer is None:
-            return _nothing
-        await self._train(self._trainer.begin_save, directory)
+        trainer = self._trainer
+        if trainer is not None:
+            await self._on_trainer_thread(trainer.begin_save, directory)
 
         async def write() -> None:
-            await asyncio.to_thread(self._trainer.write_save)
-            await self._train(self._trainer.end_save)
+            if trainer is not None:
+                await asyncio.to_thread(trainer.write_save)
+                await self._on_trainer_thread(trainer.end_save)
 
         return write
 
     async def load(self, directory: Path) -> None:
         if self._trainer is not None:
-            await self._train(self._trainer.load, directory)
+            await self._on_trainer_thread(self._trainer.load, directory)
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        return {} if self._rollout is None else await self._told(self._rollout.metrics())
+        if self._rollout is None:
+            return {}
+        return await self._report_events(self._rollout, self._rollout.metrics())
 
     async def close(self) -> None:
         if self._rollout is not None:
             await self._rollout.close()
         if self._trainer is not None:
-            await self._train(self._trainer.close)
+            await self._on_trainer_thread(self._trainer.close)
         self._thread.shutdown()
 
     async def rebuild_trainer(self) -> None:
-        """Its trainer is never lost alone: it lives in this process."""
+        """Do nothing: the trainer runs in this process, so it is never lost without the run."""
 
     def kill(self) -> None:
-        """Nothing outlives this process."""
+        """Do nothing: no component outlives this process."""
 
-    async def _told(self, asked: Awaitable[dict[str, Value]]) -> dict[str, Value]:
-        """What the rollout worker answers; and tell of the faults it knows of."""
+    async def _report_events(self, rollout: RolloutWorker, answer: Awaitable[T]) -> T:
+        """Wait for a rollout worker's answer, then report the failures that its engines recorded."""
         try:
-            return await asked
+            return await answer
         finally:
-            for kind, fields in await self._rollout.take_events():
+            for kind, fields in await rollout.take_events():
                 self._on_event(kind, **fields)
 
-    async def _train(self, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-
-async def _nothing() -> None:
-    """Without a trainer there is nothing to write."""
+    async def _on_trainer_thread(
+        self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, partial(function, *arguments, **options))

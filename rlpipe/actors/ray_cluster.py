@@ -2,11 +2,11 @@
 
 With cluster.share_gpus worker n and trainer rank n share a GPU; otherwise each has its own.
 
-Owns placement, the trainer's ranks, and how weights reach the workers, which `workers.py` calls, replaces,
-adds and drains. Weights pass from trainer to workers as an object-store reference, or are brought by the
-trainer's first rank to all SGLang servers at once (rollout.sglang.weight_transfer=collective, ipc). When a
-trainer rank dies or hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts others,
-which have learnt nothing. With run.half=train there are no workers, with run.half=rollout no ranks.
+Owns placement, the trainer's ranks, and how weights reach the workers; `workers.py` calls, replaces, adds and
+drains these. Weights pass from trainer to workers as an object-store reference, or the trainer's first rank
+sends them to all SGLang servers at once (rollout.sglang.weight_transfer=collective, ipc). When a trainer rank
+dies or hangs, all ranks are ended and `TrainerLost` is raised; `rebuild_trainer` starts new ones, which then
+load a checkpoint. With run.half=train there are no workers, with run.half=rollout no ranks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpipe.actors.handles import Remote, RolloutHandle, TrainerHandle
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.actors.trainer_worker import TrainerWorker
-from rlpipe.actors.workers import Workers, answer_of, close, first_line
+from rlpipe.actors.workers import Workers, close, first_line, wait_for_answer
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.probe import ProbeTable
-from rlpipe.loop.cluster_protocol import TrainerLost
+from rlpipe.loop.cluster_protocol import Cluster, TrainerLost
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.preflight.object_store import check_store
 from rlpipe.types import Group, Prompt, Trajectory
@@ -38,36 +39,44 @@ from rlpipe.weights.payload import unpack_weights
 if TYPE_CHECKING:
     import torch
 
-_WRITING = "writing"  # concurrency group of a rank: its checkpoint is written beside its steps
-_GIVING = "giving"  # another: it hands out weights that it has published
-_GRACE_S = 10.0  # in which a rank's death becomes known, when another rank failed because of it
+    from rlpipe.weights.buckets import Bucket
+    from rlpipe.weights.offer import BroadcastResult
+
+T = TypeVar("T")
+
+# Concurrency groups of a rank: threads that work during its steps.
+_WRITING = "writing"  # writes checkpoints
+_GIVING = "giving"  # returns weights that were published
+_GRACE_S = 10.0  # for a rank's death to become known, when another rank failed because of it
 
 
 def hosts_and_gpus() -> tuple[int, bool]:
-    """How many hosts the running Ray cluster has, and whether any has a GPU."""
+    """Return how many hosts the running Ray cluster has, and whether any has a GPU."""
     return sum(node["Alive"] for node in ray.nodes()), bool(ray.cluster_resources().get("GPU"))
 
 
 def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str) -> None:
-    """Refuse servers that no node has the GPUs for, and records that a node's object store cannot hold.
+    """Refuse servers that no node has the GPUs for, and batches that a node's object store cannot hold.
 
-    nodes: as `ray.nodes()` says. driver: id of the node of this process. Raises ValueError.
+    nodes: of `ray.nodes()`. driver: id of the node of this process. Raises ValueError.
     """
     alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-    most = int(max((resources.get("GPU", 0) for resources in alive.values()), default=0))
+    max_gpus = int(max((resources.get("GPU", 0) for resources in alive.values()), default=0))
+
     stores = {node: int(resources.get("object_store_memory", 0)) for node, resources in alive.items()}
     if stores.get(driver):
         check_store(config, stores[driver], min(filter(None, stores.values())))
-    if config.run.half.generates and 0 < most < config.rollout.cards:
+
+    if config.run.half.generates and 0 < max_gpus < config.rollout.cards:
         raise ValueError(
-            f"rollout.sglang.tp={config.rollout.cards}: a server lies on one node, and the largest of the "
-            f"Ray cluster has {most} GPUs. Set rollout.sglang.tp={most} or less; a model that does not fit "
-            "into those needs nodes with larger cards."
+            f"rollout.sglang.tp={config.rollout.cards}: a server runs on one node, and the largest of the "
+            f"Ray cluster has {max_gpus} GPUs. Set rollout.sglang.tp={max_gpus} or less; a model that does "
+            "not fit into those needs nodes with larger GPUs."
         )
 
 
-class RayCluster:
-    """Started by `launch`, after `ray.init`. on_event: told of every fault (kind, fields)."""
+class RayCluster(Cluster):
+    """Implements `Cluster`; made by `launch` after `ray.init`. on_event: receives failures (kind, fields)."""
 
     def __init__(self, config: Config, on_event: Callable[..., None]) -> None:
         self._config = config
@@ -75,146 +84,171 @@ class RayCluster:
         run_mode = config.run.half
         check_places(config, ray.nodes(), ray.get_runtime_context().get_node_id())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
-        self._pairs = None
+        self._pairs: PlacementGroup | None = None
         if config.cluster.share_gpus:
             self._pairs, gpus = _pairs(config.rollout.workers), 0.5
         self._options = {"num_cpus": 1, "num_gpus": gpus * config.rollout.cards, "max_concurrency": 1000}
         self._workers = Workers(
-            config.cluster, self._spawn_rollout, on_event, config.rollout.workers * run_mode.generates
+            config.cluster,
+            self._spawn_rollout,
+            count=config.rollout.workers * run_mode.generates,
+            on_event=on_event,
         )
-        self._group: Rendezvous | None = None  # of trainer and servers, where the trainer broadcasts
-        self._members: list[str] = []  # the servers in it
-        beside = {_WRITING: 1, _GIVING: 1}
-        self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": beside}
-        self._trainers: list[Any] = []
+
+        # Only where the trainer broadcasts weights: its group with the servers.
+        self._group: Rendezvous | None = None
+        self._buckets: Sequence[Bucket] = ()
+        self._members: list[str] = []  # the servers in the group
+
+        threads = {_WRITING: 1, _GIVING: 1}
+        self._trainer_options = {"num_cpus": 1, "num_gpus": gpus, "concurrency_groups": threads}
+        self._trainers: list[TrainerHandle] = []
         if run_mode.trains:
             self._start_trainers()
+
+        # Return only when every engine has started.
         ray.get([worker.actor.metrics.remote() for worker in self._workers.members])
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        return await self._workers.on_some("collect", prompt, group_size)
+        return await self._workers.call_least_loaded(lambda worker: worker.collect.remote(prompt, group_size))
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
+        async def evaluate(share: Sequence[str]) -> list[Trajectory]:
+            return await self._workers.call_least_loaded(
+                lambda worker: worker.evaluate.remote(share, samples, temperature)
+            )
+
         count = len(self._workers.staying)
         shares = [list(instance_ids[n::count]) for n in range(count)]
-        played = await asyncio.gather(
-            *(self._workers.on_some("evaluate", share, samples, temperature) for share in shares if share)
-        )
-        return [trajectory for part in played for trajectory in part]
+        attempts = await asyncio.gather(*(evaluate(share) for share in shares if share))
+        return [trajectory for share in attempts for trajectory in share]
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
         if not self._config.run.half.trains:
             return {}
-        return (await self._on_trainers("step", ray.put(groups)))[0]
+        batch = ray.put(groups)
+        return (await self._call_ranks("step", lambda rank: rank.step.remote(batch)))[0]
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        return (await self._on_trainers("probe", ray.put(trajectories)))[0]
+        rows = ray.put(trajectories)
+        return (await self._call_ranks("probe", lambda rank: rank.probe.remote(rows)))[0]
 
     async def freeze_draft(self) -> None:
-        await self._on_trainers("freeze_draft")
+        await self._call_ranks("freeze_draft", lambda rank: rank.freeze_draft.remote())
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
         if not (self._workers.members and self._config.run.half.trains):
             return {}
         started = time.monotonic()
         async with self._workers.updating:
-            by = self._broadcast if self._config.broadcasts_weights else self._export
-            metrics = await by(version)
+            publish = self._broadcast if self._config.broadcasts_weights else self._export
+            metrics = await publish(version)
         metrics["timing_s/update_weights"] = Mean(time.monotonic() - started, 1)
         return metrics
 
     async def _export(self, version: int) -> dict[str, Value]:
-        """Through the object store, once for all workers."""
-        exports = [t.export.remote(version) for t in self._trainers]
-        await self._on_trainers("__ray_ready__")  # behind the export: no weights are fetched here
-        newest = self._workers.newest = "update_weights", exports[0]
-        return reduce(await self._workers.on_all(*newest, serving=True))
+        """Publish weights through the object store, once for all workers."""
+        exports = [rank.export.remote(version) for rank in self._trainers]
+        exported = exports[0]  # the others' are empty
+
+        # Ready only after the export; the weights themselves are not fetched to this process.
+        await self._call_ranks("export", lambda rank: rank.__ray_ready__.remote())
+        self._workers.newest = load = lambda worker: worker.update_weights.remote(exported)
+        return reduce(await self._workers.call_all(load, serving=True))
 
     async def _broadcast(self, version: int) -> dict[str, Value]:
-        """From the trainer to all servers at once: neither here nor through the object store."""
+        """Publish weights from the trainer to all servers at once, past this process and the object store."""
         trainer = self._trainers[0]
-        found = await self._workers.on_all("membership", serving=True)
-        members = [member for member in found if member.server]  # no other is waited for
+        answers = await self._workers.call_all(lambda worker: worker.membership.remote(), serving=True)
+        members = [member for member in answers if member.server]  # a server that is down is not waited for
         servers = [member.server for member in members]
-        if self._group is None or servers != self._members or {m.group for m in members} - {self._group.name}:
+
+        # A new group when servers came, went or restarted.
+        group = self._group
+        if group is None or servers != self._members or {m.group for m in members} - {group.name}:
             opening = trainer.open_group.remote(self._trainer_host, len(members))
-            await self._on_trainers("__ray_ready__")  # behind it
-            self._group, self._buckets = await opening
-            self._members = servers
-        sending = [t.broadcast.remote(version) for t in self._trainers]
+            await self._call_ranks("open_group", lambda rank: rank.__ray_ready__.remote())
+            group, self._buckets = await opening
+            self._group, self._members = group, servers
+
+        sending = [rank.broadcast.remote(version) for rank in self._trainers]
         offer = Offer(
             version=version,
-            group=self._group,
+            group=group,
             members=servers,
             ranks=self._config.rollout.sglang.tp,
             buckets=self._buckets,
-            result=partial(_asked, "does not tell of its broadcast", sending[0]),
-            weights=partial(_given, trainer, version, sending[0]),
+            result=partial(_answer_of_trainer, "does not tell of its broadcast", sending[0]),
+            weights=partial(_fetch_weights, trainer, version, sending[0]),
         )
-        newest = self._workers.newest = "receive_weights", offer
-        taking = asyncio.ensure_future(self._workers.on_all(*newest, serving=True, return_exceptions=True))
+        self._workers.newest = receive = lambda worker: worker.receive_weights.remote(offer)
+        receiving = asyncio.ensure_future(self._workers.settle_all(receive, serving=True))
         try:
-            await self._on_trainers("__ray_ready__")
-        finally:  # without a trainer they fail as well, and tell less of it
-            taken = await taking
-        if failed := next((one for one in taken if isinstance(one, BaseException)), None):
-            raise failed
-        return reduce(taken)
+            await self._call_ranks("broadcast", lambda rank: rank.__ray_ready__.remote())
+        finally:  # when the trainer dies the workers fail too; its own error says more and is raised first
+            results = await receiving
+
+        metrics: list[dict[str, Value]] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            metrics.append(result)
+        return reduce(metrics)
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        await self._on_trainers("begin_save", directory)
+        await self._call_ranks("begin_save", lambda rank: rank.begin_save.remote(directory))
 
         async def write() -> None:
-            await self._on_trainers("write_save", group=_WRITING)
-            await self._on_trainers("end_save")
+            await self._call_ranks("write_save", lambda rank: _on(_WRITING, rank.write_save).remote())
+            await self._call_ranks("end_save", lambda rank: rank.end_save.remote())
 
         return write
 
     async def load(self, directory: Path) -> None:
-        await self._on_trainers("load", directory)
+        await self._call_ranks("load", lambda rank: rank.load.remote(directory))
 
     async def rebuild_trainer(self) -> None:
-        self._workers.newest = self._group = None  # of what was lost
+        self._workers.newest = self._group = None  # both belong to the lost trainer
         try:
             await asyncio.to_thread(self._start_trainers)
         except RayActorError as error:
             raise self._lost(self._trainers, "trainer_died", error=first_line(error)) from error
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        return reduce(await self._workers.on_all("metrics"))
+        return reduce(await self._workers.call_all(lambda worker: worker.metrics.remote()))
 
     async def close(self) -> None:
         await asyncio.gather(*(close(actor, self._on_event) for actor in self._actors))
         self.kill()
 
     def kill(self) -> None:
-        """End every actor at once."""
         for actor in self._actors:
             ray.kill(actor)
 
     @property
-    def _actors(self) -> list[Any]:
-        return [worker.actor for worker in self._workers.members] + self._trainers
+    def _actors(self) -> list[RolloutHandle | TrainerHandle]:
+        return [*(worker.actor for worker in self._workers.members), *self._trainers]
 
     async def add_workers(self, count: int) -> list[int]:
-        """More rollout workers; returns their numbers once they serve the newest weights.
+        """Add rollout workers; return their numbers once they serve the newest weights.
 
-        Raises ValueError where they have no place, RayError when one does not come up.
+        Raises ValueError where Ray has no capacity for them, RayError when one does not start.
         """
         if self._pairs is not None or not self._workers.members:
             raise ValueError(
                 f"cluster.share_gpus={self._config.cluster.share_gpus} and run.half={self._config.run.half}: "
-                "workers join where each has a place of its own, in a run that plays."
+                "workers join only a run that generates and shares no GPUs."
             )
+
         needed = {"CPU": self._cpus_of_added, "GPU": self._options["num_gpus"]}
         free = ray.available_resources()
         if short := [name for name, each in needed.items() if each * count > free.get(name, 0)]:
-            found = {name: free.get(name, 0) for name in short}
+            available = {name: free.get(name, 0) for name in short}
             raise ValueError(
-                f"{count} more rollout workers need {needed} each, and Ray has {found} free: add fewer, or "
-                "join machines to the Ray cluster first."
+                f"{count} more rollout workers need {needed} each, and Ray has {available} free: add fewer, "
+                "or join machines to the Ray cluster first."
             )
         return await self._workers.join(count)
 
@@ -223,62 +257,67 @@ class RayCluster:
         return await self._workers.leave(number, grace)
 
     def workers(self) -> list[dict[str, Any]]:
-        """Every rollout worker: its number, what it plays, whether it leaves."""
+        """List every rollout worker: its number, its load, whether it leaves."""
         return [
-            {"worker": one.number, "playing": one.load, "leaving": one.leaving}
-            for one in self._workers.members
+            {"worker": member.number, "playing": member.load, "leaving": member.leaving}
+            for member in self._workers.members
         ]
 
-    def _spawn_rollout(self, n: int) -> Any:
-        options = self._options | self._place(n)
-        if n >= self._config.rollout.workers:
+    def _spawn_rollout(self, number: int) -> RolloutHandle:
+        options = self._options | self._placement(number)
+        if number >= self._config.rollout.workers:
             options["num_cpus"] = self._cpus_of_added
-        return ray.remote(RolloutWorker).options(**options).remote(self._config, n)
+        actor: Any = ray.remote(RolloutWorker).options(**options)
+        return actor.remote(self._config, number)
 
     @property
     def _cpus_of_added(self) -> int:
-        """What a worker that joins reserves: a local Ray was started with what the first ones need."""
+        """CPUs that a worker reserves when it joins: a local Ray has only those of the first workers."""
         return 1 if self._config.cluster.address else 0
 
     def _start_trainers(self) -> None:
-        """New ranks, joined with one another."""
-        ranks = self._config.trainer.world_size
-        trainer = ray.remote(**self._trainer_options)(TrainerWorker)
+        """Start new ranks and join them with one another."""
+        world_size = self._config.trainer.world_size
+        actor: Any = ray.remote(**self._trainer_options)(TrainerWorker)
         self._trainers = [
-            trainer.options(**self._place(rank)).remote(self._config, rank, ranks) for rank in range(ranks)
+            actor.options(**self._placement(rank)).remote(self._config, rank, world_size)
+            for rank in range(world_size)
         ]
-        first = self._trainers[0]
-        several = bool(self._config.cluster.address)
-        host = ray.get(first.__ray_call__.remote(_node_ip)) if several else "127.0.0.1"
+
+        first: Any = self._trainers[0]
+        on_many_hosts = bool(self._config.cluster.address)
+        host = ray.get(first.__ray_call__.remote(_node_ip)) if on_many_hosts else "127.0.0.1"
         self._trainer_host = host
         master = ray.get(first.address.remote(host))
-        ray.get([t.start.remote(master) for t in self._trainers])
+        starting: Any = [rank.start.remote(master) for rank in self._trainers]
+        ray.get(starting)
 
-    async def _on_trainers(self, method: str, *args: Any, group: str | None = None) -> list[Any]:
-        """Call every trainer rank, in a concurrency group of its actor. Raises TrainerLost."""
+    async def _call_ranks(self, name: str, call: Callable[[TrainerHandle], Awaitable[T]]) -> list[T]:
+        """Call every trainer rank and return their answers. name: of the call, for events and errors.
+
+        Raises TrainerLost when a rank dies, hangs, or was lost before.
+        """
         if not self._trainers and self._config.run.half.trains:
-            raise TrainerLost(f"{method}: the trainer was lost before")
+            raise TrainerLost(f"{name}: the trainer was lost before")
         ranks = self._trainers
-        methods = [getattr(rank, method) for rank in ranks]
-        if group is not None:
-            methods = [m.options(concurrency_group=group) for m in methods]
-        seconds = self._config.cluster.hang_s or None
-        answers = [asyncio.ensure_future(answer_of(m.remote(*args))) for m in methods]
+        timeout = self._config.cluster.hang_s or None
+        answers = [asyncio.ensure_future(wait_for_answer(call(rank))) for rank in ranks]
         try:
-            return await asyncio.wait_for(asyncio.gather(*answers), seconds)
-        except RayTaskError:  # of its own, or because another rank died: that is known a little later
+            return await asyncio.wait_for(asyncio.gather(*answers), timeout)
+        except RayTaskError:
+            # Its own failure, or that of a rank whose peer died: the death is known a little later.
             await asyncio.wait(answers, timeout=_GRACE_S)
-            failed = [a.exception() for a in answers if a.done() and not a.cancelled()]
-            if dead := next((e for e in failed if isinstance(e, RayActorError)), None):
+            failures = [a.exception() for a in answers if a.done() and not a.cancelled()]
+            if dead := next((e for e in failures if isinstance(e, RayActorError)), None):
                 raise self._lost(ranks, "trainer_died", error=first_line(dead)) from dead
             raise
         except TimeoutError:
-            raise self._lost(ranks, "trainer_hung", seconds=seconds, method=method) from None
+            raise self._lost(ranks, "trainer_hung", seconds=timeout, method=name) from None
         except RayActorError as error:
             raise self._lost(ranks, "trainer_died", error=first_line(error)) from error
 
-    def _lost(self, ranks: list[Any], kind: str, **fields: Any) -> TrainerLost:
-        """End what is left of these ranks; told once, whoever notices it first."""
+    def _lost(self, ranks: list[TrainerHandle], kind: str, **fields: Any) -> TrainerLost:
+        """End the remaining ranks; the first call that notices the loss reports it, others do not."""
         if self._trainers is ranks:
             self._on_event(kind, **fields)
             self._trainers = []
@@ -286,8 +325,8 @@ class RayCluster:
                 ray.kill(rank)
         return TrainerLost(f"{kind}: {fields}")
 
-    def _place(self, n: int) -> dict[str, Any]:
-        """Options of worker or rank n: beside the other one, if they share a GPU."""
+    def _placement(self, n: int) -> dict[str, Any]:
+        """Options of worker n or rank n: in the bundle of their pair, if they share a GPU."""
         if self._pairs is None:
             return {}
         strategy = PlacementGroupSchedulingStrategy(self._pairs, placement_group_bundle_index=n)
@@ -295,38 +334,48 @@ class RayCluster:
 
 
 def _pairs(count: int) -> PlacementGroup:
-    """A GPU and two CPUs for each worker and its trainer rank. Raises ValueError where Ray has fewer."""
+    """Reserve a GPU and two CPUs for each worker and its trainer rank. Raises ValueError if Ray has fewer."""
     needed = {"GPU": count, "CPU": 2 * count}
-    there = ray.cluster_resources()
-    if short := [name for name, amount in needed.items() if there.get(name, 0) < amount]:
-        found = {name: there.get(name, 0) for name in short}
+    resources = ray.cluster_resources()
+    if short := [name for name, amount in needed.items() if resources.get(name, 0) < amount]:
+        available = {name: resources.get(name, 0) for name in short}
         raise ValueError(
-            f"cluster.share_gpus=true with {count} workers needs {needed}, and Ray has {found}: lower "
+            f"cluster.share_gpus=true with {count} workers needs {needed}, and Ray has {available}: lower "
             "rollout.workers and trainer.tp * trainer.cp * trainer.pp * trainer.dp, or set "
             "cluster.share_gpus=false."
         )
     return ray.util.placement_group([{"GPU": 1, "CPU": 2}] * count)
 
 
-async def _asked(failing: str, answer: Any) -> Any:
-    """Inside a rollout worker: the trainer's answer. Raises RuntimeError: its death is not the worker's."""
+def _on(group: str, method: Remote[T]) -> Remote[T]:
+    """Return a rank's method bound to one of its concurrency groups."""
+    return method.options(concurrency_group=group)
+
+
+async def _answer_of_trainer(failure: str, answer: Awaitable[T]) -> T:
+    """Wait, inside a rollout worker, for the trainer's answer.
+
+    Raises RuntimeError where Ray's error would mean that the worker itself died. failure: of the trainer.
+    """
     try:
         return await answer
     except RayError as error:
-        raise RuntimeError(f"the trainer {failing}: {first_line(error)}") from None
+        raise RuntimeError(f"the trainer {failure}: {first_line(error)}") from None
 
 
-async def _given(trainer: Any, version: int, sent: Any) -> Mapping[str, torch.Tensor]:
-    """Inside a rollout worker whose server could not take part: published weights, from the trainer's memory.
+async def _fetch_weights(
+    trainer: TrainerHandle, version: int, broadcast: Awaitable[BroadcastResult | None]
+) -> Mapping[str, torch.Tensor]:
+    """Fetch published weights from the trainer's memory, inside a rollout worker whose server missed them.
 
-    sent: the reference of their broadcast, whose end is waited for.
+    broadcast: the reference of their broadcast, which has to end first.
     """
-    failing = f"does not give out version {version}"
-    await _asked(failing, sent)
-    payload = trainer.newest.options(concurrency_group=_GIVING).remote(version)
-    return unpack_weights(await _asked(failing, payload))
+    failure = f"does not give out version {version}"
+    await _answer_of_trainer(failure, broadcast)
+    payload = _on(_GIVING, trainer.newest).remote(version)
+    return unpack_weights(await _answer_of_trainer(failure, payload))
 
 
 def _node_ip(_: Any) -> str:
-    """Runs inside an actor: the address of its machine."""
+    """Return the address of the machine of the actor that this runs in."""
     return ray.util.get_node_ip_address()

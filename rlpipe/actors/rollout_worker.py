@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker:
-    """Owns its engine and sandbox; everything is freed by `close`. number: its place among the workers."""
+    """Owns its engine and sandbox; `close` frees both. number: of this worker in the run, from 0."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
         busy = {"generate": "perf/utilisation/rollout", "env": "perf/utilisation/env"}
@@ -47,7 +47,7 @@ class RolloutWorker:
         path = resolve(config.model.path)  # its chat template; a decoupled actor shares the tokenizer
         self._suite = make_suite(config.env, seed=config.run.seed)
         self._engine: Engine = make_engine(config, self._note)
-        self._engines = [self._engine]  # all that are given new weights
+        self._engines = [self._engine]  # all that receive new weights
         collector = partial(
             Collector,
             chat=ChatFormat.from_pretrained(path),
@@ -61,7 +61,7 @@ class RolloutWorker:
         if config.injection.active():
             self._inject(config, resolve(config.rollout_model), collector)
         engine = self._engine
-        self._away: RelayEngine | None = None  # in the engine's place once it has handed over
+        self._relay: RelayEngine | None = None  # replaces the engine when this worker leaves
         self._member = engine if isinstance(engine, ReceivesBroadcasts) else None
         self._policy: Engine | None = None
         if config.decoupled.active and config.val.every:
@@ -73,6 +73,8 @@ class RolloutWorker:
     def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
         """Disturb training rollouts; evaluations keep the clean suite, and an engine with clean weights."""
         clean, weights = self._engine, None
+
+        # Evaluations need an engine of their own only when the disturbed one has other weights.
         if config.injection.changes_weights and not config.decoupled.active:
             clean = make_engine(config, self._note)
         if config.injection.weight_noise:
@@ -84,52 +86,60 @@ class RolloutWorker:
         self._engine, self._collector = disturbed, collector(engine=disturbed, suite=slow)
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        """Play one group."""
+        """Roll out one group."""
         return await self._collector.collect(prompt, group_size)
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Play held-out instances, `samples` times each."""
+        """Roll out held-out instances, `samples` times each."""
         return await self._evaluator.evaluate(instance_ids, samples, temperature)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Play a turn of a worker that leaves."""
+        """Generate a turn of a worker that leaves."""
         return await self._engine.generate(request)
 
     async def hand_over(self) -> bool:
-        """Stop the engine; turns, those begun included, are for `next_turn` to give to other workers.
+        """Stop the engine; `next_turn` then returns each turn, unfinished ones first, for another worker.
 
-        Conversations and sandboxes stay here. False, and nothing changes, where engines differ from others':
-        rollouts that are disturbed, and evaluations with a policy of their own.
+        Conversations and sandboxes stay here. Returns False, and changes nothing, where engines of workers
+        differ: with injections, and with evaluations by another policy.
         """
         if self._evaluator is not self._collector or isinstance(self._engine, InjectedEngine):
             return False
-        before, self._away = self._engine, RelayEngine(self._engine, f"worker {self._number}")
-        self._collector.play_on(self._away)
-        self._engine, self._engines, self._member = self._away, [self._away], None
+
+        before, relay = self._engine, RelayEngine(self._engine, f"worker {self._number}")
+        self._collector.play_on(relay)
+        self._relay = self._engine = relay
+        self._engines, self._member = [relay], None
         await asyncio.to_thread(before.close)
         return True
 
     async def next_turn(self) -> GenerateRequest:
-        """The next turn to play elsewhere, once there is one."""
-        return await self._away.next_turn()
+        """Wait for the next turn that another worker has to generate."""
+        return await self._handed_over().next_turn()
 
     async def turn_played(self, request_id: str, result: GenerateResult) -> None:
-        """What came of a turn that was played elsewhere."""
-        self._away.turn_played(request_id, result)
+        """Take the result of a turn that another worker generated."""
+        self._handed_over().turn_played(request_id, result)
 
     async def turn_failed(self, request_id: str, reason: str) -> None:
-        """A turn that no other worker could play."""
-        self._away.turn_failed(request_id, reason)
+        """End a turn that no other worker could generate."""
+        self._handed_over().turn_failed(request_id, reason)
+
+    def _handed_over(self) -> RelayEngine:
+        assert self._relay is not None, "the engine has not been handed over"
+        return self._relay
 
     async def update_weights(self, payload: WeightPayload) -> dict[str, Value]:
-        """Serve a new version from the next decode step on; returns bytes and seconds."""
+        """Load a new version, served from the next decode step on; return bytes and seconds."""
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=payload.version):
             weights = unpack_weights(payload)
             for engine in self._engines:
                 await asyncio.to_thread(engine.update_weights, weights, payload.version)
+
+            # A decoupled policy, only at versions that are validated.
             if self._policy is not None and payload.policy is not None:
                 policy = unpack_weights(payload.policy)
                 await asyncio.to_thread(self._policy.update_weights, policy, payload.version)
@@ -139,11 +149,11 @@ class RolloutWorker:
         }
 
     async def membership(self) -> Member:
-        """The server of this worker, if it answers now, and its group."""
+        """Return the server of this worker, if it answers now, and its group."""
         return await asyncio.to_thread(self._in_group().membership)
 
     async def receive_weights(self, offer: Offer) -> dict[str, Value]:
-        """Receive what the trainer broadcasts to the servers of all workers; the rest is `update_weights`."""
+        """Receive what the trainer broadcasts to the servers of all workers, instead of `update_weights`."""
         started = time.monotonic()
         with self._spans.lane() as lane, lane.span("sync", version=offer.version):
             await asyncio.to_thread(self._in_group().receive_weights, offer)
@@ -154,17 +164,18 @@ class RolloutWorker:
         }
 
     def _in_group(self) -> ReceivesBroadcasts:
-        """The engine, where it can take broadcasts. Raises ValueError where it cannot."""
+        """Return the engine if it can receive broadcasts. Raises ValueError if it cannot."""
         if self._member is None:
             raise ValueError(
                 f"{type(self._engine).__name__} receives no broadcasts: set rollout.sglang.weight_transfer "
-                "to another way than collective, or rollout.engine=sglang without injections."
+                "to another method than collective, or rollout.engine=sglang without injections."
             )
         return self._member
 
     async def metrics(self) -> dict[str, Value]:
-        """Engine counters since the last call."""
+        """Return the engine's counters since the last call."""
         now, stats, last = time.monotonic(), self._engine.stats(), self._last
+
         busy = stats.busy_seconds - last.busy_seconds
         generated = stats.generated_tokens - last.generated_tokens
         values: dict[str, Value] = {
@@ -174,6 +185,7 @@ class RolloutWorker:
             "rollout/prefill_tokens": Sum(stats.prefill_tokens - last.prefill_tokens),
             "weights/version": Last(stats.policy_version),
         }
+
         if stats.spec.proposed:
             proposed = stats.spec.proposed - last.spec.proposed
             values["spec/gamma"] = Ratio(proposed, stats.row_steps - last.row_steps)
@@ -182,14 +194,16 @@ class RolloutWorker:
             values["spec/speedup_observed"] = Ratio(plain, stats.decode_seconds - last.decode_seconds)
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
+
         values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
         values |= {name.format(k=self._number): Last(figure) for name, figure in stats.server.items()}
         values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
+
         self._last, self._last_time = stats, now
         return values | self._spans.drain()
 
     async def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Faults the engines told of since the last call: (kind, fields)."""
+        """Return the failures that the engines recorded since the last call: (kind, fields)."""
         events, self._events = self._events, []
         return events
 

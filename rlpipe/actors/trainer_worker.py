@@ -165,17 +165,21 @@ class TrainerWorker:
 
     def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
         """A group with so many servers, and what every update consists of; on rank 0."""
-        return self._sender.open(host, servers)
+        return self._broadcaster().open(host, servers)
 
     def broadcast(self, version: int) -> BroadcastResult | None:
         """Full weights to all servers at once; None off rank 0 (which still takes part in the gathering)."""
         with self._spans.lane() as lane, lane.span("sync", version=version):
-            sent = self._sender.send(version)
+            sent = self._broadcaster().send(version)
         return sent if self._rank == 0 else None
 
     def newest(self, version: int) -> WeightPayload:
         """What `broadcast` sent last; on rank 0, and on another thread than everything else."""
-        return self._sender.newest(version)
+        return self._broadcaster().newest(version)
+
+    def _broadcaster(self) -> WeightSender:
+        assert self._sender is not None, "this run does not broadcast weights"
+        return self._sender
 
     def begin_save(self, directory: Path) -> None:
         """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`.

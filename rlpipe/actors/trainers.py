@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +20,7 @@ from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
 
-Trainer = MegatronTrainer | DecoupledTrainer
+Trainer: TypeAlias = MegatronTrainer | DecoupledTrainer
 
 TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not read again
 

@@ -1,46 +1,52 @@
-"""The rollout workers of a run: which there are, who plays what, and what becomes of one that dies or leaves.
+"""The rollout workers of a run: which of them work, which one rolls out a group, and how they are replaced.
 
 A worker that dies is replaced: the new one gets the newest weights before it serves, and what the dead one
-was playing is played again, so no prompt is lost. One that does not answer within `cluster.hang_s` is killed,
-which makes it a dead one. Workers may join and leave while the run goes on: one that joins has the newest
-weights before anything is asked of it; one that leaves begins nothing and is given weights while it still
-decodes; when its time is over its engine ends, and the others play the turns of its conversations until these
-are over.
+was rolling out is repeated, so no prompt is lost. A worker that does not answer within `cluster.hang_s` is
+killed and then replaced like a dead one. Workers may join and leave during the run. One that joins has the
+newest weights before it gets any work. One that leaves begins nothing new and still receives weights while it
+decodes; when its time is over its engine ends, and the other workers generate the remaining turns of its
+conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from rlpipe.actors.handles import RolloutHandle, TrainerHandle
 from rlpipe.config.run import ClusterConfig
 from rlpipe.types import GenerateRequest, RunStopped
 
-_CLOSE_S = 30.0  # in which an actor closes: its server alone is given ten
-_JOIN_S = 1800.0  # in which one that joins has a place, an engine and the newest weights
+T = TypeVar("T")
+Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's actor
+
+_CLOSE_S = 30.0  # for an actor to close: its server gets ten of them
+_JOIN_S = 1800.0  # for a worker that joins: to be placed, to start its engine, to load the newest weights
 _POLL_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """load: groups and evaluations it plays. leaving: begins no other, and is not replaced.
+    """One member of the pool.
 
-    away: has no engine any more, others play its turns. lost: of what it played when it left, or died while
-    it was leaving.
+    load: groups and evaluations in flight on it.
+    leaving: it begins no others, and is not replaced.
+    relayed: its engine has ended; other workers generate its turns.
+    lost: how many were in flight when it left, or died while leaving; others repeat them.
     """
 
     number: int
-    actor: Any
+    actor: RolloutHandle
     load: int = 0
     leaving: bool = False
-    away: bool = False
+    relayed: bool = False
     lost: int = 0
 
 
@@ -49,77 +55,90 @@ class _Left(Exception):
 
 
 class Workers:
-    """newest: how a worker is given the newest weights. spawn: starts the actor of one, by its number.
+    """The pool. spawn: starts the actor of a worker, by its number. newest: gives one the newest weights.
 
-    on_event: told of each that dies, hangs, joins, drains and leaves.
+    on_event: receives each death, hang, join, drain and departure (kind, fields).
     """
 
     def __init__(
-        self, config: ClusterConfig, spawn: Callable[[int], Any], on_event: Callable[..., None], count: int
+        self,
+        config: ClusterConfig,
+        spawn: Callable[[int], RolloutHandle],
+        *,
+        count: int,
+        on_event: Callable[..., None],
     ) -> None:
         self._config, self._spawn, self._on_event = config, spawn, on_event
         self.members = [Worker(number=n, actor=spawn(n)) for n in range(count)]
-        self.newest: tuple[str, Any] | None = None
+        self.newest: Call[object] | None = None
         self._next, self._restarts = count, 0
         self._respawning = asyncio.Lock()
         self.updating = asyncio.Lock()  # held while weights are on their way, and while an engine ends
 
     @property
     def staying(self) -> list[Worker]:
-        """Workers that begin what there is to play."""
+        """Workers that begin new work."""
         return [worker for worker in self.members if not worker.leaving]
 
-    async def on_some(self, method: str, *args: Any) -> Any:
-        """Call the least loaded worker; another one when it leaves meanwhile."""
+    async def call_least_loaded(self, call: Call[T]) -> T:
+        """Call the least loaded worker; another one when it leaves before it answers."""
         while True:
             worker = min(self.staying, key=lambda worker: worker.load)
             worker.load += 1
             try:
-                return await self._call(worker, method, *args)
+                return await self._call(worker, call)
             except _Left:
                 worker.lost += worker in self.members
             finally:
                 worker.load -= 1
 
-    async def on_all(
-        self, method: str, *args: Any, serving: bool = False, return_exceptions: bool = False
-    ) -> list[Any]:
-        """What every worker answers, those that leave included and those that have left not.
+    async def call_all(self, call: Call[T], *, serving: bool = False) -> list[T]:
+        """Call every worker, leaving ones included, and return their answers. Raises the first failure.
 
-        serving: only those that have an engine.
+        A worker that leaves before it answers adds none. serving: call only those that have an engine.
         """
+        return list(chain.from_iterable(await asyncio.gather(*self._calls(call, serving=serving))))
 
-        async def told(worker: Worker) -> list[Any]:
+    async def settle_all(self, call: Call[T], *, serving: bool = False) -> list[T | BaseException]:
+        """Call every worker like `call_all`, wait for all of them, and return failures among the answers."""
+        results = await asyncio.gather(*self._calls(call, serving=serving), return_exceptions=True)
+        return list(chain.from_iterable([r] if isinstance(r, BaseException) else r for r in results))
+
+    def _calls(self, call: Call[T], *, serving: bool) -> Iterator[Awaitable[list[T]]]:
+        async def call_worker(worker: Worker) -> list[T]:
             try:
-                return [await self._told(worker, method, *args)]
+                return [await self._call_and_report(worker, call)]
             except _Left:
                 return []
 
-        calls = (told(worker) for worker in self.members if not (serving and worker.away))
-        found = await asyncio.gather(*calls, return_exceptions=return_exceptions)
-        return list(chain.from_iterable(one if isinstance(one, list) else [one] for one in found))
+        return (call_worker(worker) for worker in self.members if not (serving and worker.relayed))
 
     async def join(self, count: int) -> list[int]:
-        """Add workers; returns their numbers once all serve the newest weights.
+        """Add workers; return their numbers once all serve the newest weights.
 
-        Where one does not come up the others join all the same. Raises RayError, TimeoutError.
+        When one does not start, the others join all the same. Raises RayError, TimeoutError.
         """
         first, self._next = self._next, self._next + count
         joining = (self._join(first + n) for n in range(count))
-        found = await asyncio.gather(*joining, return_exceptions=True)
-        if failed := next((one for one in found if isinstance(one, BaseException)), None):
-            raise failed
-        return list(found)
+        results = await asyncio.gather(*joining, return_exceptions=True)
+
+        numbers: list[int] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            numbers.append(result)
+        return numbers
 
     async def _join(self, number: int) -> int:
-        worker, given = Worker(number=number, actor=self._spawn(number)), None
+        worker, loaded = Worker(number=number, actor=self._spawn(number)), None
         try:
             async with asyncio.timeout(_JOIN_S):
-                await worker.actor.metrics.remote()  # its engine is up
-                while self.newest is not None and self.newest is not given:
-                    given = self.newest  # newer ones may come while it is given these
-                    method, what = given
-                    await getattr(worker.actor, method).remote(what)
+                await worker.actor.metrics.remote()  # its engine has started
+
+                # Newer weights may be published while it loads these.
+                while self.newest is not None and self.newest is not loaded:
+                    loaded = self.newest
+                    await loaded(worker.actor)
         except BaseException as error:
             ray.kill(worker.actor)
             if isinstance(error, TimeoutError) and not isinstance(error, RayError):
@@ -128,35 +147,40 @@ class Workers:
                     "at the Ray cluster's free GPUs and at the worker's log."
                 ) from error
             raise
+
         self.members.append(worker)
         self._on_event("rollout_worker_joined", worker=number, workers=len(self.staying))
         return number
 
     async def leave(self, number: int, grace: float) -> int:
-        """Drain a worker: after `grace` seconds the others play the turns of what it has not ended.
+        """Drain a worker: after `grace` seconds the others generate the remaining turns of its groups.
 
-        Returns how much they had to play again from its beginning: what it played when it died meanwhile, or
-        where its turns cannot be handed over.
+        Returns how many groups the others have to repeat from the beginning: those in flight when it died
+        meanwhile, or all that remain where its turns cannot be handed over.
         Raises ValueError for a number that no worker has, and for the last worker.
         """
-        worker = next((one for one in self.staying if one.number == number), None)
+        worker = next((member for member in self.staying if member.number == number), None)
         if worker is None:
-            numbers = ", ".join(str(one.number) for one in self.staying)
+            numbers = ", ".join(str(member.number) for member in self.staying)
             raise ValueError(f"there is no rollout worker {number} that stays: name one of {numbers}.")
         if len(self.staying) == 1:
             raise ValueError(f"rollout worker {number} is the last one: add another before it is drained.")
+
         worker.leaving = True
         self._on_event("rollout_worker_draining", worker=number, playing=worker.load, grace=grace)
         deadline = asyncio.get_running_loop().time() + grace
         while worker.load and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_S)
+
         if worker.load and await self._hand_over(worker):
-            relaying = asyncio.ensure_future(self._relay(worker))
+            relaying = asyncio.ensure_future(self._relay_turns(worker))
             try:
                 while worker.load:
                     await asyncio.sleep(_POLL_S)
             finally:
                 relaying.cancel()
+
+        # An actor that still has work may hang or be dead: it is killed without being closed.
         worker.lost += worker.load
         self.members.remove(worker)
         try:
@@ -164,49 +188,53 @@ class Workers:
                 await close(worker.actor, self._on_event)
         finally:
             ray.kill(worker.actor)
+
         fields = {"worker": number, "workers": len(self.staying), "played_again": worker.lost}
         self._on_event("rollout_worker_left", **fields)
         return worker.lost
 
     async def _hand_over(self, worker: Worker) -> bool:
-        """End a worker's engine; whether its turns can be played by others."""
+        """End a worker's engine; return whether others can generate its turns."""
         async with self.updating:
             try:
-                worker.away = await asyncio.wait_for(answer_of(worker.actor.hand_over.remote()), _CLOSE_S)
+                worker.relayed = await asyncio.wait_for(
+                    wait_for_answer(worker.actor.hand_over.remote()), _CLOSE_S
+                )
             except (RayError, TimeoutError) as error:
                 self._on_event("close_failed", error=first_line(error))
-        if worker.away:
-            self._on_event("rollout_worker_handed_over", worker=worker.number, playing=worker.load)
-        return worker.away
 
-    async def _relay(self, worker: Worker) -> None:
-        """Have the others play the turns of a worker without an engine, until cancelled or it dies."""
+        if worker.relayed:
+            self._on_event("rollout_worker_handed_over", worker=worker.number, playing=worker.load)
+        return worker.relayed
+
+    async def _relay_turns(self, worker: Worker) -> None:
+        """Have others generate the turns of a worker without an engine, until cancelled or it dies."""
 
         async def relay(request: GenerateRequest) -> None:
             try:
-                result = await self.on_some("generate", request)
+                result = await self.call_least_loaded(lambda other: other.generate.remote(request))
             except (RayError, RunStopped) as error:
-                await answer_of(worker.actor.turn_failed.remote(request.request_id, first_line(error)))
+                await worker.actor.turn_failed.remote(request.request_id, first_line(error))
             else:
-                await answer_of(worker.actor.turn_played.remote(request.request_id, result))
+                await worker.actor.turn_played.remote(request.request_id, result)
 
-        with suppress(BaseExceptionGroup):  # it died: what it played is played again
+        with suppress(BaseExceptionGroup):  # the worker died: others repeat its groups
             async with asyncio.TaskGroup() as turns:
                 while True:
-                    turns.create_task(relay(await answer_of(worker.actor.next_turn.remote())))
+                    turns.create_task(relay(await worker.actor.next_turn.remote()))
 
-    async def _call(self, worker: Worker, method: str, *args: Any) -> Any:
-        """Call one; when it dies, replace it and call again. Raises _Left."""
+    async def _call(self, worker: Worker, call: Call[T]) -> T:
+        """Call one worker; when it dies, replace it and call again. Raises _Left."""
         while True:
             actor = worker.actor
-            answer = getattr(actor, method).remote(*args)
-            seconds = self._config.hang_s or None
+            answer: Any = call(actor)
+            timeout = self._config.hang_s or None
             try:
-                return await asyncio.wait_for(answer_of(answer), seconds)
+                return await asyncio.wait_for(wait_for_answer(answer), timeout)
             except RayTaskError:  # it answers; Ray's error is of its cause's class too, e.g. TimeoutError
                 raise
             except TimeoutError:
-                self._on_event("rollout_worker_hung", worker=worker.number, seconds=seconds)
+                self._on_event("rollout_worker_hung", worker=worker.number, seconds=timeout)
                 ray.kill(actor)  # the next call finds it dead
             except asyncio.CancelledError:
                 ray.cancel(answer)
@@ -214,59 +242,61 @@ class Workers:
             except RayActorError as error:
                 await self._replace(worker, actor, error)
 
-    async def _told(self, worker: Worker, method: str, *args: Any) -> Any:
-        """Call one, and tell of the faults it knows of."""
+    async def _call_and_report(self, worker: Worker, call: Call[T]) -> T:
+        """Call one worker, and report the failures that its engines recorded."""
         try:
-            return await self._call(worker, method, *args)
+            return await self._call(worker, call)
         finally:
-            for kind, fields in await self._call(worker, "take_events"):
+            for kind, fields in await self._call(worker, lambda actor: actor.take_events.remote()):
                 self._on_event(kind, worker=worker.number, **fields)
 
-    async def _replace(self, worker: Worker, dead: Any, error: RayActorError) -> None:
-        """Put a new actor in the dead one's place, once, with the newest weights."""
+    async def _replace(self, worker: Worker, dead: RolloutHandle, error: RayActorError) -> None:
+        """Replace a dead actor, once however many calls failed, by one that has the newest weights."""
         async with self._respawning:
             while worker.actor is dead:
-                if worker.leaving:  # what it played is played again by those that stay
+                if worker.leaving:  # those that stay repeat its groups
                     raise _Left from error
+
                 self._restarts += 1
-                reason, most = first_line(error), self._config.max_restarts
+                reason, max_restarts = first_line(error), self._config.max_restarts
                 fields = {"worker": worker.number, "restarts": self._restarts, "error": reason}
                 self._on_event("rollout_worker_died", **fields)
-                if self._restarts > most:
+                if self._restarts > max_restarts:
                     raise RunStopped(
-                        f"rollout workers died {self._restarts} times (cluster.max_restarts={most}); the "
-                        f"last: {reason}. Run again, it continues from the newest checkpoint."
+                        f"rollout workers died {self._restarts} times (cluster.max_restarts={max_restarts}); "
+                        f"the last: {reason}. Run again, it continues from the newest checkpoint."
                     ) from error
+
                 actor = self._spawn(worker.number)
                 try:
                     if self.newest is not None:
-                        method, what = self.newest
-                        await getattr(actor, method).remote(what)
+                        await self.newest(actor)
                 except BaseException as again:
                     if isinstance(again, RayActorError) and not isinstance(again, RayTaskError):
                         error = again  # this one died while it was started
                         continue
                     ray.kill(actor)  # it refuses the weights, or the call that needed it was cancelled
                     raise
+
                 if worker.leaving:
                     ray.kill(actor)
                 else:
                     worker.actor = actor
 
 
-async def close(actor: Any, on_event: Callable[..., None]) -> None:
-    """Have an actor close what it holds; one that does not is told of, and left to `ray.kill`."""
+async def close(actor: RolloutHandle | TrainerHandle, on_event: Callable[..., None]) -> None:
+    """Close an actor; report one that does not close, which the caller's `ray.kill` ends."""
     try:
-        await asyncio.wait_for(answer_of(actor.close.remote()), _CLOSE_S)
+        await asyncio.wait_for(wait_for_answer(actor.close.remote()), _CLOSE_S)
     except (RayError, TimeoutError) as error:
         on_event("close_failed", error=first_line(error))
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
-    return str(error).partition("\n")[0] or type(error).__name__  # a TimeoutError has no words
+    """Return the first line of an error's message, or its class: a TimeoutError has no message."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
-async def answer_of(answer: Any) -> Any:
-    """An object reference as a coroutine."""
+async def wait_for_answer(answer: Awaitable[T]) -> T:
+    """Turn an object reference into a coroutine, for `asyncio`."""
     return await answer

@@ -1,4 +1,4 @@
-"""What the loop asks of wherever its components run. Owns the contract only."""
+"""The contract between the loop and the processes that its components run in."""
 
 from __future__ import annotations
 
@@ -12,46 +12,65 @@ from rlpipe.types import Group, Prompt, Trajectory
 
 
 class TrainerLost(RuntimeError):
-    """Some rank of the trainer died or hangs; none of its ranks is left."""
+    """A rank of the trainer died or hangs; all of its ranks have been ended."""
 
 
 class Cluster(Protocol):
-    """Where the components run; `actors/ray_cluster.py` and `actors/inline_cluster.py` implement it."""
+    """Rollout workers and a trainer, in this process or in others.
+
+    Implemented by `actors/ray_cluster.py` and `actors/inline_cluster.py`, and wrapped by
+    `actors/dumped_cluster.py`.
+    """
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        """Play one prompt's group on some rollout worker."""
+        """Roll out the group of one prompt on some rollout worker."""
+        ...
 
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Play held-out instances with the weights now served."""
+        """Roll out held-out instances with the weights that are served now."""
+        ...
 
     async def train_step(self, groups: list[Group]) -> dict[str, Value]:
-        """One optimizer step on all trainer ranks."""
+        """Take one optimizer step on all trainer ranks; return its metrics."""
+        ...
 
     async def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        """Target and draft of the trainer at every context of these."""
+        """Compare target and draft of the trainer at every context of these trajectories."""
+        ...
 
     async def freeze_draft(self) -> None:
-        """No longer train the draft beside the policy."""
+        """Stop training the draft together with the policy."""
+        ...
 
     async def publish_weights(self, version: int) -> dict[str, Value]:
-        """Trainer weights, target and draft, to every engine; they serve `version` on return."""
+        """Send the trainer's weights, target and draft, to every engine; on return they serve `version`."""
+        ...
 
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
-        """Copy trainer state; calling what is returned writes it, with an HF checkpoint, into the directory.
+        """Copy the trainer's state; return a function that writes it, with an HF checkpoint, to `directory`.
 
         Steps may be taken meanwhile, and change nothing of what is written.
         """
+        ...
 
     async def load(self, directory: Path) -> None:
-        """Trainer state from a checkpoint directory."""
+        """Load the trainer's state from a checkpoint directory."""
+        ...
 
     async def rebuild_trainer(self) -> None:
-        """After `TrainerLost`: a trainer that has learnt nothing in the place of the lost one."""
+        """Start a trainer instead of the lost one (`TrainerLost`); it then loads a checkpoint."""
+        ...
 
     async def rollout_metrics(self) -> dict[str, Value]:
-        """Engine counters since the last call."""
+        """Return the engines' counters since the last call."""
+        ...
 
     async def close(self) -> None:
         """Stop every component."""
+        ...
+
+    def kill(self) -> None:
+        """End every process at once."""
+        ...

@@ -364,7 +364,9 @@ class World:
         cluster = self.cluster = RayCluster.__new__(RayCluster)
         cluster._config, cluster._on_event = self.config, lambda kind, **fields: self.kinds.append(kind)
         actors = [Actor(worker, serial=False) for worker in self.workers]
-        cluster._workers = Workers(self.config.cluster, actors.__getitem__, cluster._on_event, len(actors))
+        cluster._workers = Workers(
+            self.config.cluster, actors.__getitem__, count=len(actors), on_event=cluster._on_event
+        )
         cluster._trainers = [Actor(Trainer(self, self.config), serial=True)]
         cluster._group, cluster._members = None, []
         cluster._trainer_host = "here"

@@ -169,7 +169,7 @@ class World:
     async def play(self):
         """Run to the end."""
         config = ClusterConfig(max_restarts=10**6, hang_s=80.0)
-        self.pool = Workers(config, self.spawn, lambda kind, **_: self.events.append(kind), 3)
+        self.pool = Workers(config, self.spawn, count=3, on_event=lambda kind, **_: self.events.append(kind))
         disturbing = asyncio.ensure_future(self._disturb())
         await self.controller.run()
         disturbing.cancel()
@@ -181,7 +181,7 @@ class World:
             self.wrong.append("two workers have one number")
 
     async def collect(self, prompt, size):
-        return await self.pool.on_some("collect", prompt, size)
+        return await self.pool.call_least_loaded(lambda worker: worker.collect.remote(prompt, size))
 
     async def train_step(self, groups):
         version = self.controller.version
@@ -196,11 +196,11 @@ class World:
 
     async def publish_weights(self, version):
         async with self.pool.updating:
-            self.pool.newest = "update_weights", version
-            await self.pool.on_all("update_weights", version, serving=True)
+            self.pool.newest = load = lambda worker: worker.update_weights.remote(version)
+            await self.pool.call_all(load, serving=True)
         self.served = version
         for one in self.pool.members:
-            if one.actor.version < version and not (one.away or one.actor.ended.done()):
+            if one.actor.version < version and not (one.relayed or one.actor.ended.done()):
                 self.wrong.append(f"worker {one.number} is not given version {version}")
         return {}
 
@@ -208,7 +208,7 @@ class World:
         return []
 
     async def rollout_metrics(self):
-        await self.pool.on_all("metrics")
+        await self.pool.call_all(lambda worker: worker.metrics.remote())
         return {}
 
     async def save(self, directory):

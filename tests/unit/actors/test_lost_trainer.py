@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from ray.exceptions import RayActorError, RayError
 
-from rlpipe.actors.ray_cluster import _asked, _given
+from rlpipe.actors.ray_cluster import _answer_of_trainer, _fetch_weights
 
 pytestmark = pytest.mark.unit
 
@@ -19,8 +19,8 @@ async def alive():
 
 
 def test_the_death_of_the_trainer_is_not_the_workers():
-    assert asyncio.run(_asked("does not answer", alive())) == "sent"
-    for asked in (_asked("does not answer", dead()), _given(None, 3, dead())):
+    assert asyncio.run(_answer_of_trainer("does not answer", alive())) == "sent"
+    for asked in (_answer_of_trainer("does not answer", dead()), _fetch_weights(None, 3, dead())):
         with pytest.raises(RuntimeError, match=r"the trainer does not (answer|give out version 3): ") as told:
             asyncio.run(asked)
         assert not isinstance(told.value, RayError) and told.value.__cause__ is None

@@ -45,9 +45,16 @@ def cluster_of(worker, replacements, **settings):
     cluster._config = Config(cluster=ClusterConfig(**settings))
     cluster._on_event = lambda kind, **fields: events.append(kind)
     actors = [worker, *replacements]
-    cluster._workers = Workers(cluster._config.cluster, lambda n: actors.pop(0), cluster._on_event, 1)
-    cluster._workers.newest, cluster._trainers = ("update_weights", "version 3"), [worker]
+    cluster._workers = Workers(
+        cluster._config.cluster, lambda n: actors.pop(0), count=1, on_event=cluster._on_event
+    )
+    cluster._workers.newest = lambda worker: worker.update_weights.remote("version 3")
+    cluster._trainers = [worker]
     return cluster, events
+
+
+def collect(cluster):
+    return cluster._workers.call_least_loaded(lambda worker: worker.collect.remote())
 
 
 TIMED_OUT = RayTaskError("collect", "the store did not answer", TimeoutError()).as_instanceof_cause()
@@ -58,7 +65,11 @@ TIMED_OUT = RayTaskError("collect", "the store did not answer", TimeoutError()).
 def test_a_timeout_raised_inside_an_actor_is_its_error_and_not_a_hang(monkeypatch, hang_s, call):
     monkeypatch.setattr(workers.ray, "kill", lambda actor: pytest.fail("an actor that answers was killed"))
     cluster, events = cluster_of(Actor(TIMED_OUT), [], hang_s=hang_s)
-    calling = cluster._workers.on_some("collect") if call == "rollout" else cluster._on_trainers("step")
+    calling = (
+        collect(cluster)
+        if call == "rollout"
+        else cluster._call_ranks("step", lambda rank: rank.step.remote())
+    )
     with pytest.raises(RayTaskError, match="the store did not answer"):
         asyncio.run(calling)
     assert events == []
@@ -67,7 +78,7 @@ def test_a_timeout_raised_inside_an_actor_is_its_error_and_not_a_hang(monkeypatc
 def test_a_replacement_that_dies_while_it_is_started_is_replaced_as_well():
     dies = Actor(update_weights=RayActorError())
     cluster, events = cluster_of(Actor(RayActorError()), [dies, dies, Actor("a group")], max_restarts=3)
-    assert asyncio.run(cluster._workers.on_some("collect")) == "a group"
+    assert asyncio.run(collect(cluster)) == "a group"
     assert events == ["rollout_worker_died"] * 3
 
 
@@ -75,7 +86,7 @@ def test_replacements_that_die_end_the_run_once_no_restart_is_left():
     dies = Actor(update_weights=RayActorError())
     cluster, events = cluster_of(Actor(RayActorError()), [dies] * 9, max_restarts=2)
     with pytest.raises(RuntimeError, match=r"died 3 times \(cluster.max_restarts=2\)"):
-        asyncio.run(cluster._workers.on_some("collect"))
+        asyncio.run(collect(cluster))
     assert events == ["rollout_worker_died"] * 3
 
 

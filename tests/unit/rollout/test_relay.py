@@ -62,7 +62,7 @@ def worker(engine):
         env=EnvConfig(),
     )
     made._collector = made._evaluator = collector
-    made._engine, made._number, made._away = engine, 4, None
+    made._engine, made._number, made._relay = engine, 4, None
     loop = asyncio.get_running_loop()
     engine.close = lambda: loop.call_soon_threadsafe(engine.closing.set)
     return made

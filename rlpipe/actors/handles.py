@@ -1,0 +1,87 @@
+"""Ray's handles of our actors, typed: the methods that a run calls, and what each of them answers.
+
+`handle.collect.remote(prompt, 4)` starts `RolloutWorker.collect` in the actor's process; awaiting what it
+returns gives the answer. Any argument may be an object reference instead of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rlpipe.diagnosis.probe import ProbeTable
+from rlpipe.metrics.values import Value
+from rlpipe.types import GenerateRequest, GenerateResult, Group, Trajectory
+from rlpipe.weights.payload import WeightPayload
+
+if TYPE_CHECKING:
+    from rlpipe.drafts.loss.stats import MtpStats
+    from rlpipe.weights.buckets import Bucket
+    from rlpipe.weights.offer import BroadcastResult, Member, Rendezvous
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Remote(Protocol[T_co]):
+    """One method of an actor."""
+
+    def remote(self, *args: Any) -> Awaitable[T_co]:
+        """Start the method; await what is returned for its answer."""
+        ...
+
+    def options(self, *, concurrency_group: str) -> Remote[T_co]:
+        """Return the method bound to another thread of its actor."""
+        ...
+
+
+class RolloutHandle(Protocol):
+    """The handle of a `RolloutWorker`."""
+
+    collect: Remote[Group]
+    evaluate: Remote[list[Trajectory]]
+    generate: Remote[GenerateResult]
+    hand_over: Remote[bool]
+    next_turn: Remote[GenerateRequest]
+    turn_played: Remote[None]
+    turn_failed: Remote[None]
+    update_weights: Remote[dict[str, Value]]
+    membership: Remote[Member]
+    receive_weights: Remote[dict[str, Value]]
+    metrics: Remote[dict[str, Value]]
+    take_events: Remote[list[tuple[str, dict[str, Any]]]]
+    close: Remote[None]
+
+
+class TrainerHandle(Protocol):
+    """The handle of a `TrainerWorker`."""
+
+    address: Remote[str | None]
+    start: Remote[None]
+    step: Remote[dict[str, Value]]
+    probe: Remote[list[ProbeTable]]
+    freeze_draft: Remote[None]
+    export: Remote[WeightPayload | None]
+    open_group: Remote[tuple[Rendezvous, list[Bucket]]]
+    broadcast: Remote[BroadcastResult | None]
+    newest: Remote[WeightPayload]
+    begin_save: Remote[None]
+    write_save: Remote[None]
+    end_save: Remote[None]
+    load: Remote[None]
+    close: Remote[None]
+    __ray_ready__: Remote[bool]
+    __ray_call__: Remote[Any]
+
+
+class AdaptHandle(Protocol):
+    """The handle of an `AdaptRank`."""
+
+    host: Remote[str]
+    address: Remote[str]
+    start: Remote[bool]
+    adapt_step: Remote[dict[str, Value]]
+    mtp_stats: Remote[MtpStats]
+    export: Remote[WeightPayload | None]
+    save: Remote[None]
+    save_hf: Remote[None]
+    load: Remote[None]
