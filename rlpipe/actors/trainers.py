@@ -72,6 +72,7 @@ def train_alongside(
     config: Config,
     draft: TrainableDraft,
     target: Mapping[str, Any],
+    *,
     weights: Mapping[str, torch.Tensor],
     draft_cost: float = 0.0,
 ) -> DraftTrainer:
@@ -93,4 +94,4 @@ def train_alongside(
         device=device,
         dtype=getattr(torch, config.rollout.dtype),
     )
-    return DraftTrainer(config, draft.to(device), model, draft_cost)
+    return DraftTrainer(config, draft.to(device), model, draft_cost=draft_cost)

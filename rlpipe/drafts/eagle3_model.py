@@ -1,8 +1,8 @@
 """The EAGLE-3 draft in torch: the module that is trained, its unrolling over steps, and its checkpoint.
 
 Owns the equations and the files; owns no loss, no target and no generation (the engine computes the same in
-`rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t, side by
-side), e_s the target's embedding of token s, and step k (1-based) of the drafts from anchor t:
+`rlpipe.rollout.embedded.eagle3`). With features f_t (outputs of some layers of the target at t,
+concatenated), e_s the target's embedding of token s, and step k (1-based) of the drafts from anchor t:
 
     g_1[t] = fc(f_t),  g_k[t] = h_{k-1}[t]                  what a step reads: the target, then itself
     h_k[t] = layer(g_k[t], e_{t+k}),  RoPE position t + k - 1
@@ -11,11 +11,11 @@ side), e_s the target's embedding of token s, and step k (1-based) of the drafts
     layer(g, e):  y = g + attention([token norm(e), hidden norm(g)]);  h = y + mlp(norm(y))
 
 Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own states, and attend as they will
-when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of their own anchor, t, alone. Nothing
-compares h with features of the target. One step is a draft trained without the test.
+when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with
+features of the target. One step is a draft trained without the test.
 
 Deviation: a token outside a reduced vocabulary has probability exp(-60) in training instead of 0, so that any
-loss is finite over the whole vocabulary; the engine drafts it never.
+loss is finite over the full vocabulary; the engine never drafts it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Eagle3(nn.Module):
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
         if shape.reduced:
             ids = torch.arange(shape.draft_vocab) if ids is None else ids
-            known = torch.zeros(shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
-            self.register_buffer("d2t", ids - torch.arange(shape.draft_vocab))
-            self.register_buffer("t2d", known)
+            known = torch.zeros(shape.vocab, dtype=torch.bool)
+            known[ids] = True
+            self.d2t = nn.Buffer(ids - torch.arange(shape.draft_vocab))
+            self.t2d = nn.Buffer(known)
 
     @property
     def ids(self) -> Tensor | None:
@@ -65,13 +66,14 @@ class Eagle3(nn.Module):
         return draft_ids(self.d2t) if self.shape.reduced else None
 
     def initialize(self, target: Mapping[str, Tensor], seed: int) -> None:
-        """Start from noise, with norm and head of the target; target: its weights by HF name."""
+        """Initialize with noise, and with norm and head of the target; target: its weights by HF name."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Linear):
                     noise = torch.randn(module.weight.shape, generator=generator)
                     module.weight.copy_(noise * module.in_features**-0.5)
+
             self.norm.weight.copy_(target["model.norm.weight"])
             head = target["lm_head.weight"]
             self.lm_head.weight.copy_(head if self.ids is None else head[self.ids.to(head.device)])
@@ -79,39 +81,40 @@ class Eagle3(nn.Module):
     def unroll(
         self, features: Tensor, embeddings: Tensor, past: list[tuple[Tensor, Tensor]] | None = None
     ) -> list[Tensor]:
-        """States h_1 .. h_K [B, T, H] of all anchors, on tokens that are given.
+        """Compute states h_1 .. h_K [B, T, H] of all anchors, teacher-forced.
 
-        features: [B, T, layers * H] of anchors 0 .. T - 1, rows padded on the right. embeddings: [K, B, T, H]
-        of the tokens t + 1 .. t + K. Anchors for which a token was made up must be masked out. past: an empty
-        list, for keys and values of the steps.
+        features: [B, T, layers * H] of anchors 0 .. T - 1, padded on the right. embeddings: [K, B, T, H] of
+        the tokens t + 1 .. t + K. Anchors with padding for a token must be masked out. past: an empty list,
+        which receives keys and values of the steps.
         """
         state, states = self.fc(features), []
         past = [] if past is None else past
         positions = torch.arange(features.shape[1], device=features.device)
         for step, embedded in enumerate(embeddings):
-            state = self.midlayer(state, embedded, positions + step, past)
+            state = self.midlayer(state, embedded, positions + step, past=past)
             states.append(state)
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., H] -> [..., V] over the whole vocabulary."""
-        own = self.lm_head(self.norm(states))
-        if not self.shape.reduced:
-            return own
-        outside = own.float().logsumexp(-1, keepdim=True).to(own.dtype) + OUTSIDE
-        whole = outside.expand(*own.shape[:-1], self.shape.vocab)
-        return whole.index_copy(-1, self.ids, own)
+        """Compute logits over the full vocabulary: [..., H] -> [..., V]."""
+        known, ids = self.lm_head(self.norm(states)), self.ids
+        if ids is None:
+            return known
+
+        outside = known.float().logsumexp(-1, keepdim=True).to(known.dtype) + OUTSIDE
+        full = outside.expand(*known.shape[:-1], self.shape.vocab)
+        return full.index_copy(-1, ids, known)
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them.
 
-        weights: a state dict, its own unless one is given.
+        weights: a state dict; None for the draft's current one.
         """
         write_draft(path, self.shape, self.state_dict() if weights is None else weights)
 
     @classmethod
     def load(cls, path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3:
-        """The inverse of `save`; see `read_draft`."""
+        """Read a draft that `save` has written; see `read_draft`."""
         shape, weights = read_draft(path, target, setting)
         draft = cls(shape)
         draft.load_state_dict(weights)
@@ -119,7 +122,7 @@ class Eagle3(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One decoder layer whose attention reads token and state side by side."""
+    """One decoder layer whose attention reads token and state, concatenated."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -142,11 +145,15 @@ class _Layer(nn.Module):
         state: Tensor,
         embedded: Tensor,
         positions: Tensor,
+        *,
         past: list[tuple[Tensor, Tensor]],
         unseen: Tensor | None = None,
     ) -> Tensor:
-        """state, embedded: [B, T, H]. positions: int64, broadcast to [B, heads, T]. past: keys and values so
-        far, appended to. unseen: see `unrolled_attention`."""
+        """Compute the next state; append its keys and values to `past`.
+
+        state, embedded: [B, T, H]. positions: int64, broadcast to [B, heads, T]. unseen: see
+        `unrolled_attention`.
+        """
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(state)), -1)
         attention = self.self_attn
         query, key, value = (
@@ -155,39 +162,44 @@ class _Layer(nn.Module):
         )
         query, key = (_rotate(x, positions, self._shape.rope) for x in (query, key))
         group = self._shape.heads // self._shape.kv_heads
-        past.append(tuple(x.repeat_interleave(group, 1) for x in (key, value)))
+        past.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+
         attended = unrolled_attention(query, past, unseen).transpose(1, 2).flatten(2)
         state = state + attention.o_proj(attended)
+
         read = self.post_attention_layernorm(state)
         return state + self.mlp.down_proj(F.silu(self.mlp.gate_proj(read)) * self.mlp.up_proj(read))
 
 
 class Windows:
-    """Drafts from some anchors on tokens of their own, G times from each, as an engine drafts them.
+    """Drafts from some anchors, G from each, that read their own tokens, as in an engine.
 
-    They go on from a first step that is over: step k of a window attends to step 1 of the anchors 0 .. t of
+    They continue from a finished first step: step k of a window attends to step 1 of the anchors 0 .. t of
     its row and to its own steps 2 .. k, as in `Eagle3.unroll`, and the gradient flows into both.
     """
 
-    def __init__(self, draft: Eagle3, first: tuple[Tensor, Tensor], rows: Tensor, anchors: Tensor) -> None:
-        """first: keys and values [B, heads, T, d] of step 1 (`past` of `unroll`). rows, anchors: [W]."""
+    def __init__(self, draft: Eagle3, first: tuple[Tensor, Tensor], *, rows: Tensor, anchors: Tensor) -> None:
+        """Start after step 1.
+
+        first: keys and values [B, heads, T, d] of step 1 (`past` of `unroll`). rows, anchors: [W].
+        """
         self._layer, self._anchors = draft.midlayer, anchors[:, None, None]
-        self._past = [tuple(x.index_select(0, rows) for x in first)]
+        self._past = [(first[0].index_select(0, rows), first[1].index_select(0, rows))]
         self._unseen = torch.arange(first[0].shape[2], device=anchors.device) > self._anchors[..., None]
 
     def step(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """States [W, G, H] of the next step, 2 at first.
+        """Compute the states [W, G, H] of the next step; the first call is step 2.
 
         state: of the step before; embedded: of the tokens drafted from it; both [W, G, H].
         """
         positions = self._anchors + len(self._past)
-        return self._layer(state, embedded, positions, self._past, self._unseen)
+        return self._layer(state, embedded, positions, past=self._past, unseen=self._unseen)
 
 
 def unrolled_attention(
     query: Tensor, past: list[tuple[Tensor, Tensor]], unseen: Tensor | None = None
 ) -> Tensor:
-    """What a step of an anchor sees while drafting.
+    """Attend as a step of an anchor does while drafting.
 
     query: [B, heads, T, d] of the last step in past. past: keys and values [B, heads, T, d] of steps 1 .. k.
     Anchor t sees step 1 of anchors 0 .. t, and steps 2 .. k of anchor t. Returns [B, heads, T, d]. The
@@ -195,22 +207,25 @@ def unrolled_attention(
     unseen: bool, broadcasts to [B, heads, T, S]: which of S keys of step 1 an anchor does not see, where
     these are not the anchors 0 .. T - 1.
     """
-    (keys, values), own = past[0], past[1:]
+    (keys, values), later = past[0], past[1:]
     query = query * query.shape[-1] ** -0.5
     length = keys.shape[2]
     if unseen is None:
         unseen = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+
+    # Scores of step 1 by a product over anchors, those of the later steps anchor by anchor.
     scores = [(query @ keys.transpose(2, 3)).masked_fill(unseen, float("-inf"))]
-    scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
+    scores += [(query * key).sum(-1, keepdim=True) for key, _ in later]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
+
     attended = weights[..., :length] @ values
-    for column, (_, value) in enumerate(own, length):
+    for column, (_, value) in enumerate(later, length):
         attended = attended + weights[..., column : column + 1] * value
     return attended
 
 
 def _rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """RoPE of [B, heads, T, d] at positions that broadcast to [B, heads, T], halves rotated as in Llama."""
+    """Apply RoPE to [B, heads, T, d] at positions that broadcast to [B, heads, T]; halves as in Llama."""
     frequencies = torch.tensor(rope.frequencies(x.shape[-1]), dtype=torch.float64, device=x.device)
     angles = positions[..., None] * frequencies
     angles = torch.cat((angles, angles), -1)
@@ -220,7 +235,7 @@ def _rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def draft_ids(d2t: Tensor) -> Tensor:
-    """Target ids of a reduced vocabulary, from the differences that a checkpoint stores.
+    """Return the target ids of a reduced vocabulary, from the differences that a checkpoint stores.
 
     >>> draft_ids(torch.tensor([3, 3, 7])).tolist()
     [3, 4, 9]
@@ -229,7 +244,7 @@ def draft_ids(d2t: Tensor) -> Tensor:
 
 
 def frequent_ids(counts: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens, ascending; of equally frequent ones the first. counts: [V].
+    """Return the `size` most frequent tokens, ascending; of equally frequent ones the first. counts: [V].
 
     >>> frequent_ids(torch.tensor([0, 5, 2, 5, 2]), 3).tolist()
     [1, 2, 3]
@@ -238,7 +253,7 @@ def frequent_ids(counts: Tensor, size: int) -> Tensor:
 
 
 def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tensor]) -> None:
-    """A draft's directory; weights: its state dict."""
+    """Write a draft's directory; weights: its state dict."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -251,9 +266,9 @@ def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tens
 def read_draft(
     path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path"
 ) -> tuple[Eagle3Shape, dict[str, Tensor]]:
-    """Shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
+    """Read shape and weights of the draft in a directory, on the CPU; target: `config.json` of its target.
 
-    An embedding of the draft's own is left out, as SGLang does: the target's is used.
+    An embedding in the draft's files is left out, as SGLang does: the target's is used.
     Raises ValueError, besides `read_shape`'s, for missing, unknown or misshapen tensors and an impossible
     vocabulary.
     """
@@ -264,16 +279,17 @@ def read_draft(
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
     weights.pop("embed_tokens.weight", None)
+
     expected = shape.weight_shapes()
-    if not shape.reduced:  # a mapping of everything onto itself
+    if not shape.reduced:  # the identity, which some exports store
         for name in ("d2t", "t2d"):
             weights.pop(name, None)
     wrong = sorted(expected.keys() ^ weights.keys())
     wrong += [name for name in expected.keys() & weights.keys() if weights[name].shape != expected[name]]
     if wrong:
         raise ValueError(
-            f"{setting}={str(path)!r}: these tensors are missing, unknown or of another shape than its "
-            f"config.json says: {', '.join(wrong[:6])}. Export the draft again."
+            f"{setting}={str(path)!r}: these tensors are missing, unknown or of another shape than in its "
+            f"config.json: {', '.join(wrong[:6])}. Export the draft again."
         )
     if shape.reduced:
         ids = draft_ids(weights["d2t"].long())
@@ -291,7 +307,7 @@ def new_draft(
     weights: Mapping[str, Tensor],
     trajectories: Sequence[Trajectory],
 ) -> Eagle3:
-    """An untrained draft as `config.eagle3` wants it; target: its `config.json`, weights: by HF name."""
+    """Make an untrained draft by `config.eagle3`; target: its `config.json`, weights: by HF name."""
     shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
     counts = _token_counts(trajectories, shape.vocab)
     draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
@@ -300,7 +316,7 @@ def new_draft(
 
 
 def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> Tensor:
-    """How often each token was sampled, [vocab]."""
+    """Count how often each token was sampled, [vocab]."""
     counts = np.zeros(vocab, np.int64)
     for trajectory in trajectories:
         counts += np.bincount(trajectory.token_ids[trajectory.loss_mask], minlength=vocab)

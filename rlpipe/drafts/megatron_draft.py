@@ -20,23 +20,25 @@ def draft_hidden_states(
     model: GPTModel,
     hidden: torch.Tensor,
     following: torch.Tensor,
+    *,
     rotary_pos_emb: torch.Tensor,
     layout: PackedSeqParams | None = None,
 ) -> list[torch.Tensor]:
-    """Hidden states of the draft at depths 1..K, teacher-forced.
+    """Compute the hidden states of the draft at depths 1..K, teacher-forced.
 
     hidden: [S, B, H], the target's final-norm output at every anchor t. following: [K, B, S], the tokens
     t + 1 .. t + K. rotary_pos_emb: of the anchors, [S, 1, 1, d]: attention within a depth depends on
-    distances alone, so position t serves for the engine's t + k - 1. layout: who attends to whom; without
-    one, rows are causal. Depth k at anchor t reads token t + k and depth k - 1 at anchor t; its logits
-    (through the shared head) predict token t + k + 1. Returns K tensors [S, B, H]; anchors for which a token
-    was made up must be masked out.
+    distances only, so position t serves for the engine's t + k - 1. layout: which tokens attend to which;
+    without one, rows are causal.
+
+    Depth k at anchor t reads token t + k and depth k - 1 at anchor t; its logits (through the shared head)
+    predict token t + k + 1. Returns K tensors [S, B, H]; anchors with padding for a token must be masked out.
 
     A single MTP layer serves every depth (MiMo); of several, each serves its own (DeepSeek-V3), and the last
     one those beyond. Target, embedding and head get no gradient from here: they are detached.
     The first depth of each layer equals the decoding engine exactly. Where a layer serves more, anchors
     attend to keys of the same depth and the engine attends to keys of the layer's first: on the shipped model
-    the acceptance length is 3.645 against 3.651, so the simple one is kept.
+    the acceptance length is 3.645 against 3.651, so this simple form is used.
     """
     import torch
 
@@ -44,7 +46,9 @@ def draft_hidden_states(
     # requires_grad: recomputation drops the gradients of a layer none of whose inputs needs one
     state, states = hidden.detach().requires_grad_(True), []
     for depth, ids in enumerate(following):
-        state = draft_step(model, depth, state, ids, rotary_pos_emb, layout, recompute=recompute)
+        state = draft_step(
+            model, depth, state, tokens=ids, rotary_pos_emb=rotary_pos_emb, layout=layout, recompute=recompute
+        )
         states.append(state)
     return states
 
@@ -53,13 +57,13 @@ def draft_step(
     model: GPTModel,
     depth: int,
     state: torch.Tensor,
+    *,
     tokens: torch.Tensor,
     rotary_pos_emb: torch.Tensor,
     layout: PackedSeqParams | None = None,
-    *,
     recompute: bool = False,
 ) -> torch.Tensor:
-    """One depth, counted from 0: hidden states [S, B, H], on which the next token may be sampled.
+    """Run one depth, counted from 0; return hidden states [S, B, H] that predict the next token.
 
     state: [S, B, H], of the depth before (of the target at depth 0); sequence parallel ranks divide S.
     tokens: [B, S], read at this depth. rotary_pos_emb: [S, 1, 1, d]. recompute: run the layer again in the
@@ -77,6 +81,7 @@ def draft_step(
     with torch.no_grad():
         embedded = model.embedding(input_ids=tokens, position_ids=None)
 
+    # Private, because Megatron's public forward rolls the tokens itself.
     def run(state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         return layer._proj_and_transformer_layer(
             hidden_states=state,

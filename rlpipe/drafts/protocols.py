@@ -1,4 +1,4 @@
-"""What the trainer of a draft asks of both models: Protocols, so that drafts import no engine."""
+"""Protocols of the models that a draft's trainer runs, so that drafts import no engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class Target(Protocol):
     """A model whose passes leave keys in a cache of `rows` rows; `rollout.embedded.model.Model` is one.
 
-    embedding: [V, H]. A span says where the tokens of a pass stand and what they attend to.
+    embedding: [V, H]. A span holds the positions of a pass and what its tokens attend to.
     """
 
     rows: int
@@ -21,7 +21,8 @@ class Target(Protocol):
     embedding: torch.Tensor
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights, given by HF name."""
+        """Replace all weights, by HF name."""
+        ...
 
     def span(
         self,
@@ -32,29 +33,36 @@ class Target(Protocol):
         slots: torch.Tensor | None = None,
         unseen: torch.Tensor | None = None,
     ) -> Any:
-        """Tokens at positions [B, q] of the cache's rows first, first + 1, ..."""
+        """Make the span of tokens at positions [B, q] of the cache's rows first, first + 1, ..."""
+        ...
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Any]) -> torch.Tensor:
-        """tokens [N] -> hidden states [N, H]; writes keys."""
+        """Compute hidden states [N, H] of tokens [N]; writes keys."""
+        ...
 
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Any], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `forward`; returns also the outputs of some layers side by side [N, len(layers) * H]."""
+        """Run `forward`; return also the outputs of some layers, concatenated [N, len(layers) * H]."""
+        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V]."""
+        """Compute logits: [N, H] -> [N, V]."""
+        ...
 
 
 class Shape(Protocol):
-    """layers: of the target whose outputs a draft reads. vocab: of the target."""
+    """Dimensions of a draft.
+
+    layers: of the target whose outputs the draft reads. vocab: of the target.
+    """
 
     layers: Sequence[int]
     vocab: int
 
 
 class TrainableDraft(Protocol):
-    """A torch module that drafts; `drafts.eagle3_model.Eagle3` is one, with what PPOW needs besides.
+    """A torch module that drafts; `drafts.eagle3_model.Eagle3` is one, with the methods of PPOW besides.
 
     prefix: before the names of its state dict where they travel with the target's.
     """
@@ -63,11 +71,16 @@ class TrainableDraft(Protocol):
     shape: Shape
 
     def unroll(self, features: torch.Tensor, embeddings: torch.Tensor) -> list[torch.Tensor]:
-        """K states [B, T, H] of all anchors; features: [B, T, layers * H], embeddings: [K, B, T, H] of what
-        follows each."""
+        """Compute K states [B, T, H] of all anchors.
+
+        features: [B, T, layers * H]. embeddings: [K, B, T, H] of the tokens after each anchor.
+        """
+        ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., V]."""
+        """Compute logits: [..., H] -> [..., V]."""
+        ...
 
     def save(self, path: str | Path, weights: Mapping[str, torch.Tensor]) -> None:
         """Write a directory for engines, `spec.draft_path`; weights: its state dict."""
+        ...

@@ -1,25 +1,25 @@
-"""The trainer of a draft that is no part of the policy: plain torch beside its target, one process.
+"""The trainer of a draft that is no part of the policy: plain torch together with its target, one process.
 
 Owns the draft, its optimizer, and the way from a packed batch to its loss. The target (`drafts.protocols`) is
 the engine's model, so the features trained on are the ones drafted from; it runs without gradients, a few
-rows at a time. Before RL (`rlpipe.adapt`) it is frozen; beside RL (`TrainerWorker`) it gets the policy's
+rows at a time. Before RL (`rlpipe.adapt`) it is frozen; during RL (`TrainerWorker`) it gets the policy's
 weights. Layout of anchors and turns: `rlpipe.batching.draft_layout`; objectives: `rlpipe.drafts.loss`.
 
     micro-batch -> rows of tokens -> target: hidden states, features -> unroll K steps -> states of turns
                                                      | head of the target                | head of the draft
                                                      +-----------> mtp_loss <------------+
 
-The head and the loss run turn by turn and are run again in the backward pass, so that no [N, K, V] tensor of
-a whole batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss
+The head and the loss run turn by turn and again in the backward pass, so that no [N, K, V] tensor of a full
+batch exists. Differs from EAGLE-3 in the data (the model's own rollouts), the loss
 (any of `mtp_loss`), and the starting point of norm and head (the target's). An objective on windows, which is
-for EAGLE-3 drafts alone, learns from those it drafts there instead (`drafts.windows`).
+for EAGLE-3 drafts only, learns from windows that the draft generates (`drafts.windows`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import reduce
 from math import isfinite
@@ -44,20 +44,22 @@ from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.drafts.windows.training import WindowTraining
 from rlpipe.metrics.values import Last, Mean, Sum, Value
 
-LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, one turn at least
+LOGIT_BYTES = {"cuda": 2**28, "cpu": 2**25}  # of draft logits held at once, at least one turn
 
 
 class DraftTrainer:
-    """What `adapt.run` asks of a trainer, and what the policy's worker does of one beside it.
+    """Trains a draft for `adapt.run`, and together with the policy for the trainer's worker.
 
     config: with `draft` (objective, steps of the training-time test, learning rate), `ppow` and `trainer`.
-    draft, target: on one device. draft_cost: c of PPOW's reward unless it is set. updates: optimizer steps
-    done.
+    draft, target: on one device. draft_cost: c of PPOW's reward where `ppow.draft_cost` is 0.
+    updates: optimizer steps so far.
     """
 
     shares_prefixes = False
 
-    def __init__(self, config: Config, draft: TrainableDraft, target: Target, draft_cost: float) -> None:
+    def __init__(
+        self, config: Config, draft: TrainableDraft, target: Target, *, draft_cost: float = 0.0
+    ) -> None:
         self._config, self._settings = config, config.draft
         self._draft, self._target, self._device = draft, target, target.device
         self._pair = Pair(
@@ -67,6 +69,7 @@ class DraftTrainer:
             autocast=self._autocast,
             draft_cost=draft_cost,
         )
+
         self._windows: WindowTraining | None = None
         if config.draft.windows:
             self._windows = WindowTraining(
@@ -76,6 +79,7 @@ class DraftTrainer:
                 steps=config.run.steps,
                 seed=config.run.seed,
             )
+
         trainer = config.trainer
         self._optimizer = torch.optim.AdamW(
             self._draft.parameters(),
@@ -89,36 +93,38 @@ class DraftTrainer:
             torch.set_num_threads(trainer.threads)
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """One optimizer step over a batch; mtp/* metrics, and ppow/* of its windows.
+        """Take one optimizer step over a batch; return mtp/* metrics, and ppow/* of its windows.
 
-        A gradient that is not finite is left out.
+        A step whose gradient is not finite is skipped.
         """
         started = time.perf_counter()
         self._optimizer.zero_grad()
-        parts = []
-        for micro in _micros(batch):
-            for loss, stats in self._losses(micro, batch.temperature):
+
+        sums: list[MtpStats | PpowTotals] = []
+        for micro_batch in _micro_batches(batch):
+            for loss, stats in self._losses(micro_batch, batch.temperature):
                 if loss.requires_grad:
                     loss.backward()
-                parts.append(stats)
-        nothing = no_stats(self._settings.depths, self._device)
-        stats = reduce(add, parts, nothing if self._windows is None else PpowTotals.nothing(self._device))
+                sums.append(stats)
+
+        empty_sums = no_stats(self._settings.depths, self._device)
+        stats = reduce(add, sums, empty_sums if self._windows is None else PpowTotals.zeros(self._device))
         metrics = stats.metrics() | self._apply(stats.weight.item())
         return metrics | {"timing_s/update_actor": Mean(time.perf_counter() - started, 1)}
 
     @torch.no_grad()
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
-        """Teacher-forced statistics of the draft; changes nothing."""
-        parts = [self._loss(micro, batch.temperature)[1] for micro in _micros(batch)]
-        return reduce(add, parts, no_stats(self._settings.depths, self._device))
+        """Measure the draft, teacher-forced, without training it."""
+        sums = [self._loss(micro_batch, batch.temperature)[1] for micro_batch in _micro_batches(batch)]
+        return reduce(add, sums, no_stats(self._settings.depths, self._device))
 
     def save(self, directory: str | Path) -> None:
-        """Everything a resumed run needs; the directory appears when it is complete."""
-        SavingDraft(self._state(), self._draft, Path(directory)).write()
+        """Write everything a resumed run needs; the directory appears when it is complete."""
+        SavingDraft(self._state(), self._draft, directory=Path(directory)).write()
 
     def begin_save(self, directory: Path, hf: Path) -> SavingDraft:
-        """Copy what `save` and `save_hf` would write into these directories, to be written later."""
-        return SavingDraft(deepcopy(self._state()), self._draft, directory, hf)
+        """Copy what `save` and `save_hf` would write to these directories, to be written later."""
+        return SavingDraft(deepcopy(self._state()), self._draft, directory=directory, hf=hf)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -135,133 +141,154 @@ class DraftTrainer:
         self.updates = int(state["updates"])
 
     def save_hf(self, directory: str | Path) -> None:
-        """The draft as SGLang and vLLM read it."""
+        """Write the draft as SGLang and vLLM read it."""
         self._draft.save(directory, self._draft.state_dict())
 
     def close(self) -> None:
-        """Nothing is held that must be given back."""
+        """Release nothing: there are no resources outside this object."""
 
     def follow(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Draft for a target of these weights, by HF name, from here on."""
+        """Load new weights of the target, by HF name."""
         self._target.load(weights)
 
     def export_weights(self) -> dict[str, torch.Tensor]:
-        """The draft's weights as they travel with its target's."""
+        """Return the draft's weights by the names under which they travel with the target's."""
         return {
             self._draft.prefix + name: tensor.detach() for name, tensor in self._draft.state_dict().items()
         }
 
     def _apply(self, weight: float) -> dict[str, Value]:
-        """Step on the summed gradient over `weight`."""
+        """Step on the summed gradient divided by `weight`."""
         group, mtp = self._optimizer.param_groups[0], self._settings
         group["lr"] = mtp.lr * min(1.0, (self.updates + 1) / max(1, mtp.warmup_steps))
+
         parameters = list(self._draft.parameters())
         norm = float("nan")
         if weight:
             for parameter in parameters:
                 parameter.grad /= weight
             norm = torch.nn.utils.clip_grad_norm_(parameters, mtp.clip_grad or float("inf")).item()
-        done = isfinite(norm)
-        metrics: dict[str, Value] = {"mtp/skipped_steps": Sum(not done), "mtp/lr": Last(group["lr"])}
-        if done:
+
+        # A batch without a label, or a gradient that is not finite, skips the step.
+        finite = isfinite(norm)
+        metrics: dict[str, Value] = {"mtp/skipped_steps": Sum(not finite), "mtp/lr": Last(group["lr"])}
+        if finite:
             self._optimizer.step()
             self.updates += 1
             metrics["mtp/grad_norm"] = Mean(norm, 1)
         return metrics
 
     def _losses(
-        self, micro: MicroBatch, temperature: float
-    ) -> Iterable[tuple[torch.Tensor, MtpStats | PpowTotals]]:
-        """Numerators of the objective's loss, and statistics; all of them are a micro-batch's."""
+        self, micro_batch: MicroBatch, temperature: float
+    ) -> Iterator[tuple[torch.Tensor, MtpStats | PpowTotals]]:
+        """Yield numerators of the loss with statistics; together they are those of the micro-batch."""
         if self._windows is None:
-            return [self._loss(micro, temperature)]
-        texts = self._pair.texts(micro, temperature)
-        return filter(None, (self._windows.loss(text, self.updates) for text in texts))
+            yield self._loss(micro_batch, temperature)
+            return
 
-    def _loss(self, micro: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
-        """Numerator of the loss of a micro-batch, and statistics."""
+        for text in self._pair.texts(micro_batch, temperature):
+            if (windows := self._windows.loss(text, self.updates)) is not None:
+                yield windows
+
+    def _loss(self, micro_batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, MtpStats]:
+        """Compute the numerator of the loss of a micro-batch, and statistics."""
         depths = self._settings.depths
-        batch = draft_batch(micro, depths)
+        batch = draft_batch(micro_batch, depths)
         if batch is None:
             return torch.zeros((), device=self._device), no_stats(depths, self._device)
-        rows, cells = as_rows(batch.branches, micro.tokens[batch.places])
+
+        rows, indices = as_rows(batch.branches, micro_batch.tokens[batch.places])
         lengths = np.array([branch.length for branch in batch.branches])
         hidden, features = self._read_target(rows, lengths)
+
         ahead = np.stack([as_rows(batch.branches, ids)[0] for ids in batch.following])
         with self._autocast():
             states = self._draft.unroll(features, self._target.embedding[self._move(ahead)].float())
         states = torch.stack([state.flatten(0, 1) for state in states], 1)
-        anchors = self._move(cells[batch.anchors])  # [R, L] into the rows' flat view
+
+        anchors = self._move(indices[batch.anchors])  # [R, L] into the rows' flat view
         targets = depth_targets(self._move(batch.tokens), self._move(batch.sampled), depths)
+
+        # As many turns at once as their logits may take.
         count, length = anchors.shape
         size = states.element_size() * depths * length * self._draft.shape.vocab
         step = max(1, LOGIT_BYTES[self._device.type] // size)
-        found = []
+        numerators: list[torch.Tensor] = []
+        sums: list[MtpStats] = []
         for first in range(0, count, step):
             part = slice(first, min(count, first + step))
-            found.append(self._turns(part, states, hidden, anchors, targets, temperature))
-        return sum(loss for loss, _ in found), reduce(add, (stats for _, stats in found))
+            loss, stats = self._turns(
+                part, states, hidden, anchors=anchors, targets=targets, temperature=temperature
+            )
+            numerators.append(loss)
+            sums.append(stats)
+        return reduce(add, numerators), reduce(add, sums)
 
     def _turns(
         self,
         part: slice,
         states: torch.Tensor,
         hidden: torch.Tensor,
+        *,
         anchors: torch.Tensor,
         targets: DepthTargets,
         temperature: float,
     ) -> tuple[torch.Tensor, MtpStats]:
-        """Loss and statistics of some turns; their logits live no longer than this call."""
+        """Compute loss and statistics of some turns; their logits are freed when this returns."""
         length, depths = anchors.shape[1], self._settings.depths
-        cells, flat = anchors[part].flatten(), slice(part.start * length, part.stop * length)
-        kept: list[MtpStats] = []
+        indices, flat = anchors[part].flatten(), slice(part.start * length, part.stop * length)
+        collected: list[MtpStats] = []
 
         def run(states: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 draft = self._draft.logits(states)
-            backbone = self._target.logits(hidden[cells])
-            # depth k at a cell is compared with the target k cells on; beyond the turn it is masked
+            backbone = self._target.logits(hidden[indices])
+
+            # Depth k at an anchor is compared with the target k anchors on; beyond the turn it is masked.
             padded = torch.cat((backbone[1:], backbone.new_zeros(depths, backbone.shape[1])))
-            shared = padded.unfold(0, len(cells), 1)[:depths].permute(2, 0, 1)
+            shared = padded.unfold(0, len(indices), 1)[:depths].permute(2, 0, 1)
             loss, stats = mtp_loss(
                 self._settings.supervised,
                 draft.float(),
                 shared.float(),
-                targets.mask[flat],
+                mask=targets.mask[flat],
                 tokens=targets.tokens[flat],
                 anchors=self._settings.anchors,
                 turn_starts=targets.turn_starts[part],
                 temperature=temperature,
                 normalizer=1.0,
             )
-            kept.append(stats)
+            collected.append(stats)
             return loss
 
-        chosen = states[cells]
+        chosen = states[indices]
         loss = (
             checkpoint(run, chosen, use_reentrant=False, preserve_rng_state=False)
             if chosen.requires_grad
             else run(chosen)
         )
-        return loss, kept[0]
+        return loss, collected[0]
 
     @torch.no_grad()
     def _read_target(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target over rows [B, T]: hidden states [B * T, H], features [B, T, F] in float32."""
+        """Run the target over rows [B, T]: hidden states [B * T, H], features [B, T, F] in float32."""
         tokens = self._move(rows)
         hidden, features = [], []
+
+        # As many rows at a time as its cache has; each group is no longer than its longest row.
         for first in range(0, len(rows), self._target.rows):
             some = tokens[first : first + self._target.rows]
             longest = int(lengths[first : first + self._target.rows].max())
             positions = torch.arange(longest, device=self._device).expand(len(some), longest)
             span = self._target.span(0, positions, longest)
-            found = self._target.features(some[:, :longest].flatten(), [span], self._draft.shape.layers)
-            for whole, part in zip((hidden, features), found, strict=True):
-                part = part.unflatten(0, (len(some), longest))
-                whole.append(torch.nn.functional.pad(part, (0, 0, 0, tokens.shape[1] - longest)))
+            outputs = self._target.features(some[:, :longest].flatten(), [span], self._draft.shape.layers)
+
+            for groups, output in zip((hidden, features), outputs, strict=True):
+                output = output.unflatten(0, (len(some), longest))
+                groups.append(torch.nn.functional.pad(output, (0, 0, 0, tokens.shape[1] - longest)))
         return torch.cat(hidden).flatten(0, 1), torch.cat(features).float()
 
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager:
         if self._config.trainer.precision is Precision.BF16:
             return torch.autocast(self._device.type, dtype=torch.bfloat16)
         return nullcontext()
@@ -270,23 +297,23 @@ class DraftTrainer:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def _micros(batch: PackedBatch) -> Iterator[MicroBatch]:
-    """All micro-batches; a step of adaptation is one minibatch on one rank."""
+def _micro_batches(batch: PackedBatch) -> Iterator[MicroBatch]:
+    """Yield all micro-batches; a step of adaptation is one minibatch on one rank."""
     for minibatch in batch.minibatches:
         for shard in minibatch.shards:
             yield from shard
 
 
 class SavingDraft:
-    """State of a draft and its optimizer on its way to a checkpoint, and to `hf` as servers read it."""
+    """A copy of a draft and its optimizer, to be written to a checkpoint, and to `hf` as servers read it."""
 
     def __init__(
-        self, state: dict[str, Any], draft: TrainableDraft, directory: Path, hf: Path | None = None
+        self, state: dict[str, Any], draft: TrainableDraft, *, directory: Path, hf: Path | None = None
     ) -> None:
         self._state, self._draft, self._directory, self._hf = state, draft, directory, hf
 
     def write(self) -> None:
-        """All of it; the directory appears when it is complete. Raises OSError."""
+        """Write all of it; the directory appears when it is complete. Raises OSError."""
         part = self._directory.with_name(f"{self._directory.name}.part")
         part.mkdir(parents=True, exist_ok=True)
         torch.save(self._state, part / "eagle3.pt")
@@ -295,4 +322,4 @@ class SavingDraft:
             self._draft.save(self._hf, self._state["draft"])
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `write` was all."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class VisitForecast:
-    """What an engine will count, in expectation; all [B] or [B, K] float64.
+    """Expected counts of an engine, float64.
 
     visits: [B, T] probability that a verify step starts at the anchor.
     verify_steps: [B]. emitted: [B] tokens they emit (a turn's first token is the prefill's).
@@ -54,12 +54,12 @@ class VisitForecast:
 
 
 def accept_probabilities(draft_logprobs: Tensor, target_logprobs: Tensor) -> Tensor:
-    """min(1, q / p) at realised tokens; the tie q = p passes its gradient on, as ties do in the overlap."""
+    """Compute min(1, q / p) at realised tokens; a tie q = p passes its gradient on, as in the overlap."""
     return (draft_logprobs - target_logprobs).clamp(max=0).exp()
 
 
 def expected_accepted(last: Tensor, passed: Tensor, mask: Tensor) -> Tensor:
-    """[N] sum_j passed_1 ... passed_{j-1} last_j over leading depths of a chain; all arguments [N, K].
+    """Compute [N] sum_j passed_1 ... passed_{j-1} last_j over leading depths of a chain; arguments [N, K].
 
     By Horner's rule, so that its gradient is the product of the depths before and of the chain after, and
     never divides: a probability of 0 in mid-chain is an ordinary number.
@@ -71,19 +71,23 @@ def expected_accepted(last: Tensor, passed: Tensor, mask: Tensor) -> Tensor:
 
 
 def by_sequence(rows: Rows, mask: Tensor, turn_starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept probabilities and mask as [B, T, K]."""
+    """Reshape accept probabilities and mask to [B, T, K].
+
+    Raises ValueError where turn_starts does not have one entry per anchor.
+    """
     if turn_starts.numel() != len(mask):
         raise ValueError(
             f"turn_starts has shape {list(turn_starts.shape)} but there are {len(mask)} anchors; "
             "pass one entry per anchor, [B, T] with N = B * T."
         )
+
     shape = (*turn_starts.shape, -1)
     accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
     return accept.view(shape), mask.view(shape)
 
 
 def expected_verify_steps(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
-    """[B] float64 expected verify steps of each sequence, differentiable in accept.
+    """Compute [B] float64 expected verify steps of each sequence, differentiable in accept.
 
     accept, mask: [B, T, K]. turn_starts: [B, T] bool.
     """
@@ -92,14 +96,14 @@ def expected_verify_steps(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> 
 
 
 def visit_probabilities(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
-    """[B, T] float64, detached: the probability that a verify step starts at each anchor."""
+    """Compute [B, T] float64, detached: the probability that a verify step starts at each anchor."""
     with torch.no_grad():
         transitions = _transitions(accept.double(), mask, turn_starts)
         return _visits(transitions, turn_starts & mask[..., 0])
 
 
 def forecast(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> VisitForecast:
-    """Expected counts of the engine that emitted these sequences; detached.
+    """Compute the expected counts of an engine that emits these sequences; detached.
 
     >>> one = torch.ones(1, 4, 1)
     >>> start = torch.tensor([[True, False, False, False]])
@@ -108,12 +112,15 @@ def forecast(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> VisitForecast
     """
     with torch.no_grad():
         visits = visit_probabilities(accept, mask, turn_starts)
+
+        # Follow the probability of each step down its chain: reached, then accepted, depth by depth.
         reached, reach = [], visits
         for depth in range(accept.shape[-1]):
             reach = reach * mask[..., depth]
             reached.append(reach.sum(-1))
             reach = reach * accept[..., depth]
             reached.append(reach.sum(-1))
+
         in_turn = mask[..., 0] & (turn_starts.cumsum(1) > 0)
         return VisitForecast(
             visits=visits,
@@ -125,7 +132,7 @@ def forecast(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> VisitForecast
 
 
 def _transitions(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
-    """[B, T, K + 1]: P_t(j), zero where t + j + 1 is not an anchor of the same turn."""
+    """Compute [B, T, K + 1]: P_t(j), zero where t + j + 1 is not an anchor of the same turn."""
     length, depths = accept.shape[1:]
     survive, rows = torch.ones_like(accept[..., 0]), []
     for depth in range(depths):
@@ -133,6 +140,8 @@ def _transitions(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
         rows.append(survive * (1 - a))
         survive = survive * a
     rows.append(survive)
+
+    # Steps never cross into another turn.
     turn = torch.where(mask[..., 0], turn_starts.cumsum(1), 0)
     later = torch.nn.functional.pad(turn, (0, depths + 1)).unfold(1, length, 1)[:, 1:]  # [B, K + 1, T]
     allowed = (later == turn[:, None]) & (turn > 0)[:, None]
@@ -140,7 +149,7 @@ def _transitions(accept: Tensor, mask: Tensor, turn_starts: Tensor) -> Tensor:
 
 
 def _visits(transitions: Tensor, starts: Tensor) -> Tensor:
-    """Forward recursion: [B, T, K + 1] and [B, T] -> [B, T]."""
+    """Run the forward recursion: [B, T, K + 1] and [B, T] -> [B, T]."""
     batch, length, width = transitions.shape
     rows = transitions.permute(1, 2, 0).contiguous()  # position first: slices are contiguous
     visits = rows.new_zeros(length + width, batch)

@@ -107,7 +107,7 @@ class DraftPasses:
         if self._windows is None:
             numerator, stats = self._supervised(policy, micro, hidden, temperature)
             return numerator / policy.pg_collection.cp.size(), stats  # each rank has all; Megatron sums them
-        nothing = torch.zeros((), device=self._device), PpowTotals.nothing(self._device)
+        nothing = torch.zeros((), device=self._device), PpowTotals.zeros(self._device)
         batch = draft_batch(micro, 1, MULTIPLE)
         if batch is None:
             return nothing
@@ -140,7 +140,7 @@ class DraftPasses:
     def summed(self, parts: Iterable[Any], windows: bool | None = None) -> MtpStats | PpowTotals:
         """Statistics over micro-batches and ranks; windows: of which kind, None for the objective's."""
         windows = self.reads_keys if windows is None else windows
-        nothing = PpowTotals.nothing(self._device) if windows else no_stats(self._config.depths, self._device)
+        nothing = PpowTotals.zeros(self._device) if windows else no_stats(self._config.depths, self._device)
         mine = reduce(add, parts, nothing)
         for group in self._group, get_pipeline_model_parallel_group():  # stages before the last have nothing
             mine = mine.all_reduce(group) if group.size() > 1 else mine
@@ -190,8 +190,8 @@ class DraftPasses:
             self._config.supervised,
             states,
             backbone,
-            policy.head_weight,
-            targets.mask,
+            head_weight=policy.head_weight,
+            mask=targets.mask,
             tokens=targets.tokens,
             anchors=self._config.anchors,
             turn_starts=targets.turn_starts,
@@ -216,9 +216,9 @@ class DraftPasses:
         rows, target_only, top = linear_draft_rows(
             states,
             backbone,
-            policy.head_weight,
-            targets.mask,
-            targets.tokens,
+            head_weight=policy.head_weight,
+            mask=targets.mask,
+            tokens=targets.tokens,
             temperature=temperature,
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
@@ -264,7 +264,11 @@ class DraftPasses:
         move = self._runtime.to_device
         layout = BranchLayout(batch.branches, move(batch.positions))
         states = draft_hidden_states(
-            policy, inputs[:, None], move(batch.following[:, None]), policy.rotary(batch.positions), layout
+            policy,
+            inputs[:, None],
+            move(batch.following[:, None]),
+            rotary_pos_emb=policy.rotary(batch.positions),
+            layout=layout,
         )
         return [state[:, 0] for state in states]
 
@@ -276,5 +280,7 @@ class DraftPasses:
         _, count, length = following.shape
         padded = inputs.new_zeros(count * length, inputs.shape[1]).index_copy(0, cells, inputs)
         padded = padded.view(count, length, -1).transpose(0, 1).contiguous()
-        states = draft_hidden_states(policy, padded, move(following), policy.rotary(np.arange(length)))
+        states = draft_hidden_states(
+            policy, padded, move(following), rotary_pos_emb=policy.rotary(np.arange(length))
+        )
         return [state.transpose(0, 1).flatten(0, 1).index_select(0, cells) for state in states]

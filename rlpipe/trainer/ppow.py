@@ -27,7 +27,7 @@ from rlpipe.batching.micro_batch import Branch, MicroBatch
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.loss.linear import linear_draft_rows
 from rlpipe.drafts.megatron_draft import draft_step
-from rlpipe.drafts.windows.rollout import Drawn
+from rlpipe.drafts.windows.rollout import SampledWindows
 from rlpipe.drafts.windows.selection import criticality
 from rlpipe.trainer.continuation import Continuation
 from rlpipe.trainer.layers import BranchLayout, Kept
@@ -63,7 +63,9 @@ class MtpWindows:
         layout = BranchLayout(batch.branches, move(batch.positions), keep=True)
         inputs = hidden.index_select(0, move(batch.places))[:, None]
         rotary = policy.rotary(batch.positions)
-        self._states = draft_step(policy, 0, inputs, move(batch.following), rotary, layout)[:, 0]
+        self._states = draft_step(
+            policy, 0, inputs, tokens=move(batch.following), rotary_pos_emb=rotary, layout=layout
+        )[:, 0]
         self._draft_kept = layout.release()
 
     @property
@@ -87,20 +89,20 @@ class MtpWindows:
         rows, *_ = linear_draft_rows(
             self._states.detach().index_select(0, move(batch.anchors.flatten()))[:, None],
             self._hidden.index_select(0, move(batch.backbone.flatten())),
-            policy.head_weight,
-            near.mask,
-            near.tokens,
+            head_weight=policy.head_weight,
+            mask=near.mask,
+            tokens=near.tokens,
             temperature=self._temperature,
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
         )
         return criticality(rows.target_entropy, rows.kl, policy.vocab_real).view(batch.tokens.shape)
 
-    def start(self, drawn: Drawn, group: int) -> torch.device:
+    def start(self, windows: SampledWindows, group: int) -> torch.device:
         """Get ready to go on from W windows, `group` times from each."""
         batch, self._group = self._batch, group
-        anchors = batch.anchors[drawn.turns, drawn.columns]
-        following = batch.backbone[drawn.turns, drawn.columns + 1]
+        anchors = batch.anchors[windows.turns, windows.columns]
+        following = batch.backbone[windows.turns, windows.columns + 1]
         self.draft_prefixes = self._prefixes(batch.branches, anchors)
         self.prefixes = self._prefixes(self._micro.branches, following)
         self._first = self._runtime.to_device(following)
@@ -117,9 +119,14 @@ class MtpWindows:
         self._depth += 1
         rotary = self._policy.rotary(self._drafting.advance(1).positions)
         flat = tokens.view(1, -1)
-        self._state = draft_step(self._policy, self._depth, state[:, None], flat, rotary, self._drafting)[
-            :, 0
-        ]
+        self._state = draft_step(
+            self._policy,
+            self._depth,
+            state[:, None],
+            tokens=flat,
+            rotary_pos_emb=rotary,
+            layout=self._drafting,
+        )[:, 0]
         return self._logprobs(self._state).unflatten(0, tokens.shape)
 
     def first(self) -> torch.Tensor:

@@ -60,7 +60,7 @@ def eager(draft: Tensor, target: Tensor) -> Tensor:
 def ours(draft: Tensor, target: Tensor) -> Tensor:
     """The library's loss, statistics included."""
     mask = torch.ones(len(draft), 1, dtype=torch.bool, device=draft.device)
-    return mtp_loss("tv", draft[:, None], target[:, None], mask)[0]
+    return mtp_loss("tv", draft[:, None], target[:, None], mask=mask)[0]
 
 
 def speculators(draft: Tensor, target: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def fused(weight: Tensor) -> Loss:
     def loss(draft: Tensor, target: Tensor) -> Tensor:
         mask = torch.ones(len(draft), 1, dtype=torch.bool, device=draft.device)
         ahead = torch.cat([target[:1], target])  # depth 1 at anchor n is compared with row n + 1
-        return linear_mtp_loss("tv", draft[:, None], ahead, weight, mask)[0]
+        return linear_mtp_loss("tv", draft[:, None], ahead, head_weight=weight, mask=mask)[0]
 
     return loss
 

@@ -113,7 +113,7 @@ def _one(model, layers, trajectory, config, temperature):
         config.objective,
         draft,
         target[places],
-        found.mask,
+        mask=found.mask,
         tokens=found.tokens,
         anchors=config.anchors,
         turn_starts=found.turn_starts,

@@ -22,7 +22,7 @@ from tests.helpers.mtp_reference import Case, random_case
 def _call(backend: str, kind: str, case: Case, **settings: object) -> tuple[torch.Tensor, ...]:
     case.draft.grad = None
     loss, stats = mtp_loss(
-        kind, case.draft, case.target, case.mask, backend=backend, **case.kwargs(), **settings
+        kind, case.draft, case.target, mask=case.mask, backend=backend, **case.kwargs(), **settings
     )
     loss.backward()
     return loss, case.draft.grad.clone(), stats
@@ -85,7 +85,13 @@ def fused(device: str) -> None:
     for backend in ("torch", "triton"):
         draft = (ahead + 0.1).requires_grad_()
         loss, _ = linear_mtp_loss(
-            "e2e_tv", draft, target, weight, case.mask, chunk_bytes=5 * depths * 1200, backend=backend
+            "e2e_tv",
+            draft,
+            target,
+            head_weight=weight,
+            mask=case.mask,
+            chunk_bytes=5 * depths * 1200,
+            backend=backend,
         )
         loss.backward()
         found[backend] = loss, draft.grad

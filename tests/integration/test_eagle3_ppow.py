@@ -82,7 +82,7 @@ def rollouts(trainer, batch, step=0):
     for micro in batch.minibatches[0].shards[0]:
         for text in trainer._pair.texts(micro, T):
             if (found := trainer._windows.rollout(text, step)) is not None:
-                yield micro.rows[found.drawn.owners], found
+                yield micro.rows[found.windows.owners], found
 
 
 class Oracle:
@@ -142,14 +142,14 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     oracle, lots = Oracle(target, trainer._draft), [*rollouts(trainer, packed(trajectories))]
     assert len(lots) == 2
     for rows, found in lots:
-        coins, uniforms = found.drawn.coins, found.drawn.draft_uniforms
+        coins, uniforms = found.windows.coins, found.windows.draft_uniforms
         for w, row in enumerate(rows):
             trajectory, t = trajectories[row], int(found.text.anchors[w])
             ids = torch.tensor(trajectory.token_ids.tolist())
             assert all(
                 trajectory.loss_mask.tolist()[t + 1 : t + 5]
             )  # within a turn whose first token is known
-            torch.testing.assert_close(found.drawn.scores[w : w + 1], oracle.score(ids, t))
+            torch.testing.assert_close(found.windows.scores[w : w + 1], oracle.score(ids, t))
             known = ids[: t + 2]
             reference = greedy_logprob(oracle.target, known, 3)
             for g, drafts in enumerate(found.tokens[w]):
@@ -158,12 +158,12 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
                 torch.testing.assert_close(found.logprobs[w, g].detach(), q, atol=5e-5, rtol=1e-5)
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
-                torch.testing.assert_close(found.judged.logprobs[w, g], p, atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(found.verified.logprobs[w, g], p, atol=2e-5, rtol=1e-5)
                 cdf = q.exp().double().cumsum(-1)
                 upper = cdf.gather(1, chosen)[:, 0]
                 lower = torch.where(drafts > 0, cdf.gather(1, (chosen - 1).clamp(min=0))[:, 0], 0.0)
                 assert ((lower - 1e-5 <= uniforms[w, g]) & (uniforms[w, g] <= upper + 1e-5)).all()
-                check_verdict(found.judged, (w, g), drafts, q, p, coins[w, g], reference, RULES)
+                check_verdict(found.verified, (w, g), drafts, q, p, coins[w, g], reference, RULES)
     assert seen > 9 * PPOW.windows * PPOW.group_size
 
 
@@ -171,11 +171,11 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(targ
     trainer, batch = make(target, start, trajectories), packed(trajectories, budget=200)
     oracle, terms = Oracle(target, copy.deepcopy(trainer._draft)), []
     for rows, found in rollouts(trainer, batch):
-        advantages = group_advantages(found.judged.rewards)
+        advantages = group_advantages(found.verified.rewards)
         for w, row in enumerate(rows):
             known = torch.tensor(trajectories[row].token_ids.tolist()[: int(found.text.anchors[w]) + 2])
             for g, drafts in enumerate(found.tokens[w]):
-                q, p = oracle.drafted(known, drafts), found.judged.logprobs[w, g]
+                q, p = oracle.drafted(known, drafts), found.verified.logprobs[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
                 terms.append(-advantages[w, g] * chosen + 0.02 * (q.exp() * (q - p)).sum(-1))
     torch.cat(terms).mean().backward()

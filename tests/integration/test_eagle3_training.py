@@ -85,7 +85,7 @@ def written_out(target, draft, trajectories, mtp):
                 mtp.objective,
                 draft.logits(states),
                 found.logits[0][places],
-                targets.mask,
+                mask=targets.mask,
                 tokens=targets.tokens,
                 anchors=mtp.anchors,
                 turn_starts=targets.turn_starts,
@@ -115,7 +115,7 @@ def test_a_step_has_loss_and_gradient_of_the_definition(target, trajectories, mo
     mtp, draft = CASES[case]
     trainer = make(target, trajectories, draft, **mtp)
     expected = copy.deepcopy(trainer._draft)
-    loss, stats = written_out(target, expected, trajectories, trainer._mtp)
+    loss, stats = written_out(target, expected, trajectories, trainer._settings)
     loss.backward()
     found = trainer.mtp_stats(packed(trajectories))
     metrics = reduce([trainer.adapt_step(packed(trajectories))])

@@ -270,7 +270,9 @@ def test_the_draft_equals_the_reference_layer_at_every_depth(tmp_path, trainer_o
     with torch.no_grad():
         hidden = trainer.model.hidden_states(ids).view(2, 17, -1)
         rotary = trainer.model.rotary(np.arange(17))
-        found = draft_hidden_states(trainer.model, hidden.transpose(0, 1), shifted(ids, 3), rotary)
+        found = draft_hidden_states(
+            trainer.model, hidden.transpose(0, 1), shifted(ids, 3), rotary_pos_emb=rotary
+        )
         embed = torch.nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"])
         expected = unroll(reference, embed, hidden, ids, gamma=3)
     for depth, (mine, theirs) in enumerate(zip(found, expected, strict=True), start=1):
@@ -288,7 +290,7 @@ def test_draft_gradients_stay_in_the_draft_and_are_not_lost(tmp_path, trainer_of
     model.mtp.requires_grad_(True)
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     hidden = model.hidden_states(ids).view(2, 9, -1).transpose(0, 1)
-    states = draft_hidden_states(model, hidden, shifted(ids, 2), model.rotary(np.arange(9)))
+    states = draft_hidden_states(model, hidden, shifted(ids, 2), rotary_pos_emb=model.rotary(np.arange(9)))
     sum(h.square().sum() for h in states).backward()
     for name, parameter in model.named_parameters():
         got = parameter.grad is not None and bool(parameter.grad.any())

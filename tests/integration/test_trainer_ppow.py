@@ -17,7 +17,7 @@ from rlpipe.config.draft_objectives import DraftObjective
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import Recompute, TrainerConfig
 from rlpipe.drafts.objectives.ppow import group_advantages
-from rlpipe.drafts.windows.selection import window_law, window_scores
+from rlpipe.drafts.windows.selection import window_distribution, window_scores
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.trainer import continuation, runtime
 from rlpipe.trainer.ppow import MtpWindows
@@ -91,7 +91,7 @@ def rollouts(trainer, packed, step=0):
 
 def texts(micro, rollout, whole):
     """The tokens that each window knows, and the trajectory it was drawn from."""
-    for w, owner in enumerate(rollout.drawn.owners):
+    for w, owner in enumerate(rollout.windows.owners):
         known = micro.tokens[rollout.text.prefixes[w].numpy()]
         text = whole[micro.rows[owner]].token_ids.tolist()
         assert known.tolist() == text[: len(known)]
@@ -154,7 +154,7 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
     oracle, whole = Oracle(path), trajectories()
     trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=PPOW)
     parts = rollouts(trainer, adaptation(budget=budget))
-    assert sum(len(rollout.drawn.owners) for _, rollout in parts) > 8
+    assert sum(len(rollout.windows.owners) for _, rollout in parts) > 8
     for micro, rollout in parts:
         for w, known, _ in texts(micro, rollout, whole):
             reference = greedy_logprob(oracle.target, known, 3)
@@ -163,9 +163,9 @@ def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pas
                 torch.testing.assert_close(rollout.logprobs[w, g].detach(), q, atol=2e-5, rtol=0)
                 _, p = oracle.target(torch.cat((known, drafts)))
                 p = p[len(known) - 1 : -1]
-                torch.testing.assert_close(rollout.judged.logprobs[w, g], p, atol=2e-5, rtol=0)
-                coins = rollout.drawn.coins[w, g]
-                check_verdict(rollout.judged, (w, g), drafts, q.detach(), p, coins, reference, RULES)
+                torch.testing.assert_close(rollout.verified.logprobs[w, g], p, atol=2e-5, rtol=0)
+                coins = rollout.windows.coins[w, g]
+                check_verdict(rollout.verified, (w, g), drafts, q.detach(), p, coins, reference, RULES)
 
 
 def test_drafts_follow_the_law_that_is_stated_for_them(path):
@@ -173,7 +173,7 @@ def test_drafts_follow_the_law_that_is_stated_for_them(path):
     many = replace(PPOW, group_size=50, windows=100)
     trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=many)
     ((_, rollout),) = rollouts(trainer, adaptation(groups=1))
-    uniforms, coins = rollout.drawn.draft_uniforms, rollout.drawn.coins
+    uniforms, coins = rollout.windows.draft_uniforms, rollout.windows.coins
     cdf, drawn = rollout.logprobs.detach().exp().double().cumsum(-1), rollout.tokens[..., None]
     upper = cdf.gather(-1, drawn)[..., 0]
     lower = torch.where(drawn[..., 0] > 0, cdf.gather(-1, (drawn - 1).clamp(min=0))[..., 0], 0.0)
@@ -200,11 +200,11 @@ def test_windows_are_drawn_by_their_score_and_lie_within_a_turn(path):
         entropy, kl = -(p.exp() * p).sum(-1), (p.exp() * (p - q)).sum(-1)
         critical = (1 - entropy / np.log(64)) * kl
         anchors = [t for t in range(len(ids) - 4) if all(mask[t + 1 : t + 5])]
-        mine = np.flatnonzero(micro.rows[rollout.drawn.owners] == row)
+        mine = np.flatnonzero(micro.rows[rollout.windows.owners] == row)
         if not anchors:
             assert not len(mine)
             continue
-        law = window_law(window_scores(critical, 3)[anchors], 1.0).numpy() * 3000
+        law = window_distribution(window_scores(critical, 3)[anchors], 1.0).numpy() * 3000
         drawn = [len(rollout.text.draft_prefixes[w]) - 1 for w in mine]
         assert len(drawn) == 3000 and set(drawn) <= set(anchors)
         if len(anchors) == 1:
@@ -219,7 +219,7 @@ def test_windows_depend_neither_on_the_cut_nor_on_sharing_but_on_seed_and_step(p
         batch = pack(trajectories(), None, budget, dp_size=1, share_prefixes=share)
         found = {}
         for micro, rollout in rollouts(trainer, batch, step):
-            for w, owner in enumerate(rollout.drawn.owners):
+            for w, owner in enumerate(rollout.windows.owners):
                 at = len(rollout.text.prefixes[w])
                 found.setdefault(int(micro.rows[owner]), []).append((at, rollout.tokens[w].tolist()))
         trainer.close()
@@ -238,10 +238,10 @@ def test_the_gradient_is_that_of_reinforce_and_the_anchor_by_plain_autograd(path
     parts = rollouts(trainer, batch)
     terms = []
     for micro, rollout in parts:
-        advantages = group_advantages(rollout.judged.rewards)
+        advantages = group_advantages(rollout.verified.rewards)
         for w, known, _ in texts(micro, rollout, whole):
             for g, drafts in enumerate(rollout.tokens[w]):
-                q, p = oracle.draft(known, drafts), rollout.judged.logprobs[w, g]
+                q, p = oracle.draft(known, drafts), rollout.verified.logprobs[w, g]
                 chosen = q.gather(1, drafts[:, None])[:, 0]
                 terms.append(-advantages[w, g] * chosen + 0.02 * (q.exp() * (q - p)).sum(-1))
     loss = torch.cat(terms).mean()

@@ -24,7 +24,7 @@ from rlpipe.config.draft import DraftConfig
 from rlpipe.drafts.loss import mtp_loss
 draft, target = torch.randn(2, 5, 3, 7, generator=torch.Generator().manual_seed(0))
 mask = torch.ones(5, 3, dtype=torch.bool)
-loss, stats = mtp_loss(DraftConfig(objective="squared").supervised, draft, target, mask)
+loss, stats = mtp_loss(DraftConfig(objective="squared").supervised, draft, target, mask=mask)
 rejected = 1 - torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1)
 torch.testing.assert_close(loss, rejected.square().mean())
 """
@@ -105,7 +105,7 @@ def make(config, start, trajectories=(), *, train_alongside):
     draft = Mix(target, weights)
     if start:
         draft.load_state_dict(load_file(f"{resolve(start)}/model.safetensors"))
-    return train_alongside(config, draft, target, weights)
+    return train_alongside(config, draft, target, weights=weights)
 
 DRAFTER = DrafterFunctions(make_trainer=make)
 '''

@@ -194,8 +194,11 @@ def recomputation_drops_gradients(patch: Any) -> None:
     """No input of the layer needs a gradient, so its backward pass is never run again."""
     real = megatron_draft.draft_step
 
-    def wrong(model: Any, depth: int, state: torch.Tensor, *given: Any, recompute: bool) -> torch.Tensor:
-        return real(model, depth, state.detach() if recompute else state, *given, recompute=recompute)
+    def wrong(
+        model: Any, depth: int, state: torch.Tensor, *, recompute: bool, **arguments: Any
+    ) -> torch.Tensor:
+        state = state.detach() if recompute else state
+        return real(model, depth, state, recompute=recompute, **arguments)
 
     patch.setattr(megatron_draft, "draft_step", wrong)
 

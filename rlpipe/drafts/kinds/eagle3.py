@@ -30,7 +30,7 @@ def make_trainer(
     *,
     train_alongside: Callable[..., DraftTrainer],
 ) -> DraftTrainer:
-    """The trainer of the draft in directory `start`, of that in `eagle3.start`, or of a new one.
+    """Make the trainer of the draft in directory `start`, of that in `eagle3.start`, or of a new one.
 
     trajectories: their sampled tokens choose a reduced vocabulary of a new draft.
     train_alongside: builds the trainer around the target (`actors.trainers.train_alongside`).
@@ -47,7 +47,7 @@ def make_trainer(
         draft = Eagle3.load(resolve(start), target, setting)
     else:
         draft = new_draft(config, target, weights, trajectories)
-    return train_alongside(config, draft, target, weights, draft_cost(draft, weights))
+    return train_alongside(config, draft, target, weights=weights, draft_cost=draft_cost(draft, weights))
 
 
 def check_served(config: Config, served: HfConfig) -> None:
@@ -60,7 +60,7 @@ def _check_rotary(target: HfConfig) -> None:
     arch = read_architecture(target)
     if arch.rotary_dim != arch.head_dim:
         raise ValueError(
-            f"spec.drafter=eagle3 rotates whole heads, and a model of type {arch.family!r} rotates "
+            f"spec.drafter=eagle3 rotates full heads, and a model of type {arch.family!r} rotates "
             f"{arch.rotary_dim} of {arch.head_dim} numbers: draft with its MTP layer (spec.drafter=mtp) or "
             "spec.drafter=suffix."
         )
@@ -69,14 +69,14 @@ def _check_rotary(target: HfConfig) -> None:
 def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
     """Refuse a draft that SGLang 0.5.23 would not load, or would compute otherwise than it was trained.
 
-    Raises ValueError with what, the value and the remedy.
+    Raises ValueError with the setting, its value and a hint.
     """
     shape = read_shape(resolve(spec.draft_path), target)
-    named = f"spec.draft_path={spec.draft_path!r}"
+    setting = f"spec.draft_path={spec.draft_path!r}"
     if shape.reduced and spec.mode in (SpecMode.REJECTION, SpecMode.BLOCK) and not sglang.plugin:
         raise ValueError(
-            f"spec.mode={spec.mode} and rollout.sglang.plugin=false: {named} knows {shape.draft_vocab} of "
-            f"{shape.vocab} tokens, and SGLang samples drafts over the whole vocabulary only. Set "
+            f"spec.mode={spec.mode} and rollout.sglang.plugin=false: {setting} knows {shape.draft_vocab} of "
+            f"{shape.vocab} tokens, and SGLang samples drafts over the full vocabulary only. Set "
             "rollout.sglang.plugin=true, or use spec.mode=target_only (or greedy), a draft trained with "
             "eagle3.draft_vocab=0, or rollout=embedded."
         )
@@ -85,13 +85,13 @@ def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> No
     # input is no wider than its state (models/qwen2.py:462, models/llama_eagle3.py:238).
     if len(layers) < 2 or layers != sorted(layers) or layers[-1] == depth - 1:
         raise ValueError(
-            f"{named} reads layers {layers} of the target, and SGLang fuses two or more in ascending order "
+            f"{setting} reads layers {layers} of the target, and SGLang fuses two or more in ascending order "
             f"up to {depth - 2}. Train a draft on such eagle3.layers, or use rollout=embedded."
         )
 
 
 def check_trained(config: Config, target: HfConfig) -> None:
-    """What training an EAGLE-3 draft needs; target: its `config.json`. Raises ValueError."""
+    """Refuse targets and settings that do not fit an EAGLE-3 draft. Raises ValueError."""
     _check_rotary(target)
     if config.eagle3.start:
         read_shape(resolve(config.eagle3.start), target, "eagle3.start")
@@ -100,11 +100,11 @@ def check_trained(config: Config, target: HfConfig) -> None:
 
 
 def check_cotrained(config: Config) -> None:
-    """What training an EAGLE-3 draft beside the policy needs. Raises ValueError."""
+    """Refuse settings under which an EAGLE-3 draft cannot be trained with the policy. Raises ValueError."""
     if config.decoupled.active:
         raise ValueError(
             f"spec.drafter=eagle3 with draft.train=online learns from the policy, and decoupled.path="
-            f"{config.decoupled.path!r} generates in its place: set draft.train=off."
+            f"{config.decoupled.path!r} generates instead: set draft.train=off."
         )
     if config.draft.lr_schedule is not LrSchedule.CONSTANT:
         raise ValueError(

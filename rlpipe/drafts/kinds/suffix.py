@@ -1,6 +1,6 @@
-"""Drafts without a model: what followed the last time the text ended like this (prompt lookup).
+"""Drafts without a model: the tokens that followed the last time the text ended like this (prompt lookup).
 
-Costs no pass and no training; pays where text repeats itself, as edits of a file do.
+Needs no pass and no training; pays off where text repeats itself, as edits of a file do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
-    """`count` tokens guessed to follow `tokens` [T >= 1]: those after the last occurrence of its suffix.
+    """Guess `count` tokens to follow `tokens` [T >= 1]: those after the last occurrence of its suffix.
 
-    The longest suffix of at most `longest` tokens that occurs before counts; a guess that reaches the end of
-    the text goes on in its own tokens, so that a period is kept up. Without an occurrence the last token is
-    repeated.
+    The suffix is the longest one of at most `longest` tokens that occurs before. A guess that reaches the end
+    of the text continues with its own tokens, so that a period repeats. Without an occurrence the last token
+    is repeated.
 
     >>> import numpy as np
     >>> continue_suffix(np.array([5, 6, 7, 8, 5, 6]), longest=3, count=3).tolist()
@@ -26,16 +26,17 @@ def continue_suffix(tokens: np.ndarray, longest: int, count: int) -> np.ndarray:
     >>> continue_suffix(np.array([1, 2, 1, 2, 1]), longest=3, count=4).tolist()
     [2, 1, 2, 1]
     """
-    import numpy as np  # here: settings load without it
+    import numpy as np  # here: preflight loads without it
 
     length = len(tokens)
     source = length - 1
     for size in range(min(longest, length - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
-        found = np.flatnonzero((windows == tokens[length - size :]).all(1))
-        if len(found):
-            source = int(found[-1]) + size
+        occurrences = np.flatnonzero((windows == tokens[length - size :]).all(1))
+        if len(occurrences):
+            source = int(occurrences[-1]) + size
             break
+
     period = length - source
     return tokens[source + np.arange(count) % period]
 

@@ -1,4 +1,4 @@
-"""Which token and which anchors a loss compares: from sequences to [N, K] tokens and masks.
+"""Alignment of sequences with depths: the tokens and anchors that a loss compares, [N, K].
 
 Depth k (1-based) at anchor t read tokens up to t + k; draft and target (the backbone at position t + k)
 both predict token t + k + 1. An engine's verify step at anchor t knows token t + 1 and drafts t + 2
@@ -19,7 +19,7 @@ class DepthTargets:
     """Alignment of B sequences of T tokens with K depths; N = B * T anchors, row-major.
 
     tokens: [N, K] int64, the token that depth k + 1 (0-based k) predicts; 0 where masked.
-    mask: [N, K] bool, whether that token was drafted for: sampled, in the turn the anchor drafts.
+    mask: [N, K] bool, whether that token is drafted: sampled, and in the turn that the anchor drafts.
     turn_starts: [B, T] bool, anchors at which a turn's first verify step starts.
     """
 
@@ -29,26 +29,26 @@ class DepthTargets:
 
 
 def depth_targets(tokens: Tensor, sampled: Tensor, depths: int) -> DepthTargets:
-    """Tokens, mask and turn starts of all anchors.
+    """Align all anchors of some sequences: tokens, mask and turn starts.
 
     tokens: [B, T] int64. sampled: [B, T] bool, the tokens that the model sampled (not prompt, not
     padding); turns are its runs. Sequences packed into one row need an unsampled token between turns.
 
-    >>> found = depth_targets(torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]]).bool(), depths=2)
-    >>> found.mask.int().tolist()  # token 2 is sampled by the prefill; 3 and 4 are drafted
+    >>> targets = depth_targets(torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]]).bool(), depths=2)
+    >>> targets.mask.int().tolist()  # token 2 is sampled by the prefill; 3 and 4 are drafted
     [[0, 0], [1, 1], [1, 0], [0, 0], [0, 0], [0, 0]]
-    >>> found.tokens[1].tolist(), found.turn_starts.nonzero().tolist()
+    >>> targets.tokens[1].tolist(), targets.turn_starts.nonzero().tolist()
     ([3, 4], [[0, 1]])
     """
     batch, length = tokens.shape
     width = length + depths + 1
     drafted = torch.zeros(batch, width, dtype=torch.bool, device=tokens.device)
-    drafted[:, 1:length] = sampled[:, 1:] & sampled[:, :-1]  # its turn goes on: not a turn's first token
+    drafted[:, 1:length] = sampled[:, 1:] & sampled[:, :-1]  # the turn continues: not a turn's first token
     padded = torch.nn.functional.pad(tokens, (0, width - length))
-    columns = torch.arange(length, device=tokens.device)[:, None] + torch.arange(2, depths + 2).to(
-        tokens.device
-    )
+    ahead = torch.arange(2, depths + 2, device=tokens.device)
+    columns = torch.arange(length, device=tokens.device)[:, None] + ahead
     mask = drafted[:, columns].cumprod(-1).bool()  # [B, T, K]; a chain ends with its turn
+
     active = mask[..., 0]
     starts = active.clone()
     starts[:, 1:] &= ~active[:, :-1]

@@ -1,4 +1,4 @@
-"""`mtp_loss`: an objective from logits. Owns argument checks; the rest is called."""
+"""`mtp_loss`: an objective from logits. Owns argument checks; rows and objectives are computed elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def mtp_loss(
     kind: DraftObjective | str,
     draft_logits: Tensor,
     target_logits: Tensor,
-    mask: Tensor,
     *,
+    mask: Tensor,
     tokens: Tensor | None = None,
     anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM,
     turn_starts: Tensor | None = None,
@@ -27,7 +27,7 @@ def mtp_loss(
     normalizer: float | Tensor | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, MtpStats]:
-    """Loss of a draft against its target, and per-depth statistics.
+    """Compute the loss of a draft against its target, and per-depth statistics.
 
     kind: see `DraftObjective`; each is defined in `rlpipe.drafts.objectives.supervised`. draft_logits,
     target_logits: [N, K, V], any float dtype, any strides; -inf padding is allowed. Under tensor parallelism
@@ -36,14 +36,14 @@ def mtp_loss(
     tokens: [N, K] int64, the realised tokens (sampled from the target for `e2e_chain`, `e2e_block`,
     `verify_steps` and visits); statistics of acceptance lengths need them too.
     anchors: uniform, by visit, or [N] weights >= 0. turn_starts: [B, T] bool with N = B * T.
-    temperature: the rollout's, > 0, applied to both. tp_group: None for a whole vocabulary.
+    temperature: the rollout's, > 0, applied to both. tp_group: None where each rank has the full vocabulary.
     normalizer: divisor of the summed loss, for gradient accumulation; None: this call's own weight.
 
-    Returns the scalar loss (0 where nothing is unmasked) and `MtpStats`, detached sums.
+    Returns the scalar loss (0 where all rows are masked) and `MtpStats`, detached sums.
     Raises ValueError for arguments that do not fit together.
 
     >>> logits = torch.tensor([[[1.0, 2.0, 3.0]]])
-    >>> loss, stats = mtp_loss("tv", logits, logits, torch.tensor([[True]]))
+    >>> loss, stats = mtp_loss("tv", logits, logits, mask=torch.tensor([[True]]))
     >>> round(loss.item(), 6), round(stats.alpha.item(), 6)
     (0.0, 1.0)
     """
@@ -58,24 +58,26 @@ def mtp_loss(
             f"draft_logits and target_logits must both be [N, K, V], got {list(draft_logits.shape)} and "
             f"{list(target_logits.shape)}. A target shared by depths can be passed as a strided view."
         )
-    check_rows(objective, mask, tokens, draft_logits.shape[:2], temperature)
+
+    check_rows(objective, mask, tokens, rows=draft_logits.shape[:2], temperature=temperature)
     rows = row_statistics(
         draft_logits,
         target_logits,
         mask,
-        tokens,
-        temperature,
+        tokens=tokens,
+        temperature=temperature,
         group=tp_group,
         backend=resolve_backend(backend, draft_logits),
-        needs_target=objective.law.needs_target,
+        needs_target=objective.formula.needs_target,
     )
+
     total, weight = objective.total_and_weight(rows, mask)
-    stats = statistics(objective, rows, mask, total, weight, has_tokens=tokens is not None)
+    stats = statistics(objective, rows, mask, total=total, weight=weight, has_tokens=tokens is not None)
     return objective.divide(total, weight), stats
 
 
 def check_rows(
-    objective: Objective, mask: Tensor, tokens: Tensor | None, rows: torch.Size, temperature: float
+    objective: Objective, mask: Tensor, tokens: Tensor | None, *, rows: torch.Size, temperature: float
 ) -> None:
     """Raise ValueError where mask, tokens or temperature do not fit `rows`, [N, K]."""
     if mask.shape != rows or mask.dtype != torch.bool:
@@ -91,12 +93,12 @@ def check_rows(
 
 
 def statistics(
-    objective: Objective, rows: Rows, mask: Tensor, total: Tensor, weight: Tensor, *, has_tokens: bool
+    objective: Objective, rows: Rows, mask: Tensor, *, total: Tensor, weight: Tensor, has_tokens: bool
 ) -> MtpStats:
-    """Sums of all rows, and what an engine would count where turns and realised tokens are known."""
+    """Sum all rows, and forecast an engine's counts where turns and realised tokens are known."""
     visits = None
     if has_tokens and objective.turn_starts is not None:
         shape = (*objective.turn_starts.shape, -1)
         accept = accept_probabilities(rows.draft_logprob.detach(), rows.target_logprob)
         visits = forecast(accept.view(shape), mask.view(shape), objective.turn_starts)
-    return MtpStats.of(rows, mask, total, weight, visits)
+    return MtpStats.from_rows(rows, mask, loss=total, weight=weight, visits=visits)

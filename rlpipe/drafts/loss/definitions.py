@@ -20,20 +20,20 @@ from rlpipe.drafts.visit import by_sequence, visit_probabilities
 class Objective:
     """One objective with its settings.
 
-    kind: which. anchors: how anchors are weighted, or [N] weights. turn_starts: [B, T] with N = B * T,
+    kind: its name. anchors: how anchors are weighted, or [N] weights. turn_starts: [B, T] with N = B * T,
     for `verify_steps` and `visit`. normalizer: divides the summed loss; None for this call's own weight.
-    law: what `kind` computes. Raises ValueError where kind or anchors lack turn_starts, or kind is none of
-    given text.
+    formula: the loss of `kind`. Raises ValueError where kind or anchors need turn_starts, and for a kind that
+    learns from windows.
     """
 
     kind: DraftObjective
     anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM
     turn_starts: Tensor | None = None
     normalizer: float | Tensor | None = None
-    law: Supervised = field(init=False)
+    formula: Supervised = field(init=False)
 
     def __post_init__(self) -> None:
-        self.law = supervised(self.kind)
+        self.formula = supervised(self.kind)
         if self.whole_sequence and self.turn_starts is None:
             raise ValueError(
                 f"kind={self.kind}, anchors={self.anchors} follow verify steps through turns; "
@@ -48,37 +48,45 @@ class Objective:
     @property
     def whole_sequence(self) -> bool:
         """Whether the gradient of an anchor depends on other anchors."""
-        return self.visiting or self.law.by_sequence is not None
+        return self.visiting or self.formula.by_sequence is not None
 
     @property
     def needs_tokens(self) -> bool:
         """Whether realised tokens enter."""
-        return self.visiting or self.law.needs_tokens
+        return self.visiting or self.formula.needs_tokens
 
     def total_and_weight(self, rows: Rows, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Numerator and denominator of the loss, scalars. rows, mask: of all N anchors if whole_sequence."""
-        if self.law.by_sequence is not None:
-            return self.law.by_sequence(rows, mask, self.turn_starts)
+        """Compute numerator and denominator of the loss, scalars.
+
+        rows, mask: of all N anchors if whole_sequence.
+        """
+        if self.formula.by_sequence is not None:
+            assert self.turn_starts is not None, self.kind
+            return self.formula.by_sequence(rows, mask, self.turn_starts)
+
         weights = self._weights(rows, mask)[:, None]
-        if self.law.by_chain is not None:
+        if self.formula.by_chain is not None:
             mask = mask.cumprod(1).bool()
-            accepted = self.law.by_chain(rows, mask)
+            accepted = self.formula.by_chain(rows, mask)
             total = (weights * mask).sum() - (weights[:, 0] * accepted).sum()
         else:
-            total = (weights * mask * self.law.by_depth(rows)).sum()
+            assert self.formula.by_depth is not None, self.kind
+            total = (weights * mask * self.formula.by_depth(rows)).sum()
         return total, (weights * mask).sum()
 
     def divide(self, total: Tensor, weight: Tensor) -> Tensor:
-        """The loss from its numerator and own denominator; 0 where nothing is unmasked."""
+        """Divide the numerator by `normalizer`, or else by the weight; 0 where all rows are masked."""
         divisor = weight if self.normalizer is None else self.normalizer
         divisor = torch.as_tensor(divisor, dtype=total.dtype, device=total.device)
         return total / divisor.where(divisor > 0, 1)
 
     def _weights(self, rows: Rows, mask: Tensor) -> Tensor:
-        """[N] detached weights of anchors."""
+        """Compute [N] detached weights of anchors."""
         if isinstance(self.anchors, Tensor):
             return self.anchors.detach().to(rows.alpha.dtype)
         if not self.visiting:
             return torch.ones_like(rows.alpha[:, 0])
+
+        assert self.turn_starts is not None, self.kind
         accept, mask = by_sequence(rows, mask, self.turn_starts)
         return visit_probabilities(accept.detach(), mask, self.turn_starts).flatten().to(rows.alpha.dtype)

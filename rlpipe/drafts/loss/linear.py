@@ -9,9 +9,9 @@ a halo (depth k at anchor n is compared with position n + k):
     measure(z, y) -> rows -> coefficients -> dz -> dz W added to the hidden gradient, chunk freed
 
 Stretches without an unmasked anchor (prompts, padding) are skipped; finding them reads the mask on the host.
-No product is computed twice, unless the gradient of an anchor depends on all others (`verify_steps`, visit
-weights): then a first walk measures and a second one recomputes the logits. The gradient is ready when the
-forward pass ends; backward only scales it. Retained: [N, K, H] and, on request, the head's gradient.
+No product is computed twice, except where the gradient of an anchor depends on all others (`verify_steps`,
+visit weights): then a first walk measures and a second one recomputes the logits. The gradient is complete
+after the forward pass; backward only scales it. Retained: [N, K, H] and, on request, the head's gradient.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def linear_mtp_loss(
     kind: DraftObjective | str,
     draft_hidden: Tensor,
     target_hidden: Tensor,
+    *,
     head_weight: Tensor,
     mask: Tensor,
-    *,
     tokens: Tensor | None = None,
     anchors: AnchorWeighting | Tensor = AnchorWeighting.UNIFORM,
     turn_starts: Tensor | None = None,
@@ -54,15 +54,16 @@ def linear_mtp_loss(
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, MtpStats]:
-    """`mtp_loss` of the logits `draft_hidden W^T` and `target_hidden W^T`, which never exist at once.
+    """Compute `mtp_loss` of the logits `draft_hidden W^T` and `target_hidden W^T`, a chunk at a time.
 
     draft_hidden: [N, K, H]; index k - 1 is depth k at each anchor. target_hidden: [N + extra, H], extra >= 0,
     the backbone at each position, a constant: depth k at anchor n is compared with row n + k. Rows beyond
-    the end must be masked; so must rows that cross sequences, when several are laid end to end.
+    the end must be masked; so must rows that cross sequences, when several are concatenated.
     head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
-    hidden states are whole and equal on all ranks, and so is their gradient.
-    vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never drawn.
-    chunk_bytes: bound on the draft logits held at once, None for the device's. The rest as `mtp_loss`.
+    hidden states are complete and equal on all ranks, and so is their gradient.
+    vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never sampled.
+    chunk_bytes: bound on the draft logits held at once, None for the device's default. For the
+    others see `mtp_loss`.
     """
     objective = Objective(
         kind=DraftObjective(kind),
@@ -75,7 +76,8 @@ def linear_mtp_loss(
             f"draft_hidden must be [N, K, H] and target_hidden [N + extra, H], got "
             f"{list(draft_hidden.shape)} and {list(target_hidden.shape)}. Flatten [B, T] into N."
         )
-    check_rows(objective, mask, tokens, draft_hidden.shape[:2], temperature)
+
+    check_rows(objective, mask, tokens, rows=draft_hidden.shape[:2], temperature=temperature)
     walk = _Walk(
         objective=objective,
         target_hidden=target_hidden.detach(),
@@ -86,9 +88,11 @@ def linear_mtp_loss(
         backend=resolve_backend(backend, draft_hidden),
         vocab=vocab,
         chunk_bytes=chunk_bytes,
+        wants_gradient=torch.is_grad_enabled(),
     )
     head_weight = head_weight if train_head else head_weight.detach()
-    total = _LinearTotal.apply(draft_hidden, head_weight, walk, torch.is_grad_enabled())
+    total = _LinearTotal.apply(draft_hidden, head_weight, walk)
+    assert walk.result is not None
     weight, stats = walk.result
     return objective.divide(total, weight), stats
 
@@ -97,17 +101,17 @@ def linear_mtp_loss(
 def linear_draft_rows(
     draft_hidden: Tensor,
     target_hidden: Tensor,
+    *,
     head_weight: Tensor,
     mask: Tensor,
     tokens: Tensor,
-    *,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Rows, Tensor, Tensor]:
-    """Statistics of every row instead of their sums; arguments as in `linear_mtp_loss`.
+    """Compute the statistics of every row instead of their sums; arguments as in `linear_mtp_loss`.
 
     Returns the rows, p(argmax q), which is acceptance under target-only, and 1 where the realised token is
     the draft's argmax; [N, K], 0 where masked.
@@ -122,24 +126,29 @@ def linear_draft_rows(
         backend=resolve_backend(backend, draft_hidden),
         vocab=vocab,
         chunk_bytes=chunk_bytes,
+        wants_gradient=False,
     )
     rows = Rows.zeros(mask, compute_dtype(draft_hidden))
     top = torch.zeros(2, *mask.shape, dtype=rows.alpha.dtype, device=mask.device)
     for part, draft, target in walk.chunks(draft_hidden, head_weight):
-        found = walk.measured(part, draft, target)
-        rows.put(part, found.rows)
+        measured = walk.measured(part, draft, target)
+        rows.put(part, measured.rows)
+
+        # Under tensor parallelism the argmax belongs to the shard with the largest logit.
         largest, choice = draft.max(-1)
         here = torch.ones_like(largest, dtype=torch.bool)
         if tp_group is not None:
-            whole = largest.clone()
-            dist.all_reduce(whole, dist.ReduceOp.MAX, tp_group)
-            here = largest == whole
+            overall = largest.clone()
+            dist.all_reduce(overall, dist.ReduceOp.MAX, tp_group)
+            here = largest == overall
+
         logit = target.gather(-1, choice[..., None])[..., 0].to(top.dtype) / temperature
-        chosen = torch.stack([(logit - found.lse[1]).exp(), (choice == found.tokens).to(top.dtype)]) * here
+        target_prob, agrees = (logit - measured.lse[1]).exp(), (choice == measured.tokens).to(top.dtype)
+        chosen = torch.stack([target_prob, agrees]) * here
         if tp_group is not None:
             dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
         top[:, part] = chosen.clamp(0, 1) * mask[part]
-    return rows, *top
+    return rows, top[0], top[1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,17 +164,18 @@ class _Walk:
     backend: ModuleType
     vocab: int | None
     chunk_bytes: int | None
-    anchors: list[int] = field(init=False)  # those with a row that counts
+    wants_gradient: bool
+    anchors: list[int] = field(init=False)  # those with an unmasked row
     result: tuple[Tensor, MtpStats] | None = None
 
     def __post_init__(self) -> None:
-        self.chunk_bytes = self.chunk_bytes or CHUNK_BYTES["cuda" if self.mask.is_cuda else "cpu"]
         self.anchors = self.mask.any(1).nonzero().flatten().tolist()
 
     def chunks(self, draft_hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Anchors, draft logits [C, K, V], and the target's as a strided view [C, K, V] of [C + K - 1, V]."""
+        """Yield anchors, draft logits [C, K, V], and the target's as a strided view of [C + K - 1, V]."""
         depths = draft_hidden.shape[1]
-        step = max(1, self.chunk_bytes // (depths * weight.shape[0] * draft_hidden.element_size()))
+        budget = self.chunk_bytes or CHUNK_BYTES["cuda" if self.mask.is_cuda else "cpu"]
+        step = max(1, budget // (depths * weight.shape[0] * draft_hidden.element_size()))
         for part in spans(self.anchors, step):
             rows = torch.arange(part.start + 1, part.stop + depths, device=weight.device)
             target = self.target_hidden[rows.clamp(max=len(self.target_hidden) - 1)] @ weight.T
@@ -177,20 +187,20 @@ class _Walk:
             yield part, draft, shared
 
     def measured(self, part: slice, draft: Tensor, target: Tensor) -> Measured:
-        """Row statistics of a chunk."""
+        """Measure the rows of a chunk."""
         return measure(
             draft,
             target,
             self.mask[part],
-            None if self.tokens is None else self.tokens[part],
-            self.temperature,
+            tokens=None if self.tokens is None else self.tokens[part],
+            temperature=self.temperature,
             group=self.group,
             backend=self.backend,
             keep_bits=False,
         )
 
     def coefficients(self, rows: Rows, part: slice) -> Tensor:
-        """[len(Coefficients), C, K] derivatives of the summed loss by the statistics of some anchors."""
+        """Return [len(Coefficients), C, K]: derivatives of the summed loss by some anchors' statistics."""
         objective = self.objective
         if isinstance(objective.anchors, Tensor):
             objective = replace(objective, anchors=objective.anchors[part])
@@ -203,24 +213,29 @@ class _Walk:
         self,
         part: slice,
         logits: tuple[Tensor, Tensor],
-        found: Measured,
+        measured: Measured,
+        *,
         coefficients: Tensor,
         inputs: tuple[Tensor, Tensor],
         grads: tuple[Tensor, Tensor | None],
     ) -> None:
-        """Write a chunk's gradient by the hidden states; add that by the head, in float32."""
+        """Write a chunk's gradient by the hidden states; add that by the head, in float32.
+
+        inputs, grads: of hidden states and head.
+        """
         dz = self.backend.gradient(
             logits[0],
-            found.lse[0],
-            found.sums,
+            measured.lse[0],
+            measured.sums,
             coefficients,
             self.mask[part],
             self.temperature,
-            tokens=found.tokens,
+            tokens=measured.tokens,
             bits=None,
             target=logits[1],
-            target_lse=found.lse[1],
+            target_lse=measured.lse[1],
         )
+
         hidden, weight = inputs
         torch.matmul(dz, weight, out=grads[0][part])
         if grads[1] is not None:
@@ -230,7 +245,7 @@ class _Walk:
 
 
 def spans(anchors: list[int], step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover ascending anchors and begin and end with one.
+    """Yield slices of at most `step` that cover ascending anchors and begin and end with one.
 
     >>> list(spans([2, 3, 4, 9, 20, 21], step=8))
     [slice(2, 10, None), slice(20, 22, None)]
@@ -246,33 +261,48 @@ class _LinearTotal(torch.autograd.Function):
     """Numerator of the loss; the gradient is computed on the way forward."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, walk: _Walk, grad_enabled: bool) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, walk: _Walk) -> Tensor:
         objective = walk.objective
-        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
+        needs_hidden, needs_weight = (walk.wants_gradient and needed for needed in ctx.needs_input_grad[:2])
         # Under tensor parallelism a rank's share of the hidden gradient is summed at the end.
-        grads = (
-            torch.zeros_like(hidden) if any(wanted) else None,
-            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
-        )
-        at_once = any(wanted) and not objective.whole_sequence
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden or needs_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+
+        # Most objectives need one walk: a chunk's gradient depends on its own rows.
         rows = Rows.zeros(walk.mask, compute_dtype(hidden))
         for part, *logits in walk.chunks(hidden, weight):
-            found = walk.measured(part, *logits)
-            rows.put(part, found.rows)
-            if at_once:
-                by_row = walk.coefficients(found.rows, part)
-                walk.add_gradient(part, logits, found, by_row, (hidden, weight), grads)
-        if any(wanted) and objective.whole_sequence:
-            by_row = walk.coefficients(rows, slice(None))
+            measured = walk.measured(part, *logits)
+            rows.put(part, measured.rows)
+            if grad_hidden is not None and not objective.whole_sequence:
+                walk.add_gradient(
+                    part,
+                    (logits[0], logits[1]),
+                    measured,
+                    coefficients=walk.coefficients(measured.rows, part),
+                    inputs=(hidden, weight),
+                    grads=(grad_hidden, grad_weight),
+                )
+
+        # Others need all rows first, and the logits a second time.
+        if grad_hidden is not None and objective.whole_sequence:
+            coefficients = walk.coefficients(rows, slice(None))
             for part, *logits in walk.chunks(hidden, weight):
-                found = walk.measured(part, *logits)
-                walk.add_gradient(part, logits, found, by_row[:, part], (hidden, weight), grads)
-        if wanted[0] and walk.group is not None:
-            dist.all_reduce(grads[0], group=walk.group)
+                walk.add_gradient(
+                    part,
+                    (logits[0], logits[1]),
+                    walk.measured(part, *logits),
+                    coefficients=coefficients[:, part],
+                    inputs=(hidden, weight),
+                    grads=(grad_hidden, grad_weight),
+                )
+        if needs_hidden and walk.group is not None:
+            dist.all_reduce(grad_hidden, group=walk.group)
+
         total, divisor = objective.total_and_weight(rows, walk.mask)
         has_tokens = walk.tokens is not None
-        walk.result = divisor, statistics(objective, rows, walk.mask, total, divisor, has_tokens=has_tokens)
-        ctx.save_for_backward(*grads)
+        stats = statistics(objective, rows, walk.mask, total=total, weight=divisor, has_tokens=has_tokens)
+        walk.result = divisor, stats
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.head_dtype = weight.dtype
         return total
 
@@ -282,4 +312,4 @@ class _LinearTotal(torch.autograd.Function):
         by_hidden = by_hidden * grad_total if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             by_weight = (by_weight * grad_total).to(ctx.head_dtype)
-        return by_hidden, by_weight, None, None
+        return by_hidden, by_weight, None

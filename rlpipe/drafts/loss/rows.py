@@ -25,7 +25,7 @@ from rlpipe.drafts.loss.torch_rows import Sums
 
 
 class Backend(Choice):
-    """Who passes over the vocabulary."""
+    """Code that passes over the vocabulary."""
 
     AUTO = "auto"  # triton for CUDA tensors where it is installed, else torch
     TORCH = "torch"
@@ -34,7 +34,7 @@ class Backend(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """What an objective may depend on, each [N, K]; masked rows hold 0.
+    """The statistics that an objective may depend on, each [N, K]; masked rows hold 0.
 
     Differentiable by the draft: alpha (overlap, in [0, 1]), kl (target || draft), reverse_kl, and
     draft_logprob of the realised token. Constant: the others; see `MtpStats` for their meaning.
@@ -52,17 +52,17 @@ class Rows:
     top1: Tensor
 
     def leaves(self) -> list[Tensor]:
-        """The differentiable ones, in the order of `Coefficients`."""
+        """Return the differentiable statistics, in the order of `Coefficients`."""
         return [self.alpha, self.kl, self.reverse_kl, self.draft_logprob]
 
     def with_leaves(self, leaves: list[Tensor]) -> Rows:
-        """The same rows with these tensors as the differentiable ones."""
+        """Return a copy with these tensors as the differentiable statistics."""
         alpha, kl, reverse_kl, draft_logprob = leaves
         return replace(self, alpha=alpha, kl=kl, reverse_kl=reverse_kl, draft_logprob=draft_logprob)
 
     @classmethod
     def zeros(cls, mask: Tensor, dtype: torch.dtype) -> Rows:
-        """Rows of an all-masked `mask`, to be filled."""
+        """Make rows of the shape of `mask`, to be filled by `put`."""
         return cls(**{f.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for f in fields(cls)})
 
     def put(self, part: slice, rows: Rows) -> None:
@@ -73,7 +73,7 @@ class Rows:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """Rows, and what the gradient needs besides the logits.
+    """Rows, and the inputs of the gradient besides the logits.
 
     sums: [len(Sums), N, K]. lse: of draft and of target. tokens: in the shard's numbering.
     """
@@ -86,12 +86,13 @@ class Measured:
 
 
 def resolve_backend(backend: Backend | str, logits: Tensor) -> ModuleType:
-    """The module with `normalizers`, `overlaps` and `gradient`."""
+    """Return the module with `normalizers`, `overlaps` and `gradient`."""
     backend = Backend(backend)
     if backend is Backend.AUTO:
         backend = Backend.TRITON if logits.is_cuda and find_spec("triton") else Backend.TORCH
     if backend is Backend.TORCH:
         return torch_rows
+
     from rlpipe.drafts.kernels import tv
 
     return tv
@@ -101,15 +102,16 @@ def measure(
     draft: Tensor,
     target: Tensor,
     mask: Tensor,
+    *,
     tokens: Tensor | None,
     temperature: float,
-    *,
     group: dist.ProcessGroup | None,
     backend: ModuleType,
     keep_bits: bool,
 ) -> Measured:
-    """Statistics of all rows, complete over the shards of `group`. draft, target: [N, K, V of the shard]."""
+    """Measure all rows, complete over the shards of `group`. draft, target: [N, K, V of the shard]."""
     (z_max, z_lse), (y_max, y_lse) = (backend.normalizers(x, temperature) for x in (draft, target))
+    # A shard's log-sum-exp is combined with the others' relative to the largest.
     if group is not None:
         extremes = torch.stack([z_lse, y_lse, z_max, y_max])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -117,9 +119,12 @@ def measure(
         shares = (torch.stack([z_lse, y_lse]) - largest_lse).exp()
         dist.all_reduce(shares, group=group)
         z_lse, y_lse = (largest_lse + shares.log()).unbind(0)
+
     sums, bits = backend.overlaps(
         draft, target, (z_max, y_max), (z_lse, y_lse), temperature, keep_bits=keep_bits
     )
+
+    # The realised token belongs to one shard; the others add 0.
     local = None
     if tokens is not None:
         offset = 0 if group is None else dist.get_rank(group) * draft.shape[2]
@@ -129,6 +134,7 @@ def measure(
         packed = torch.cat([sums, torch.stack(picked)])
         dist.all_reduce(packed, group=group)
         sums, picked = packed[: len(Sums)], packed[len(Sums) :].unbind(0)
+
     rows = _rows(sums, [logit - lse for logit, lse in zip(picked, (z_lse, y_lse), strict=True)], mask)
     if tokens is None:
         rows.draft_logprob, rows.target_logprob = (torch.zeros_like(rows.alpha) for _ in range(2))
@@ -136,30 +142,31 @@ def measure(
 
 
 def _picked(logits: Tensor, local: Tensor | None, temperature: float) -> Tensor:
-    """[N, K] logit / temperature of the realised token where this shard has it, else 0."""
+    """Return [N, K]: logit / temperature of the realised token where this shard has it, else 0."""
     dtype = torch_rows.compute_dtype(logits)
     if local is None:
         return torch.zeros(logits.shape[:2], dtype=dtype, device=logits.device)
+
     here = (local >= 0) & (local < logits.shape[2])
     values = logits.gather(-1, local.where(here, 0)[..., None])[..., 0].to(dtype) / temperature
     return torch.where(here, values, 0)
 
 
 def _rows(sums: Tensor, logprobs: list[Tensor], mask: Tensor) -> Rows:
-    def kept(x: Tensor) -> Tensor:
+    def masked(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0)
 
     return Rows(
-        alpha=kept(sums[Sums.ALPHA].clamp(0, 1)),
-        kl=kept(sums[Sums.KL]),
-        reverse_kl=kept(sums[Sums.REVERSE_KL]),
-        draft_logprob=kept(logprobs[0].clamp(min=torch_rows.FLOOR)),
-        target_logprob=kept(logprobs[1].clamp(min=torch_rows.FLOOR)),
-        draft_entropy=kept(sums[Sums.DRAFT_ENTROPY]),
-        target_entropy=kept(sums[Sums.TARGET_ENTROPY]),
-        target_above=kept(sums[Sums.TARGET_ABOVE]),
-        draft_above=kept((1 - sums[Sums.COVERED]).clamp(0, 1)),
-        top1=kept((sums[Sums.TOP1] > 0).to(sums.dtype)),
+        alpha=masked(sums[Sums.ALPHA].clamp(0, 1)),
+        kl=masked(sums[Sums.KL]),
+        reverse_kl=masked(sums[Sums.REVERSE_KL]),
+        draft_logprob=masked(logprobs[0].clamp(min=torch_rows.FLOOR)),
+        target_logprob=masked(logprobs[1].clamp(min=torch_rows.FLOOR)),
+        draft_entropy=masked(sums[Sums.DRAFT_ENTROPY]),
+        target_entropy=masked(sums[Sums.TARGET_ENTROPY]),
+        target_above=masked(sums[Sums.TARGET_ABOVE]),
+        draft_above=masked((1 - sums[Sums.COVERED]).clamp(0, 1)),
+        top1=masked((sums[Sums.TOP1] > 0).to(sums.dtype)),
     )
 
 
@@ -167,14 +174,14 @@ def row_statistics(
     draft: Tensor,
     target: Tensor,
     mask: Tensor,
+    *,
     tokens: Tensor | None,
     temperature: float,
-    *,
     group: dist.ProcessGroup | None,
     backend: ModuleType,
     needs_target: bool,
 ) -> Rows:
-    """Rows that are differentiable by `draft`, [N, K, V]; the target is a constant.
+    """Measure rows that are differentiable by `draft`, [N, K, V]; the target is a constant.
 
     needs_target: whether the objective has a KL term, whose gradient reads the target again.
     """
@@ -190,20 +197,25 @@ class _RowStatistics(torch.autograd.Function):
     def forward(
         ctx, draft, target, mask, tokens, temperature, group, backend, needs_target, names
     ) -> tuple[Tensor, ...]:
-        found = measure(
+        measured = measure(
             draft,
             target,
             mask,
-            tokens,
-            temperature,
+            tokens=tokens,
+            temperature=temperature,
             group=group,
             backend=backend,
             keep_bits=not needs_target and draft.requires_grad,
         )
+
+        # Bits replace the target's logits where no KL term reads these again.
         ctx.temperature, ctx.backend = temperature, backend
-        kept = (target, found.lse[1]) if needs_target else (None, None)
-        ctx.save_for_backward(draft, found.lse[0], found.sums, mask, found.tokens, found.bits, *kept)
-        out = tuple(getattr(found.rows, name) for name in names)
+        target_inputs = (target, measured.lse[1]) if needs_target else (None, None)
+        ctx.save_for_backward(
+            draft, measured.lse[0], measured.sums, mask, measured.tokens, measured.bits, *target_inputs
+        )
+
+        out = tuple(getattr(measured.rows, name) for name in names)
         ctx.mark_non_differentiable(*out[4:])
         return out
 

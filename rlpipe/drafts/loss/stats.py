@@ -53,32 +53,33 @@ class MtpStats:
     weight: Tensor
 
     @classmethod
-    def of(
-        cls, rows: Rows, mask: Tensor, loss: Tensor, weight: Tensor, visits: VisitForecast | None
+    def from_rows(
+        cls, rows: Rows, mask: Tensor, *, loss: Tensor, weight: Tensor, visits: VisitForecast | None
     ) -> MtpStats:
-        """Sums of rows whose masked entries are 0."""
+        """Sum rows whose masked entries are 0."""
         depth = {name: getattr(rows, name).detach().double().sum(0) for name in BY_DEPTH}
-        nothing = torch.zeros_like(depth["alpha"])
+        zeros = torch.zeros_like(depth["alpha"])
         return cls(
             **depth,
             count=mask.sum(0).double(),
-            drafted=nothing.clone() if visits is None else visits.drafted.sum(0),
-            accepted=nothing.clone() if visits is None else visits.accepted.sum(0),
-            verify_steps=nothing[0].clone() if visits is None else visits.verify_steps.sum(),
-            emitted=nothing[0].clone() if visits is None else visits.emitted.sum(),
+            drafted=zeros.clone() if visits is None else visits.drafted.sum(0),
+            accepted=zeros.clone() if visits is None else visits.accepted.sum(0),
+            verify_steps=zeros[0].clone() if visits is None else visits.verify_steps.sum(),
+            emitted=zeros[0].clone() if visits is None else visits.emitted.sum(),
             loss=loss.detach().double(),
             weight=weight.detach().double(),
         )
 
     def __add__(self, other: MtpStats) -> MtpStats:
-        """Sums of both; depths must agree."""
+        """Add two sums of equal depths."""
         return MtpStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(MtpStats)})
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> MtpStats:
-        """Sums over ranks that saw different rows (data parallel, not tensor parallel), in one message."""
+        """Sum over ranks that saw different rows (data parallel, not tensor parallel), in one message."""
         values = [getattr(self, f.name) for f in fields(MtpStats)]
         packed = torch.cat([value.flatten() for value in values])
         dist.all_reduce(packed, group=group)
+
         parts = packed.split([value.numel() for value in values])
         return MtpStats(
             **{
@@ -88,19 +89,20 @@ class MtpStats:
         )
 
     def metrics(self) -> dict[str, Value]:
-        """Flat names as `mtp/alpha/depth_1`; reads the device once."""
-        found: dict[str, Value] = {"mtp/loss": Mean(self.loss, self.weight)}
+        """Return metrics by name, as `mtp/alpha/depth_1`; reads the device once."""
+        metrics: dict[str, Value] = {"mtp/loss": Mean(self.loss, self.weight)}
         table = torch.stack([getattr(self, name) for name in BY_DEPTH] + [self.count]).tolist()
         for name, sums in zip(BY_DEPTH, table[:-1], strict=True):
             for depth, (total, count) in enumerate(zip(sums, table[-1], strict=True), 1):
-                found[f"mtp/{name}/depth_{depth}"] = Mean(total, count)
+                metrics[f"mtp/{name}/depth_{depth}"] = Mean(total, count)
         if self.emitted > 0:
-            found["mtp/predicted_acceptance_length"] = Ratio(self.emitted, self.verify_steps)
-        return found
+            metrics["mtp/predicted_acceptance_length"] = Ratio(self.emitted, self.verify_steps)
+
+        return metrics
 
 
 def no_stats(depths: int, device: torch.device) -> MtpStats:
-    """Statistics of nothing."""
+    """Return the statistics of no rows."""
     scalars = ("verify_steps", "emitted", "loss", "weight")
     return MtpStats(
         **{

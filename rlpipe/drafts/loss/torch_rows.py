@@ -9,7 +9,7 @@ depth). With log q = z / T - lse(z / T), log p alike, and ties q = p counted wit
     KL(q|p) = sum_v q (log q - log p)               d KL     / dz = q (log q - log p - KL(q|p))
     log q(x)                                        d log q  / dz = 1[x] - q
 
-Source: Bebop Eq. 10, 11, 17 and App. A-C. Anchors are worked off in chunks, so that temporaries stay below
+Source: Bebop Eq. 10, 11, 17 and App. A-C. Anchors are processed in chunks, so that temporaries stay below
 a few times `CHUNK_BYTES` whatever N is. Statistics are float32 (float64 for float64 logits).
 Log-probabilities are floored at -1e4: -inf vocabulary padding is then an ordinary token of mass 0, and a
 KL against an impossible token is large instead of infinite.
@@ -51,7 +51,7 @@ class Coefficients(IntEnum):
 
 
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Largest logit and log of the softmax denominator, both of logits / temperature: [N, K, V] -> [N, K]."""
+    """Compute the largest logit and the log-sum-exp, both of logits / temperature: [N, K, V] -> [N, K]."""
     largest = torch.empty(logits.shape[:2], dtype=compute_dtype(logits), device=logits.device)
     lse = torch.empty_like(largest)
     for part in _chunks(logits):
@@ -70,10 +70,11 @@ def overlaps(
     *,
     keep_bits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over the vocabulary, and 1[q <= p] as bits.
+    """Sum over the vocabulary, and store 1[q <= p] as bits.
 
     draft, target: [N, K, V]. largest, lse: of draft and of target, each [N, K].
-    Returns [len(Sums), N, K] and, if kept, [N, K, ceil(V / 8)] uint8, token v in bit v % 8 of byte v // 8.
+    Returns [len(Sums), N, K] and, with keep_bits, [N, K, ceil(V / 8)] uint8: token v in bit v % 8 of byte
+    v // 8.
     """
     dtype = compute_dtype(draft)
     sums = torch.empty(len(Sums), *draft.shape[:2], dtype=dtype, device=draft.device)
@@ -83,17 +84,22 @@ def overlaps(
         z, y = _scaled(draft[part], temperature), _scaled(target[part], temperature)
         log_q, log_p = _log_probs(z, lse[0][part]), _log_probs(y, lse[1][part])
         q, p, gap = _probs(log_q), _probs(log_p), log_p - log_q
+
         sums[Sums.DRAFT_ENTROPY, part] = -_dot(q, log_q)
         sums[Sums.TARGET_ENTROPY, part] = -_dot(p, log_p)
         sums[Sums.KL, part] = _dot(p, gap)
         sums[Sums.REVERSE_KL, part] = -_dot(q, gap)
         sums[Sums.ALPHA, part] = torch.minimum(p, q).sum(-1)
+
+        # From here on log_q, gap and log_p are buffers: a fresh one would cost more than the arithmetic.
         sums[Sums.TARGET_ABOVE, part] = _dot(p, torch.gt(gap, 0, out=log_q))
         covered = gap.ge_(0)
         sums[Sums.COVERED, part] = _dot(q, covered)
+
         z_top = torch.eq(z, largest[0][part][..., None], out=log_q)
         y_top = torch.eq(y, largest[1][part][..., None], out=log_p)
         sums[Sums.TOP1, part] = _dot(z_top, y_top)
+
         if bits is not None:
             bits[part] = _pack(covered)
     return sums, bits
@@ -112,23 +118,28 @@ def gradient(
     target: Tensor | None = None,
     target_lse: Tensor | None = None,
 ) -> Tensor:
-    """Gradient by the draft's logits: [N, K, V] in their dtype, exact zeros in masked rows.
+    """Compute the gradient by the draft's logits: [N, K, V] in their dtype, exact zeros in masked rows.
 
     sums: [len(Sums), N, K] over the whole vocabulary. coefficients: [len(Coefficients), N, K].
-    tokens: [N, K] int64 in this shard's numbering (outside it: not here), or None for no log q(x).
+    tokens: [N, K] int64 in this shard's numbering (outside [0, V): another shard's), or None for no log q(x).
     Either bits, from `overlaps`, or target with its lse; KL terms need the target.
     """
+    assert bits is not None or (target is not None and target_lse is not None)
     out = torch.empty(draft.shape, dtype=draft.dtype, device=draft.device)
     if target is not None:
         use_kl, use_reverse = (
             coefficients[[Coefficients.KL, Coefficients.REVERSE_KL]].flatten(1).any(1).tolist()
         )
+
     for part in _chunks(draft):
         by_alpha, by_kl, by_reverse, by_logprob = coefficients[:, part, :, None].unbind(0)
         log_q = _log_probs(_scaled(draft[part], temperature), lse[part])
         factor = by_kl - by_logprob - by_alpha * sums[Sums.COVERED, part][..., None]
         q = _probs(log_q)
-        if target is None:
+
+        # Up to the realised token: d/dz of the sum of statistics, each times its coefficient.
+        if target is None or target_lse is None:
+            assert bits is not None
             grad = _unpack(bits[part], q).mul_(by_alpha).add_(factor).mul_(q)
         else:
             log_p = _log_probs(_scaled(target[part], temperature), target_lse[part])
@@ -139,10 +150,12 @@ def gradient(
             grad.mul_(q)
             if use_kl:
                 grad -= _probs(log_p).mul_(by_kl)
+
         if tokens is not None:
             local = tokens[part][..., None]
             here = (local >= 0) & (local < draft.shape[2])
             grad.scatter_add_(-1, local.where(here, 0), by_logprob * here)
+
         if temperature != 1.0:
             grad.div_(temperature)
         out[part] = grad.masked_fill_(~mask[part][..., None], 0)
@@ -150,13 +163,14 @@ def gradient(
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of anchors whose float32 logits fill `CHUNK_BYTES`, one anchor at least."""
+    """Cut the anchors into slices whose float32 logits fill `CHUNK_BYTES`, at least one anchor each."""
     anchors, depths, vocab = logits.shape
     step = max(1, CHUNK_BYTES // max(1, 4 * depths * vocab))
     return (slice(start, start + step) for start in range(0, anchors, step))
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
+    """Return the dtype of statistics: float64 for float64 logits, else float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
@@ -166,10 +180,10 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _lse(scaled: Tensor, probs: Tensor) -> Tensor:
-    """Log of what the softmax divided by: its largest entry is exp(max - lse). Cheaper than a pass of exp.
+    """Return the log of the softmax's divisor from its largest entry, exp(max - lse): no pass of exp.
 
-    It divides by a plain float32 running sum: with 150,000 equal logits that is off by 1e-3 of itself. By as
-    much the probabilities together miss 1, which `normalizers` adds.
+    The divisor is a plain float32 running sum: with 150,000 equal logits its relative error is 1e-3. The sum
+    of the probabilities differs from 1 by as much, which `normalizers` adds.
     """
     return scaled.amax(-1) - probs.amax(-1).log()
 
@@ -179,7 +193,7 @@ def _log_probs(scaled: Tensor, lse: Tensor) -> Tensor:
 
 
 def _probs(log_probs: Tensor) -> Tensor:
-    """exp, through the softmax of this shard times the shard's share of the mass: several times faster."""
+    """Compute exp as the softmax of this shard times the shard's share of the mass: several times faster."""
     probs = log_probs.softmax(-1)
     return probs.mul_(_lse(log_probs, probs).exp_()[..., None])
 

@@ -1,4 +1,4 @@
-"""The objective: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2)."""
+"""PPOW: windows against their siblings, clipped, anchored to the target (PPOW §4.1, App. A.2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PpowStats:
     """Sums over drafted tokens, detached: divide by `tokens`.
 
     clipped: tokens whose clipped term was the smaller. kl: KL(draft || target), nats. ratio: of the
-    drafter's probability to the one that drafted.
+    drafter's probability to that at the time of drafting.
     """
 
     tokens: Tensor
@@ -29,7 +29,7 @@ class PpowStats:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """A_i = (R_i - mean) / (std + delta) over the G windows of each prefix. [..., G] -> same.
+    """Compute A_i = (R_i - mean) / (std + delta) over the G windows of each prefix. [..., G] -> same.
 
     The standard deviation is that of the group itself (divided by G).
 
@@ -44,17 +44,17 @@ def ppow_loss(
     draft_logprobs: Tensor,
     target_logprobs: Tensor,
     tokens: Tensor,
+    *,
     behaviour_logprobs: Tensor,
     advantages: Tensor,
-    *,
     clip: float,
     kl_coef: float,
 ) -> tuple[Tensor, PpowStats]:
-    """-J: mean over windows and their K drafts of min(r A, clip(r) A) - beta KL(draft || target).
+    """Compute -J: mean over windows and their K drafts of min(r A, clip(r) A) - beta KL(draft || target).
 
     draft_logprobs: [N, K, V] of the drafter after the drafts before, normalised; gradients flow into it
-    alone. target_logprobs: [N, K, V] at the same places. tokens: [N, K] drafted. behaviour_logprobs:
-    [N, K], theirs when they were drafted. advantages: [N], one per window.
+    only. target_logprobs: [N, K, V] at the same positions. tokens: [N, K] drafted. behaviour_logprobs:
+    [N, K], of the tokens when they were drafted. advantages: [N], one per window.
     Returns a scalar, 0 for no windows, and sums.
     """
     log_q, log_p = draft_logprobs.float(), target_logprobs.float().detach()
@@ -62,9 +62,11 @@ def ppow_loss(
     ratio = (chosen - behaviour_logprobs).exp()
     advantage = advantages.unsqueeze(-1)
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
+
     q = log_q.exp()
     kl = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
     terms = torch.minimum(plain, bounded) - kl_coef * kl
+
     stats = PpowStats(
         tokens=torch.tensor(tokens.numel(), device=tokens.device),
         clipped=(bounded < plain).sum(),
@@ -74,32 +76,36 @@ def ppow_loss(
     return -terms.sum() / max(1, tokens.numel()), stats
 
 
-def windows_loss(found: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
-    """Sum over drafts of the loss, a scalar, and totals; hard: the share of windows drawn by score."""
-    log_q, tokens, judged = found.logprobs, found.tokens, found.judged
+def windows_loss(rollout: Rollout, hard: float, config: PpowConfig) -> tuple[Tensor, PpowTotals]:
+    """Compute the sum over drafts of the loss, a scalar, and totals.
+
+    hard: the share of windows sampled by score.
+    """
+    log_q, tokens, verified = rollout.logprobs, rollout.tokens, rollout.verified
     mean, stats = ppow_loss(
         log_q.flatten(0, 1),
-        judged.logprobs.flatten(0, 1),
+        verified.logprobs.flatten(0, 1),
         tokens.flatten(0, 1),
-        logprobs_of(log_q.detach(), tokens).flatten(0, 1),
-        group_advantages(judged.rewards).flatten(),
+        behaviour_logprobs=logprobs_of(log_q.detach(), tokens).flatten(0, 1),
+        advantages=group_advantages(verified.rewards).flatten(),
         clip=config.clip,
         kl_coef=config.kl_coef,
     )
-    total, group = mean * stats.tokens, judged.rewards.shape[1]
-    even = (judged.rewards == judged.rewards[:, :1]).all(1, keepdim=True).expand_as(judged.rewards)
+    total, group = mean * stats.tokens, verified.rewards.shape[1]
+    even = (verified.rewards == verified.rewards[:, :1]).all(1, keepdim=True).expand_as(verified.rewards)
+
     sums = {
-        Total.WINDOWS: judged.rewards.numel(),
+        Total.WINDOWS: verified.rewards.numel(),
         Total.DRAFTS: stats.tokens,
         Total.LOSS: total.detach(),
-        Total.REWARD: judged.rewards.sum(),
-        Total.ACCEPTED: judged.num_accepted.sum(),
-        Total.REJECTED: (judged.num_accepted == 0).sum(),
-        Total.CLOSE: judged.close.sum(),
+        Total.REWARD: verified.rewards.sum(),
+        Total.ACCEPTED: verified.num_accepted.sum(),
+        Total.REJECTED: (verified.num_accepted == 0).sum(),
+        Total.CLOSE: verified.close.sum(),
         Total.EVEN: even.sum(),
         Total.KL: stats.kl,
         Total.CLIPPED: stats.clipped,
-        Total.SCORE: found.drawn.scores.sum() * group,
-        Total.HARD: hard * judged.rewards.numel(),
+        Total.SCORE: rollout.windows.scores.sum() * group,
+        Total.HARD: hard * verified.rewards.numel(),
     }
-    return total, PpowTotals.of(sums, log_q.device)
+    return total, PpowTotals.from_values(sums, log_q.device)

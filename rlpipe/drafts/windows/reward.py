@@ -1,4 +1,4 @@
-"""What a drafted window earns when it is verified (PPOW §4.3).
+"""Rewards of a drafted window when it is verified (PPOW §4.3).
 
 A window of K drafts of which the first k are accepted. p is the target, q the drafter.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def speedup_reward(num_accepted: Tensor, draft_cost: float) -> Tensor:
-    """R_speedup = k / (k c + 1), with c what a drafted token costs against a verify step. [...] -> [...].
+    """Compute R_speedup = k / (k c + 1), c the cost of a drafted token in verify steps. [...] -> [...].
 
-    The paper charges for accepted drafts alone, though a step drafts K of them whatever becomes of them.
+    The paper charges for accepted drafts only, though a step drafts K of them in any case.
 
     >>> speedup_reward(torch.tensor([0, 3]), 0.5).tolist()
     [0.0, 1.2000000476837158]
@@ -22,7 +22,7 @@ def speedup_reward(num_accepted: Tensor, draft_cost: float) -> Tensor:
 
 
 def proximity_gap(reference_logprobs: Tensor, drafted_logprobs: Tensor) -> Tensor:
-    """Delta = sum_t [log p(y_t | y_<t) - log p(d_t | d_<t)], in nats: [..., K] twice -> [...].
+    """Compute Delta = sum_t [log p(y_t | y_<t) - log p(d_t | d_<t)], in nats: [..., K] twice -> [...].
 
     reference_logprobs: the target's, along the window it would write greedily. drafted_logprobs: the
     target's, of the drafts. Negative where drafts are likelier than a greedy window, which can happen.
@@ -31,24 +31,24 @@ def proximity_gap(reference_logprobs: Tensor, drafted_logprobs: Tensor) -> Tenso
 
 
 def proximity_reward(gap: Tensor, proximity: float, tolerance: float) -> Tensor:
-    """R_dist = eta 1[Delta < epsilon]. [...] -> [...]."""
+    """Compute R_dist = eta 1[Delta < epsilon]. [...] -> [...]."""
     return proximity * (gap < tolerance).float()
 
 
 def window_reward(
     num_accepted: Tensor, gap: Tensor, *, draft_cost: float, proximity: float, tolerance: float
 ) -> Tensor:
-    """R = R_speedup + 1[k = 0] R_dist (Algorithm 1, line 20). [...] twice -> [...]."""
+    """Compute R = R_speedup + 1[k = 0] R_dist (Algorithm 1, line 20). [...] twice -> [...]."""
     close = proximity_reward(gap, proximity, tolerance)
     return speedup_reward(num_accepted, draft_cost) + torch.where(num_accepted == 0, close, 0.0)
 
 
-def acceptance_law(accept_prob: Tensor) -> Tensor:
-    """Pr(k accepted), k = 0..K, of drafts that are accepted with probabilities a_1..a_K in turn.
+def acceptance_distribution(accept_prob: Tensor) -> Tensor:
+    """Compute Pr(k accepted), k = 0..K, of drafts accepted one after the other with a_1..a_K.
 
     a_t = min(1, p(d_t) / q(d_t)) under rejection. [..., K] -> [..., K + 1].
 
-    >>> acceptance_law(torch.tensor([0.5, 0.5])).tolist()
+    >>> acceptance_distribution(torch.tensor([0.5, 0.5])).tolist()
     [0.5, 0.25, 0.25]
     """
     reach = torch.cat((torch.ones_like(accept_prob[..., :1]), accept_prob.cumprod(-1)), -1)
@@ -58,12 +58,12 @@ def acceptance_law(accept_prob: Tensor) -> Tensor:
 def expected_reward(
     accept_prob: Tensor, gap: Tensor, *, draft_cost: float, proximity: float, tolerance: float
 ) -> Tensor:
-    """E[R | drafts], over the coins of verification: exact, in place of one draw of k (not in the paper).
+    """Compute E[R | drafts] over the coins of verification, instead of R of one sampled k (not in the paper).
 
     Equal to the mean of `window_reward` for these drafts, with less variance: only the drafts are random.
     accept_prob: [..., K], gap: [...]. Returns [...].
     """
-    law = acceptance_law(accept_prob)
-    k = torch.arange(law.shape[-1], device=law.device)
+    probs = acceptance_distribution(accept_prob)
+    k = torch.arange(probs.shape[-1], device=probs.device)
     close = proximity_reward(gap, proximity, tolerance)
-    return (law * speedup_reward(k, draft_cost)).sum(-1) + law[..., 0] * close
+    return (probs * speedup_reward(k, draft_cost)).sum(-1) + probs[..., 0] * close

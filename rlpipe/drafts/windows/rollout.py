@@ -1,4 +1,4 @@
-"""A rollout of windows: what was sampled, what was drafted, what verification made of it, and who drafts."""
+"""Data of a rollout of windows: sampled windows, drafts, verification; and the Protocol of a drafter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 @dataclass(slots=True, kw_only=True)
-class Drawn:
-    """W windows, and what is random about the G that are drafted from each.
+class SampledWindows:
+    """W windows, and the uniforms of the G drafts from each.
 
-    owners: [W] row of the micro-batch, ascending. turns, columns: [W] where each anchor stands among the
-    turns. scores: [W]. draft_uniforms, coins: [W, G, K] float64, on the CPU.
+    owners: [W] row of the micro-batch, ascending. turns, columns: [W] indices of each anchor among the turns.
+    scores: [W]. draft_uniforms, coins: [W, G, K] float64, on the CPU.
     """
 
     owners: np.ndarray
@@ -26,10 +26,11 @@ class Drawn:
 
 
 @dataclass(slots=True, kw_only=True)
-class Judged:
-    """logprobs: [W, G, K, V] of the target where each draft was drawn. The rest [W, G].
+class Verified:
+    """Verification of the drafts; [W, G] except logprobs.
 
-    rewards: those of the objective. close: nothing accepted and yet R_dist earned.
+    logprobs: [W, G, K, V] of the target at each draft. rewards: those of the objective. close: no draft is
+    accepted, and yet R_dist is earned.
     """
 
     logprobs: torch.Tensor
@@ -41,9 +42,9 @@ class Judged:
 class WindowDrafter(Protocol):
     """A drafter and its target on some texts that both have read.
 
-    owners: [R] row of the micro-batch that each turn is of. turns, sampled: [R, L], see `DraftBatch`. rows:
+    owners: [R] row of the micro-batch of each turn. turns, sampled: [R, L], see `DraftBatch`. rows:
     number of each row's trajectory in the batch. draft_cost: what a draft costs against a verify step.
-    Every distribution is log-probabilities over the whole vocabulary.
+    Every distribution is log-probabilities over the full vocabulary.
     """
 
     owners: np.ndarray
@@ -53,38 +54,44 @@ class WindowDrafter(Protocol):
     draft_cost: float
 
     def criticality(self) -> torch.Tensor:
-        """[R, L] of the first draft from each token of the turns; 0 where none is."""
+        """Return [R, L]: the criticality of the first draft from each token of the turns; 0 where none is."""
+        ...
 
-    def start(self, drawn: Drawn, group: int) -> torch.device:
-        """Get ready to go on from the anchors of W windows, `group` times from each; where that is done."""
+    def start(self, windows: SampledWindows, group: int) -> torch.device:
+        """Prepare to draft from the anchors of W windows, `group` times from each; return the device."""
+        ...
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """[W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
+        """Return [W, G, V] of the drafter after its last tokens [W, G], None at first; with a graph."""
+        ...
 
     def first(self) -> torch.Tensor:
-        """[W, V] of the target where the first draft stands."""
+        """Return [W, V] of the target at the first draft."""
+        ...
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        """Return [W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        ...
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, V] of the target after one token more, [W], of each greedy window."""
+        """Append a token [W] to each greedy window; return [W, V] of the target after it."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """What was drafted, and the verdict.
+    """Drafts from some windows, and their verification.
 
-    tokens: [W, G, K]. logprobs: [W, G, K, V] of the drafter where each was drawn, with a graph.
+    tokens: [W, G, K]. logprobs: [W, G, K, V] of the drafter at each draft, with a graph.
     """
 
     text: WindowDrafter
-    drawn: Drawn
+    windows: SampledWindows
     tokens: torch.Tensor
     logprobs: torch.Tensor
-    judged: Judged
+    verified: Verified
 
 
 def logprobs_of(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Logprobs of tokens, [..., V] and [...] -> [...]."""
+    """Select the log-probabilities of tokens: [..., V] and [...] -> [...]."""
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

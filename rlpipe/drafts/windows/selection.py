@@ -1,7 +1,7 @@
 """Which windows to train on: Adaptive Divergence-Aware Windowing (PPOW §4.2, App. A.3).
 
 P is the target and Q the drafter at a position, both after the tokens of the target's own text. A window is
-the K positions j .. j + K - 1. Entropy and divergence come from whoever passes over the vocabulary.
+the K positions j .. j + K - 1. Entropy and divergence come from the code that passes over the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def confidence(entropy: Tensor, vocab: int) -> Tensor:
-    """C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). H in nats, [...] -> [...].
+    """Compute C(P) = 1 - H(P) / log |V|, from 0 (uniform) to 1 (a single token). H in nats, [...] -> [...].
 
     >>> confidence(torch.tensor([0.0, math.log(4)]), vocab=4).tolist()
     [1.0, 0.0]
@@ -22,12 +22,12 @@ def confidence(entropy: Tensor, vocab: int) -> Tensor:
 
 
 def criticality(entropy: Tensor, kl: Tensor, vocab: int) -> Tensor:
-    """v = C(P) KL(P || Q), in nats: much where a sure target is missed. H(P) and KL(P || Q) -> [...]."""
+    """Compute v = C(P) KL(P || Q) in nats, large where a confident target is missed: [...] twice -> [...]."""
     return confidence(entropy, vocab) * kl.clamp(min=0)
 
 
 def window_scores(critical: Tensor, length: int) -> Tensor:
-    """s_j = mean of v_j .. v_{j+K-1}: [..., T] -> [..., T - K + 1].
+    """Compute s_j = mean of v_j .. v_{j+K-1}: [..., T] -> [..., T - K + 1].
 
     Raises ValueError when the text is shorter than a window.
 
@@ -39,27 +39,27 @@ def window_scores(critical: Tensor, length: int) -> Tensor:
     return critical.unfold(-1, length, 1).mean(-1)
 
 
-def hard_share(step: int, steps: int, start: float, end: float) -> float:
-    """Share of windows drawn by score at a step, 0-based, of `steps`: linear from start to end.
+def hard_share(step: int, steps: int, *, start: float, end: float) -> float:
+    """Return the share of windows sampled by score at a step, 0-based, of `steps`: linear from start to end.
 
-    >>> [hard_share(step, 3, 0.2, 0.8) for step in range(3)]
+    >>> [hard_share(step, 3, start=0.2, end=0.8) for step in range(3)]
     [0.2, 0.5, 0.8]
     """
     return start + (end - start) * (min(step, steps - 1) / (steps - 1) if steps > 1 else 1.0)
 
 
-def window_law(scores: Tensor, hard: float) -> Tensor:
-    """Probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
+def window_distribution(scores: Tensor, hard: float) -> Tensor:
+    """Compute the probability of each window: hard * s_j / sum s + (1 - hard) / n. [n] -> [n].
 
-    The even part is what the paper calls the other windows; where all scores are 0 it is everything. Of
-    infinite scores each is as good as another, and finite ones get nothing of the hard part.
+    The uniform part is what the paper calls the other windows; where all scores are 0 it is all of the mass.
+    Infinite scores share the hard part equally, and finite ones then get none of it.
     """
     weights = scores.isinf().double() if scores.isinf().any() else scores.double()
-    even = torch.full_like(weights, 1 / len(weights))
+    uniform = torch.full_like(weights, 1 / len(weights))
     total = weights.sum()
-    return hard * weights / total + (1 - hard) * even if total > 0 else even
+    return hard * weights / total + (1 - hard) * uniform if total > 0 else uniform
 
 
-def sample_windows(scores: Tensor, count: int, hard: float, generator: torch.Generator) -> Tensor:
-    """Starts of `count` windows, drawn with replacement from `window_law`: [n] -> [count] int64."""
-    return torch.multinomial(window_law(scores, hard), count, replacement=True, generator=generator)
+def sample_windows(scores: Tensor, count: int, hard: float, *, generator: torch.Generator) -> Tensor:
+    """Sample `count` starts of windows with replacement, by `window_distribution`: [n] -> [count] int64."""
+    return torch.multinomial(window_distribution(scores, hard), count, replacement=True, generator=generator)

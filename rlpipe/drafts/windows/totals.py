@@ -14,16 +14,16 @@ from rlpipe.metrics.values import Mean, Value
 
 
 class Total(IntEnum):
-    """What is summed over windows."""
+    """The sums over windows."""
 
     WINDOWS = 0
     DRAFTS = auto()
     LOSS = auto()
     REWARD = auto()
     ACCEPTED = auto()
-    REJECTED = auto()  # windows of which nothing was accepted
+    REJECTED = auto()  # windows without an accepted draft
     CLOSE = auto()  # of these, those that earn R_dist
-    EVEN = auto()  # windows that earn what all their siblings do: no advantage
+    EVEN = auto()  # windows with the reward of all their siblings: no advantage
     KL = auto()
     CLIPPED = auto()
     SCORE = auto()
@@ -42,40 +42,40 @@ class PpowTotals:
         return self.sums[Total.DRAFTS]
 
     @classmethod
-    def nothing(cls, device: torch.device) -> PpowTotals:
-        """Totals of no window."""
+    def zeros(cls, device: torch.device) -> PpowTotals:
+        """Return the totals of no window."""
         return cls(sums=torch.zeros(len(Total), dtype=torch.float64, device=device))
 
     @classmethod
-    def of(cls, values: Mapping[Total, Tensor | float], device: torch.device) -> PpowTotals:
-        """Totals by name, scalars; all of them."""
-        found = cls.nothing(device)
+    def from_values(cls, values: Mapping[Total, Tensor | float], device: torch.device) -> PpowTotals:
+        """Collect scalars by name; every name must be there."""
+        totals = cls.zeros(device)
         for name in Total:
-            found.sums[name] = values[name]
-        return found
+            totals.sums[name] = values[name]
+        return totals
 
     def __add__(self, other: PpowTotals) -> PpowTotals:
         return PpowTotals(sums=self.sums + other.sums)
 
     def all_reduce(self, group: dist.ProcessGroup) -> PpowTotals:
-        """Sums over data parallel ranks."""
+        """Sum over data parallel ranks."""
         sums = self.sums.clone()
         dist.all_reduce(sums, group=group)
         return PpowTotals(sums=sums)
 
     def metrics(self) -> dict[str, Value]:
-        """`ppow/*`; reads the device once."""
-        of = dict(zip(Total, self.sums.tolist(), strict=True))
-        windows, drafts = of[Total.WINDOWS], of[Total.DRAFTS]
+        """Return `ppow/*`; reads the device once."""
+        sums = dict(zip(Total, self.sums.tolist(), strict=True))
+        windows, drafts = sums[Total.WINDOWS], sums[Total.DRAFTS]
         return {
-            "ppow/loss": Mean(of[Total.LOSS], drafts),
-            "ppow/kl": Mean(of[Total.KL], drafts),
-            "ppow/clip_fraction": Mean(of[Total.CLIPPED], drafts),
-            "ppow/reward": Mean(of[Total.REWARD], windows),
-            "ppow/accepted": Mean(of[Total.ACCEPTED], windows),
-            "ppow/rejected_windows": Mean(of[Total.REJECTED], windows),
-            "ppow/close_windows": Mean(of[Total.CLOSE], of[Total.REJECTED]),
-            "ppow/even_windows": Mean(of[Total.EVEN], windows),
-            "ppow/score": Mean(of[Total.SCORE], windows),
-            "ppow/hard_share": Mean(of[Total.HARD], windows),
+            "ppow/loss": Mean(sums[Total.LOSS], drafts),
+            "ppow/kl": Mean(sums[Total.KL], drafts),
+            "ppow/clip_fraction": Mean(sums[Total.CLIPPED], drafts),
+            "ppow/reward": Mean(sums[Total.REWARD], windows),
+            "ppow/accepted": Mean(sums[Total.ACCEPTED], windows),
+            "ppow/rejected_windows": Mean(sums[Total.REJECTED], windows),
+            "ppow/close_windows": Mean(sums[Total.CLOSE], sums[Total.REJECTED]),
+            "ppow/even_windows": Mean(sums[Total.EVEN], windows),
+            "ppow/score": Mean(sums[Total.SCORE], windows),
+            "ppow/hard_share": Mean(sums[Total.HARD], windows),
         }

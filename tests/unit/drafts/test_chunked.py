@@ -42,7 +42,7 @@ class Case:
     def whole(self, kind, **settings):
         """The loss from logits, gradients by hidden states and head, and statistics."""
         logits = self.draft @ self.weight.T, self.ahead @ self.weight.detach().T
-        loss, stats = mtp_loss(kind, *logits, self.rows["mask"], **self.extra, **settings)
+        loss, stats = mtp_loss(kind, *logits, mask=self.rows["mask"], **self.extra, **settings)
         return loss, *torch.autograd.grad(loss, [self.draft, self.weight]), stats
 
     def fused(self, kind, anchors_per_chunk: int, **settings):
@@ -52,8 +52,8 @@ class Case:
             kind,
             self.draft,
             self.target,
-            self.weight,
-            self.rows["mask"],
+            head_weight=self.weight,
+            mask=self.rows["mask"],
             **self.extra,
             chunk_bytes=anchors_per_chunk * DEPTHS * VOCAB * size,
             train_head=True,
@@ -87,12 +87,14 @@ def test_given_weights_and_normalizer_follow_their_anchors_through_chunks():
 
 def test_the_head_is_a_constant_by_default_and_nothing_is_computed_without_gradients():
     case = Case()
-    loss, _ = linear_mtp_loss("tv", case.draft, case.target, case.weight, case.rows["mask"])
+    loss, _ = linear_mtp_loss("tv", case.draft, case.target, head_weight=case.weight, mask=case.rows["mask"])
     loss.backward()
     assert case.weight.grad is None
     assert case.draft.grad.abs().max() > 0
     with torch.no_grad():
-        quiet, _ = linear_mtp_loss("tv", case.draft, case.target, case.weight, case.rows["mask"])
+        quiet, _ = linear_mtp_loss(
+            "tv", case.draft, case.target, head_weight=case.weight, mask=case.rows["mask"]
+        )
     assert quiet.item() == loss.item()
     assert not quiet.requires_grad
 
@@ -146,8 +148,8 @@ def test_depths_of_an_unrolled_layer_meet_the_backbone_at_their_position():
         "tv",
         stack_depths(states, 9),
         backbone.flatten(0, 1),
-        torch.randn(VOCAB, HIDDEN, generator=generator),
-        found.mask,
+        head_weight=torch.randn(VOCAB, HIDDEN, generator=generator),
+        mask=found.mask,
         tokens=found.tokens,
         turn_starts=found.turn_starts,
     )
@@ -173,7 +175,9 @@ def test_retained_for_backward_is_the_hidden_gradient_alone():
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
-        loss, _ = linear_mtp_loss("e2e_tv", case.draft, case.target, case.weight, case.rows["mask"])
+        loss, _ = linear_mtp_loss(
+            "e2e_tv", case.draft, case.target, head_weight=case.weight, mask=case.rows["mask"]
+        )
     alive = sum(kept.tensor.untyped_storage().nbytes() for kept in saved)
     assert 0 < alive <= case.draft.untyped_storage().nbytes() + 64
     loss.backward()
@@ -182,6 +186,6 @@ def test_retained_for_backward_is_the_hidden_gradient_alone():
 def test_hidden_states_of_wrong_shape_are_refused():
     case = Case()
     with pytest.raises(ValueError, match="Flatten"):
-        linear_mtp_loss("tv", case.draft, case.target[:-1], case.weight, case.rows["mask"])
+        linear_mtp_loss("tv", case.draft, case.target[:-1], head_weight=case.weight, mask=case.rows["mask"])
     with pytest.raises(ValueError, match="mask must be bool"):
-        linear_mtp_loss("tv", case.draft, case.target, case.weight, case.rows["mask"][:-1])
+        linear_mtp_loss("tv", case.draft, case.target, head_weight=case.weight, mask=case.rows["mask"][:-1])

@@ -137,7 +137,7 @@ def test_any_loss_is_finite_over_the_whole_vocabulary(target, kind):
     starts = torch.zeros(1, 6, dtype=torch.bool)
     starts[0, 0] = True
     mask = torch.ones(6, 2, dtype=torch.bool)
-    loss, stats = mtp_loss(kind, logits, target_logits, mask, tokens=tokens, turn_starts=starts)
+    loss, stats = mtp_loss(kind, logits, target_logits, mask=mask, tokens=tokens, turn_starts=starts)
     loss.backward()
     assert torch.isfinite(loss) and all(torch.isfinite(p.grad).all() for p in draft.lm_head.parameters())
     overlap = torch.minimum(own, target_logits.softmax(-1)[..., ids]).sum(-1).sum(0)

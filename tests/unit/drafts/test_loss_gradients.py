@@ -25,7 +25,9 @@ def _gradient(loss, case):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_equal_autograd_of_the_definition(kind, temperature):
     case = random_case(23)
-    loss, _ = mtp_loss(kind, case.draft, case.target, case.mask, temperature=temperature, **case.kwargs())
+    loss, _ = mtp_loss(
+        kind, case.draft, case.target, mask=case.mask, temperature=temperature, **case.kwargs()
+    )
     expected = reference_loss(kind, case, temperature=temperature)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     found = _gradient(loss, case)
@@ -39,7 +41,7 @@ def test_loss_and_gradient_equal_autograd_of_the_definition(kind, temperature):
 def test_float32_is_accurate_for_every_vocabulary_size(kind, vocab):
     case = random_case(vocab, batch=1, length=4, depths=2)
     single = case.to(torch.float32)
-    loss, _ = mtp_loss(kind, single.draft, single.target, single.mask, **single.kwargs())
+    loss, _ = mtp_loss(kind, single.draft, single.target, mask=single.mask, **single.kwargs())
     expected = reference_loss(kind, case)
     assert loss.item() == pytest.approx(expected.item(), abs=2e-6, rel=1e-5)
     torch.testing.assert_close(
@@ -49,7 +51,7 @@ def test_float32_is_accurate_for_every_vocabulary_size(kind, vocab):
 
 def test_a_real_vocabulary_in_bfloat16():
     case = random_case(151_936, batch=1, length=4, depths=1).to(torch.bfloat16)
-    loss, _ = mtp_loss("e2e_tv", case.draft, case.target, case.mask)
+    loss, _ = mtp_loss("e2e_tv", case.draft, case.target, mask=case.mask)
     expected = reference_loss("e2e_tv", case)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     found = _gradient(loss, case)
@@ -61,7 +63,7 @@ def test_a_real_vocabulary_in_bfloat16():
 def test_given_anchor_weights_weigh_anchors(kind):
     case = random_case(11)
     weights = torch.rand(len(case.mask), generator=torch.Generator().manual_seed(1))
-    loss, _ = mtp_loss(kind, case.draft, case.target, case.mask, anchors=weights, tokens=case.tokens)
+    loss, _ = mtp_loss(kind, case.draft, case.target, mask=case.mask, anchors=weights, tokens=case.tokens)
     expected = reference_loss(kind, case, weights=weights)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     torch.testing.assert_close(_gradient(loss, case), _gradient(expected, case), atol=1e-12, rtol=1e-9)
@@ -78,7 +80,7 @@ def test_visit_weighting_is_the_weighting_by_visits(kind):
     visits = visit_probabilities(accept, case.mask.view_as(accept), case.turn_starts).flatten()
     assert visits[case.mask[:, 0]].min() < 0.5 < visits.max() == 1
     call = {"tokens": case.tokens, "turn_starts": case.turn_starts}
-    found, _ = mtp_loss(kind, case.draft, case.target, case.mask, anchors=AnchorWeighting.VISIT, **call)
+    found, _ = mtp_loss(kind, case.draft, case.target, mask=case.mask, anchors=AnchorWeighting.VISIT, **call)
     expected = reference_loss(kind, case, weights=visits)
     assert found.item() == pytest.approx(expected.item(), abs=1e-12)
     torch.testing.assert_close(_gradient(found, case), _gradient(expected, case), atol=1e-12, rtol=1e-9)
@@ -87,11 +89,11 @@ def test_visit_weighting_is_the_weighting_by_visits(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_rows_sum_to_zero_and_a_shift_of_logits_changes_nothing(kind):
     case = random_case(31)
-    loss, stats = mtp_loss(kind, case.draft, case.target, case.mask, **case.kwargs())
+    loss, stats = mtp_loss(kind, case.draft, case.target, mask=case.mask, **case.kwargs())
     assert _gradient(loss, case).sum(-1).abs().max() < 1e-14
     shift = torch.linspace(-40, 40, len(case.mask), dtype=torch.float64)[:, None, None]
     moved, moved_stats = mtp_loss(
-        kind, case.draft + shift, case.target - 2 * shift, case.mask, **case.kwargs()
+        kind, case.draft + shift, case.target - 2 * shift, mask=case.mask, **case.kwargs()
     )
     assert moved.item() == pytest.approx(loss.item(), abs=1e-12)
     torch.testing.assert_close(moved_stats.kl, stats.kl)
@@ -100,7 +102,7 @@ def test_gradient_rows_sum_to_zero_and_a_shift_of_logits_changes_nothing(kind):
 @pytest.mark.parametrize("kind", ["tv", "e2e_tv", "kl", "reverse_kl", "lk"])
 def test_equal_distributions_have_no_loss_and_no_gradient(kind):
     case = random_case(257, noise=0.0)
-    loss, stats = mtp_loss(kind, case.draft, case.target, case.mask)
+    loss, stats = mtp_loss(kind, case.draft, case.target, mask=case.mask)
     assert abs(loss.item()) < 1e-14
     assert _gradient(loss, case).abs().max() < 1e-15
     torch.testing.assert_close(stats.top1, stats.count)
@@ -113,7 +115,7 @@ def test_disjoint_distributions_have_a_loss_of_one():
     mask = torch.ones(3, 2, dtype=torch.bool)
     for kind in ("tv", "e2e_tv"):
         low.requires_grad_(True).grad = None
-        loss, stats = mtp_loss(kind, low, high, mask)
+        loss, stats = mtp_loss(kind, low, high, mask=mask)
         loss.backward()
         assert loss.item() == 1.0
         assert low.grad.isfinite().all()
@@ -126,9 +128,11 @@ def test_padding_with_minus_infinity_is_as_if_it_were_not_there():
     pad = torch.full((*case.mask.shape, 3), float("-inf"), dtype=torch.float64)
     for kind in KINDS:
         padded = torch.cat([case.draft.detach(), pad], -1).requires_grad_()
-        loss, stats = mtp_loss(kind, padded, torch.cat([case.target, pad], -1), case.mask, **case.kwargs())
+        loss, stats = mtp_loss(
+            kind, padded, torch.cat([case.target, pad], -1), mask=case.mask, **case.kwargs()
+        )
         loss.backward()
-        plain, plain_stats = mtp_loss(kind, case.draft, case.target, case.mask, **case.kwargs())
+        plain, plain_stats = mtp_loss(kind, case.draft, case.target, mask=case.mask, **case.kwargs())
         assert loss.item() == pytest.approx(plain.item(), abs=1e-13)
         torch.testing.assert_close(padded.grad[..., :13], _gradient(plain, case))
         assert (padded.grad[..., 13:] == 0).all()
@@ -138,12 +142,12 @@ def test_padding_with_minus_infinity_is_as_if_it_were_not_there():
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_rows_may_hold_anything(kind):
     case = random_case(13)
-    clean, clean_stats = mtp_loss(kind, case.draft, case.target, case.mask, **case.kwargs())
+    clean, clean_stats = mtp_loss(kind, case.draft, case.target, mask=case.mask, **case.kwargs())
     expected = _gradient(clean, case)
     with torch.no_grad():
         case.draft[~case.mask] = float("nan")
         case.target[~case.mask] = float("inf")
-    loss, stats = mtp_loss(kind, case.draft, case.target, case.mask, **case.kwargs())
+    loss, stats = mtp_loss(kind, case.draft, case.target, mask=case.mask, **case.kwargs())
     assert loss.item() == clean.item()
     torch.testing.assert_close(_gradient(loss, case), expected)
     torch.testing.assert_close(stats.reverse_kl, clean_stats.reverse_kl)
@@ -153,7 +157,7 @@ def test_masked_rows_may_hold_anything(kind):
 def test_all_masked_is_a_loss_and_gradient_of_zero(kind):
     case = random_case(13)
     mask, starts = torch.zeros_like(case.mask), torch.zeros_like(case.turn_starts)
-    loss, stats = mtp_loss(kind, case.draft, case.target, mask, tokens=case.tokens, turn_starts=starts)
+    loss, stats = mtp_loss(kind, case.draft, case.target, mask=mask, tokens=case.tokens, turn_starts=starts)
     assert loss.item() == 0.0
     assert (_gradient(loss, case) == 0).all()
     assert (stats.count == 0).all()
@@ -164,7 +168,7 @@ def test_a_masked_depth_in_mid_chain_ends_the_chain_but_not_the_depths_behind_it
     case = random_case(13)
     case.mask[1::2, 1] = False
     assert case.mask[1::2, 2].any()
-    loss, _ = mtp_loss(kind, case.draft, case.target, case.mask, **case.kwargs())
+    loss, _ = mtp_loss(kind, case.draft, case.target, mask=case.mask, **case.kwargs())
     expected = reference_loss(kind, case)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     torch.testing.assert_close(_gradient(loss, case), _gradient(expected, case), atol=1e-12, rtol=1e-9)
@@ -172,10 +176,10 @@ def test_a_masked_depth_in_mid_chain_ends_the_chain_but_not_the_depths_behind_it
 
 def test_one_depth_of_end_to_end_is_plain_tv():
     case = random_case(29, depths=1)
-    plain, _ = mtp_loss("tv", case.draft, case.target, case.mask)
+    plain, _ = mtp_loss("tv", case.draft, case.target, mask=case.mask)
     expected = _gradient(plain, case)
     for kind in ("e2e_tv", "e2e_chain"):
-        loss, _ = mtp_loss(kind, case.draft, case.target, case.mask, tokens=case.tokens)
+        loss, _ = mtp_loss(kind, case.draft, case.target, mask=case.mask, tokens=case.tokens)
         assert loss.item() == pytest.approx(plain.item(), abs=1e-14)
         torch.testing.assert_close(_gradient(loss, case), expected)
 
@@ -187,7 +191,7 @@ def test_an_overlap_of_zero_in_mid_chain_stops_the_chain_behind_it_only():
     draft[0, 1] = torch.tensor([0.0, 0.0, float("-inf"), float("-inf")])
     target[0, 1] = torch.tensor([float("-inf"), float("-inf"), 0.0, 0.0])
     draft.requires_grad_()
-    loss, stats = mtp_loss("e2e_tv", draft, target, torch.ones(1, 3, dtype=torch.bool))
+    loss, stats = mtp_loss("e2e_tv", draft, target, mask=torch.ones(1, 3, dtype=torch.bool))
     loss.backward()
     assert stats.alpha[1] == 0
     assert loss.item() == pytest.approx(1 - stats.alpha[0].item() / 3)
@@ -203,7 +207,7 @@ def test_at_ties_the_gradient_is_a_subgradient_and_ties_belong_to_the_covered_si
     mask = torch.ones(1, 1, dtype=torch.bool)
 
     def value(z):
-        return mtp_loss("tv", z, p.log(), mask)[0]
+        return mtp_loss("tv", z, p.log(), mask=mask)[0]
 
     loss = value(draft)
     loss.backward()
@@ -221,8 +225,8 @@ def test_at_ties_the_gradient_is_a_subgradient_and_ties_belong_to_the_covered_si
 
 def test_temperature_is_applied_to_both_and_scales_the_gradient():
     case = random_case(17)
-    hot, _ = mtp_loss("lk", case.draft, case.target, case.mask, temperature=2.0)
+    hot, _ = mtp_loss("lk", case.draft, case.target, mask=case.mask, temperature=2.0)
     hot_grad = _gradient(hot, case)
-    halved, _ = mtp_loss("lk", case.draft / 2, case.target / 2, case.mask)
+    halved, _ = mtp_loss("lk", case.draft / 2, case.target / 2, mask=case.mask)
     assert hot.item() == pytest.approx(halved.item(), abs=1e-14)
     torch.testing.assert_close(hot_grad, _gradient(halved, case))

@@ -30,7 +30,7 @@ def _naive(case):
 
 def test_statistics_are_sums_over_unmasked_rows_of_each_depth():
     case = random_case(19)
-    _, stats = mtp_loss("tv", case.draft, case.target, case.mask)
+    _, stats = mtp_loss("tv", case.draft, case.target, mask=case.mask)
     for name, values in _naive(case).items():
         torch.testing.assert_close(getattr(stats, name), (values * case.mask).sum(0))
     torch.testing.assert_close(stats.count, case.mask.sum(0).double())
@@ -40,9 +40,9 @@ def test_statistics_are_sums_over_unmasked_rows_of_each_depth():
 def test_statistics_of_two_parts_add_up_to_those_of_the_whole_and_recombine_the_loss():
     case = random_case(19)
     half = len(case.mask) // 2
-    whole_loss, whole = mtp_loss("e2e_tv", case.draft, case.target, case.mask)
+    whole_loss, whole = mtp_loss("e2e_tv", case.draft, case.target, mask=case.mask)
     parts = [
-        mtp_loss("e2e_tv", case.draft[part], case.target[part], case.mask[part], normalizer=whole.weight)
+        mtp_loss("e2e_tv", case.draft[part], case.target[part], mask=case.mask[part], normalizer=whole.weight)
         for part in (slice(0, half), slice(half, None))
     ]
     added = parts[0][1] + parts[1][1]
@@ -53,7 +53,7 @@ def test_statistics_of_two_parts_add_up_to_those_of_the_whole_and_recombine_the_
 
 def test_metrics_carry_totals_and_counts_by_depth():
     case = random_case(19)
-    _, stats = mtp_loss("kl", case.draft, case.target, case.mask, **case.kwargs())
+    _, stats = mtp_loss("kl", case.draft, case.target, mask=case.mask, **case.kwargs())
     metrics = stats.metrics()
     assert metrics["mtp/alpha/depth_2"].count == case.mask[:, 1].sum()
     assert metrics["mtp/alpha/depth_2"].total == pytest.approx(stats.alpha[1].item())
@@ -90,7 +90,7 @@ def test_only_objectives_with_a_kl_retain_the_target(kind):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = mtp_loss(kind, case.draft, target, case.mask, **case.kwargs())
+        loss, _ = mtp_loss(kind, case.draft, target, mask=case.mask, **case.kwargs())
     logits = case.draft.untyped_storage().nbytes()
     extra = sum(retained.values()) - logits
     assert case.draft.data_ptr() in retained
@@ -138,6 +138,6 @@ def test_float32_losses_over_a_production_vocabulary_equal_float64(kind):
     draft[0, 0, 5] = 8.0
     mask = torch.ones(1, 1, dtype=torch.bool)
     ours, exact = (
-        mtp_loss(kind, logits, torch.zeros_like(logits), mask)[0] for logits in (draft, draft.double())
+        mtp_loss(kind, logits, torch.zeros_like(logits), mask=mask)[0] for logits in (draft, draft.double())
     )
     assert ours.item() == pytest.approx(exact.item(), abs=2e-6)

@@ -14,7 +14,7 @@ from rlpipe.drafts.eagle3_model import OUTSIDE
 from rlpipe.drafts.objectives.ppow import group_advantages, ppow_loss
 from rlpipe.drafts.windows.eagle3 import learnable_kl
 from rlpipe.drafts.windows.reward import (
-    acceptance_law,
+    acceptance_distribution,
     expected_reward,
     proximity_gap,
     proximity_reward,
@@ -26,7 +26,7 @@ from rlpipe.drafts.windows.selection import (
     criticality,
     hard_share,
     sample_windows,
-    window_law,
+    window_distribution,
     window_scores,
 )
 from rlpipe.spec.verify import verify_chain
@@ -62,16 +62,16 @@ def test_a_score_is_the_mean_of_its_window():
 def test_the_law_of_windows_mixes_scores_and_evenness():
     scores = torch.tensor([1.0, 0.0, 3.0])
     expected = torch.tensor([0.5 / 4 + 0.5 / 3, 0.5 / 3, 1.5 / 4 + 0.5 / 3], dtype=torch.float64)
-    torch.testing.assert_close(window_law(scores, 0.5), expected)
-    assert window_law(torch.zeros(4), 1.0).tolist() == [0.25] * 4
-    assert window_law(torch.tensor([1.0, math.inf]), 1.0).tolist() == [0.0, 1.0]
+    torch.testing.assert_close(window_distribution(scores, 0.5), expected)
+    assert window_distribution(torch.zeros(4), 1.0).tolist() == [0.25] * 4
+    assert window_distribution(torch.tensor([1.0, math.inf]), 1.0).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("hard", [0.0, 0.6, 1.0])
 def test_windows_are_drawn_from_their_law(hard):
     scores = torch.tensor([0.2, 0.0, 1.0, 0.5, 2.0])
-    drawn = sample_windows(scores, 20_000, hard, torch.Generator().manual_seed(3))
-    law = window_law(scores, hard).numpy()
+    drawn = sample_windows(scores, 20_000, hard, generator=torch.Generator().manual_seed(3))
+    law = window_distribution(scores, hard).numpy()
     counts, expected = np.bincount(drawn.numpy(), minlength=5), 20_000 * law
     assert counts[law == 0].sum() == 0
     possible = law > 0
@@ -80,8 +80,13 @@ def test_windows_are_drawn_from_their_law(hard):
 
 
 def test_the_curriculum_raises_the_share_of_hard_windows():
-    assert [round(hard_share(step, 5, 0.2, 1.0), 3) for step in (0, 2, 4, 9)] == [0.2, 0.6, 1.0, 1.0]
-    assert hard_share(0, 1, 0.2, 1.0) == 1.0
+    assert [round(hard_share(step, 5, start=0.2, end=1.0), 3) for step in (0, 2, 4, 9)] == [
+        0.2,
+        0.6,
+        1.0,
+        1.0,
+    ]
+    assert hard_share(0, 1, start=0.2, end=1.0) == 1.0
 
 
 def test_rewards_by_hand():
@@ -100,7 +105,7 @@ def test_the_gap_compares_sums_of_target_logprobs():
 
 def test_the_law_of_acceptance_sums_to_one_and_matches_its_coins():
     accept = torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64)
-    law = acceptance_law(accept)
+    law = acceptance_distribution(accept)
     for k in range(4):
         by_hand = math.prod(accept[:k].tolist()) * (1 - accept[k].item() if k < 3 else 1)
         assert law[k].item() == pytest.approx(by_hand, abs=1e-15)
@@ -174,7 +179,9 @@ def test_at_the_drafting_policy_the_gradient_is_that_of_reinforce_and_the_anchor
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     log_q = mine.log_softmax(-1)
     chosen = log_q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).detach()
-    loss, told = ppow_loss(log_q, target, tokens, chosen, advantages, clip=0.2, kl_coef=0.1)
+    loss, told = ppow_loss(
+        log_q, target, tokens, behaviour_logprobs=chosen, advantages=advantages, clip=0.2, kl_coef=0.1
+    )
     loss.backward()
     other = theirs.log_softmax(-1)
     reinforce = (other.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) * advantages[:, None]).mean()
@@ -192,7 +199,13 @@ def test_a_ratio_beyond_the_clip_gives_no_gradient_on_its_good_side():
     chosen = log_q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).detach()
     for sign, clipped in ((1.0, True), (-1.0, False)):
         loss, told = ppow_loss(
-            log_q, target, tokens, chosen - 0.5, sign * torch.ones(3), clip=0.2, kl_coef=0.0
+            log_q,
+            target,
+            tokens,
+            behaviour_logprobs=chosen - 0.5,
+            advantages=sign * torch.ones(3),
+            clip=0.2,
+            kl_coef=0.0,
         )
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
         assert (grad.abs().max() == 0) == clipped
@@ -229,7 +242,9 @@ def test_places_where_a_reduced_vocabulary_can_learn_nothing_take_no_more_draws_
     def share(ids):
         """Of windows of three places, drawn by score alone, those that hold an odd place."""
         entropy = -(log_p.exp() * log_p).sum(-1)
-        law = window_law(window_scores(criticality(entropy, learnable_kl(log_p, log_q, ids), 50), 3), 1.0)
+        law = window_distribution(
+            window_scores(criticality(entropy, learnable_kl(log_p, log_q, ids), 50), 3), 1.0
+        )
         return law[odd.unfold(0, 3, 1).any(-1)].sum().item()
 
     assert share(None) > 0.5 and share(known) < 0.06

@@ -170,7 +170,7 @@ def test_estimators_from_target_samples_are_exact_and_the_product_of_overlaps_is
 
     def expected(kind: str) -> float:
         logits = q_rows.log(), p_rows.log()
-        loss, _ = mtp_loss(kind, *logits, mask, tokens=x, anchors=law, normalizer=1.0)
+        loss, _ = mtp_loss(kind, *logits, mask=mask, tokens=x, anchors=law, normalizer=1.0)
         return gamma - loss.item()
 
     assert expected("e2e_chain") == pytest.approx(chain.item(), abs=1e-12)
