@@ -1,10 +1,10 @@
-"""The nouns every layer shares: trajectories, groups, requests, counts. Imports no torch.
+"""The data that every layer shares: trajectories, groups, requests, counts. Imports no torch.
 
 Owns the shape of what travels between rollout, pipeline and trainer; owns no behaviour beyond
 sums. Flow: a `Prompt` is admitted, its `group_size` attempts become `Trajectory`s of a `Group`,
 each sampled token carries its logprob, entropy and the policy version that sampled it.
 
-What is recorded per token is a NumPy array, a column. Columns are replaced, never changed in place: a
+Values recorded per token are NumPy arrays, called columns. They are replaced, never changed in place: a
 worker may hold them in shared memory, which is read-only.
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 
 
 class RunStopped(RuntimeError):
-    """A stated rule ended the run. The message is all that the user needs to read."""
+    """Ends a run by a documented rule; its message is shown to the user without a traceback."""
 
 
 class FinishReason(StrEnum):
-    """Why generation of one turn ended."""
+    """The reason for which generation of a turn ended."""
 
     STOP = "stop"  # a stop token was sampled (it is the last output token)
     LENGTH = "length"  # max_new_tokens or the context was exhausted
-    ABORT = "abort"  # the caller aborted; what existed is returned
+    ABORT = "abort"  # the caller aborted; the tokens so far are returned
 
 
 class TrajectoryStatus(StrEnum):
@@ -54,10 +54,11 @@ class SpecCounts:
 
     def add(self, other: SpecCounts) -> None:
         """Add another count in place; depths the shorter one lacks count as zero."""
-        for mine, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for k, n in enumerate(theirs):
-                mine[k] += n
+        for total, added in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
+            total.extend([0] * (len(added) - len(total)))
+            for k, n in enumerate(added):
+                total[k] += n
+
         self.verify_steps += other.verify_steps
         self.proposed += other.proposed
 
@@ -78,16 +79,16 @@ class SpecCounts:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling settings of one request.
 
     temperature: divides target and draft logits alike; 0 means greedy.
     max_new_tokens: upper bound on output tokens.
-    stop_token_ids: sampling one of them ends the turn; it is kept as the last output token.
-    seed: stream of this request; equal seeds and weights give equal outputs whatever else runs.
+    stop_token_ids: sampling one of them ends the turn; it is the last output token.
+    seed: stream of this request; equal seeds and weights give equal outputs, whatever other requests run.
     top_logprobs: number of most likely target tokens to return per position (0: none).
     record_drafts: return every drafted token with its target and draft probability.
     routes: return the experts that read each token, see `GenerateResult`.
-    routes_from: the first token whose experts are wanted; the caller has those of the tokens before it.
+    routes_from: the first token whose experts are returned; the caller has those of earlier tokens.
     """
 
     temperature: float = 1.0
@@ -145,11 +146,11 @@ class GenerateRequest(TokenColumns):
 
 @dataclass(slots=True, kw_only=True)
 class DraftStep:
-    """What one verify step of a request was given.
+    """The drafts of one verify step of a request.
 
     position: index among the output tokens of the first draft. tokens: drafted, in the order of the
-    tree's nodes (a chain: of depth). target_probs, draft_probs: p and q of each, given the drafts before
-    it; q is 1 for a draft that was not sampled. num_accepted: drafts kept.
+    tree's nodes (a chain: of depth). target_probs, draft_probs: p and q of each after the drafts before it;
+    q is 1 for a draft that was not sampled. num_accepted: accepted drafts.
     """
 
     position: int
@@ -160,12 +161,12 @@ class DraftStep:
 
 
 def shifted(drafts: list[DraftStep], by: int) -> list[DraftStep]:
-    """Verify steps whose positions are counted from an earlier token."""
+    """Return verify steps with positions counted from `by` tokens earlier."""
     return [replace(step, position=step.position + by) for step in drafts]
 
 
 def routes_type(experts: int) -> type[np.integer]:
-    """The smallest type that holds an expert's number and one more, which marks a token without a record.
+    """Return the smallest type that holds an expert's number, and one more for a token without a record.
 
     >>> routes_type(255), routes_type(256)
     (<class 'numpy.uint8'>, <class 'numpy.int16'>)
@@ -174,12 +175,12 @@ def routes_type(experts: int) -> type[np.integer]:
 
 
 def unrecorded(routes: np.ndarray) -> int:
-    """What stands in routes for a token without a record: the largest number of their type."""
+    """Return the mark of a token without a record in routes: the largest number of their type."""
     return np.iinfo(routes.dtype).max
 
 
 def recorded(routes: np.ndarray | None) -> int:
-    """How many tokens have a record before the first without one."""
+    """Count the tokens with a record before the first without one."""
     if routes is None:
         return 0
     without = np.flatnonzero(routes[:, 0, 0] == unrecorded(routes))
@@ -187,10 +188,17 @@ def recorded(routes: np.ndarray | None) -> int:
 
 
 def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: int = 0) -> np.ndarray | None:
-    """Routes of a longer text, but for what was recorded of its beginning when that was sampled.
+    """Return the routes of a longer text, those of its beginning from when that was sampled.
 
-    A later pass may have read the beginning again, with other weights. Both are as in `GenerateResult`;
-    later: of the tokens from `start` on. Raises ValueError where `start` leaves tokens without a record.
+    A later pass may have read the beginning again, with other weights.
+
+    Args:
+        earlier: routes of the beginning, as in `GenerateResult`.
+        later: of the tokens from `start` on.
+        start: the first token of `later`.
+
+    Raises:
+        ValueError: tokens before `start` have no record.
     """
     known = recorded(earlier)
     if later is not None and start > known:
@@ -205,13 +213,13 @@ def merged_routes(earlier: np.ndarray | None, later: np.ndarray | None, start: i
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GenerateResult(TokenColumns):
-    """What an engine returns; the other columns are parallel to output_ids.
+    """The answer of an engine; the other columns are parallel to output_ids.
 
     output_ids: int32. logprobs: target log-softmax(logits / temperature) at the sampled token, nats, float32.
     entropies: of the same target distribution, nats, float32.
     versions: policy version that sampled each token, int32.
-    top_logprobs: per position [(token_id, logprob), ...] when asked for. drafts: when asked for.
-    routes: when asked for, [prompt and output tokens from `routes_from` on, layers with experts, experts per
+    top_logprobs: per position [(token_id, logprob), ...], if requested. drafts: if requested.
+    routes: if requested, [prompt and output tokens from `routes_from` on, layers with experts, experts per
         token] of `routes_type`: the experts that read a token in the pass that made the token after it,
         `unrecorded` where there is none, as for the last token. None from a model without experts.
     """
@@ -249,7 +257,7 @@ class Prompt:
     seed: int = 0
 
     def trajectory_ids(self, group_size: int) -> list[str]:
-        """The ids of its attempts, known before they are played.
+        """Return the ids of its trajectories, which are known before they are generated.
 
         >>> Prompt(instance_id="i", group_id="g7").trajectory_ids(2)
         ['g7/0', 'g7/1']
@@ -264,9 +272,9 @@ class Trajectory(TokenColumns):
     token_ids (int32), loss_mask (bool), rollout_logprobs, entropies (float32) and versions (int32) are
     parallel; where loss_mask is False (prompt, tool output) the last three hold 0.0, 0.0 and -1.
     top_logprobs: as in `GenerateResult`, parallel to token_ids and [] for tokens that were not sampled;
-        None unless the engine was asked for them.
+        None unless they were requested.
     drafts: every verify step, its position counted in token_ids; None unless they were recorded.
-    routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless asked for.
+    routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless requested.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
     """
 
@@ -298,7 +306,7 @@ class Trajectory(TokenColumns):
     info: dict[str, Any] = field(default_factory=dict)
 
     def append_context(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append tokens the model did not sample."""
+        """Append tokens that the model did not sample."""
         zeros = np.zeros(len(ids), np.bool_)
         self._append(ids, zeros, zeros, zeros, np.full(len(ids), -1))
         if self.top_logprobs is not None:
@@ -312,15 +320,17 @@ class Trajectory(TokenColumns):
         if result.top_logprobs is not None and not self.num_turns:
             self.top_logprobs = [[] for _ in self.token_ids]
         if (result.top_logprobs is None) != (self.top_logprobs is None):
-            came = "without" if result.top_logprobs is None else "with"
+            presence = "without" if result.top_logprobs is None else "with"
             raise ValueError(
-                f"turn {self.num_turns} of trajectory {self.trajectory_id!r} came {came} top_logprobs, "
-                "unlike the turns before: ask the engine for the same number in every turn."
+                f"turn {self.num_turns} of trajectory {self.trajectory_id!r} came {presence} top_logprobs, "
+                "unlike the turns before: request the same number in every turn."
             )
-        if result.top_logprobs is not None:
+
+        if result.top_logprobs is not None and self.top_logprobs is not None:
             self.top_logprobs += result.top_logprobs
         if result.drafts is not None:
             self.drafts = (self.drafts or []) + shifted(result.drafts, len(self.token_ids))
+
         ones = np.ones(len(result.output_ids), np.bool_)
         self._append(result.output_ids, ones, result.logprobs, result.entropies, result.versions)
         self.routes = merged_routes(self.routes, result.routes, result.routes_from)

@@ -79,7 +79,9 @@ class RolloutWorker:
             clean = make_engine(config, self._note)
         if config.injection.weight_noise:
             weights = read_weights(path)
-        disturbed = InjectedEngine(self._engine, config.injection, config.rollout.max_context, weights)
+        disturbed = InjectedEngine(
+            self._engine, config.injection, max_context=config.rollout.max_context, weights=weights
+        )
         self._engines = [disturbed] if clean is self._engine else [disturbed, clean]
         self._evaluator = collector(engine=clean, suite=self._suite)
         slow = SlowSuite(self._suite, config.injection, config.run.seed)
@@ -109,7 +111,7 @@ class RolloutWorker:
             return False
 
         before, relay = self._engine, RelayEngine(self._engine, f"worker {self._number}")
-        self._collector.play_on(relay)
+        self._collector.use_engine(relay)
         self._relay = self._engine = relay
         self._engines, self._member = [relay], None
         await asyncio.to_thread(before.close)

@@ -1,8 +1,8 @@
 """Chat messages to token ids and back, for any Hugging Face chat template.
 
-Owns what stands between sampled turns. Sampled tokens are never decoded and encoded again: what follows
-a turn is found by rendering a conversation with a marker in the assistant's place and taking what comes
-after the marker. Text from outside (tool output) can never become a special token.
+Owns the tokens between sampled turns. Sampled tokens are never decoded and encoded again: the tokens after
+a turn come from rendering a conversation with a marker as the assistant's text and taking what follows the
+marker. Text from outside (tool output) can never become a special token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChatFormat:
 
     stop_token_ids: tokens that end a turn (the template's, the tokenizer's, and `stop_token_ids`).
     observation_role: "tool" where the template knows it, else "user".
-    Raises ValueError when the tokenizer has no chat template, or the template hides what a turn says.
+    Raises ValueError when the tokenizer has no chat template, or the template leaves assistant turns out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Iterable[int] = ()) -> None:
@@ -35,15 +35,19 @@ class ChatFormat:
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned "
                 "checkpoint, or add chat_template.jinja to its directory."
             )
+
         self._tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
+        # Longest first, so that one that contains another is broken up before it.
         self._special = sorted(
             {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             | set(tokenizer.all_special_tokens),
             key=len,
             reverse=True,
         )
-        special_ids = set(tokenizer.convert_tokens_to_ids(self._special))
+
+        # The first special token after an assistant's text ends a turn, as does the end of text.
+        special_ids = [tokenizer.convert_tokens_to_ids(token) for token in self._special]
         closing = self._encode(self._after_turn([], generate=False))
         ends = [token for token in closing if token in special_ids][:1]
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -62,50 +66,56 @@ class ChatFormat:
         return cls(AutoTokenizer.from_pretrained(path), stops)
 
     def initial(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """The whole prompt of a first turn, generation prompt included. tools: see `check_tools`."""
+        """Return the full prompt of a first turn, generation prompt included. tools: see `check_tools`."""
         return self._encode(self._render(messages, generate=True, tools=tools))
 
     def check_tools(self, tools: Tools) -> None:
-        """Raises ValueError when the template leaves a tool out. tools: OpenAI schemas."""
-        shown = self._render([{"role": "user", "content": "question"}], generate=True, tools=tools)
-        if missing := [t["function"]["name"] for t in tools if t["function"]["name"] not in shown]:
+        """Raise ValueError when the template leaves a tool out. tools: OpenAI schemas."""
+        rendered = self._render([{"role": "user", "content": "question"}], generate=True, tools=tools)
+        if missing := [t["function"]["name"] for t in tools if t["function"]["name"] not in rendered]:
             raise ValueError(
                 f"the chat template of {self._tokenizer.name_or_path!r} does not show the tools {missing}: "
                 "set env.tools.schema=system, or use a model whose template takes `tools`."
             )
 
     def continuation(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> list[int]:
-        """What follows a sampled turn, up to and including the next generation prompt.
+        """Return the tokens after a sampled turn, up to and including the next generation prompt.
 
-        turn_ids: the sampled turn. Where it was cut short of a stop token, the closing of the turn is
-        part of the answer; where a stop token was sampled, it starts after that token.
+        messages: what the environment answered. turn_ids: the sampled turn. If it has no stop token at its
+        end, the closing of the turn comes first; else the tokens start after that stop token.
         """
         ids = self._encode(self._after_turn(messages, generate=True))
         if turn_ids and turn_ids[-1] in self.stop_token_ids:
-            for place, token in enumerate(ids[: self._closing_length]):
+            for index, token in enumerate(ids[: self._closing_length]):
                 if token in self.stop_token_ids:
-                    return ids[place + 1 :]
+                    return ids[index + 1 :]
         return ids
 
     def observation(self, text: str) -> list[Message]:
-        """An environment's answer as messages."""
+        """Return an environment's answer as messages."""
         return [{"role": self.observation_role, "content": text}]
 
     def decode(self, turn_ids: Sequence[int]) -> str:
-        """The text of a sampled turn, without its stop token."""
+        """Return the text of a sampled turn, without its stop token."""
         ids = list(turn_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._text(ids)
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of every token by itself; part of a character shows as the replacement character."""
-        for token in set(ids) - self._pieces.keys():
-            self._pieces[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return [self._pieces[token] for token in ids]
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of every token by itself; part of a character is the replacement character."""
+        for token in set(ids) - self._token_texts.keys():
+            self._token_texts[token] = self._text([token])
+        return [self._token_texts[token] for token in ids]
+
+    def _text(self, ids: list[int]) -> str:
+        """Decode ids; special tokens stay visible."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # a list is returned only for a batch
+        return text
 
     def _after_turn(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """What the template writes after the content of an assistant turn that `messages` follow."""
+        """Return what the template writes after an assistant's text that `messages` follow."""
         text = self._render([*_BEFORE, *messages], generate=generate)
         if _MARKER not in text:
             raise ValueError("the chat template does not render assistant turns: it cannot be used here.")
@@ -113,9 +123,11 @@ class ChatFormat:
 
     def _render(self, messages: Sequence[Message], *, generate: bool, tools: Tools | None = None) -> str:
         harmless = [{**message, "content": self._defuse(message["content"])} for message in messages]
-        return self._tokenizer.apply_chat_template(
+        text = self._tokenizer.apply_chat_template(
             harmless, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=generate
         )
+        assert isinstance(text, str)  # tokenize=False
+        return text
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Plays prompts: engine and environment take turns until an episode ends.
+"""Rolls prompts out: engine and environment take turns until an episode ends.
 
     collect(prompt) -> group_size trajectories at once, each: generate -> step -> append -> generate ...
 
@@ -7,10 +7,10 @@
 | a step of its episode       | one of `env.threads` threads (environments block)              |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
-infrastructure replays the whole trajectory with the same seeds; when retries are used up it is MASKED.
-Whatever else an environment raises, or answers that is not what it should, masks the trajectory at once:
-nothing but a failure of the engine leaves `collect` as an exception. An aborted turn is continued from what
-exists, so aborting never loses tokens.
+infrastructure repeats the full trajectory with the same seeds; when retries are used up it is MASKED.
+Any other exception of an environment, or an answer that breaks its contract, masks the trajectory at once:
+only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its last
+token, so aborting never loses tokens.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from rlpipe.config.rollout import RolloutConfig
 
 T = TypeVar("T")
-_SHOWN_CHARS = 2000  # of each action and observation that is kept for people to read
-_SHOWN_ERROR = 500  # characters of a message, which may hold what a model wrote
-_FRUITLESS_ABORTS = 100
+_MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
+_MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
+_MAX_EMPTY_ABORTS = 100  # in a row, of one turn
 
 
 class ExitReason(StrEnum):
@@ -63,25 +63,39 @@ class ExitReason(StrEnum):
     CONTEXT = "context"  # the next turn does not fit into the context
     PROMPT = "prompt"  # masked: not even the first turn fits
     INFRASTRUCTURE = "infrastructure"  # masked
-    ERROR = "error"  # masked: the environment raised something else, or answered what it must not
+    ERROR = "error"  # masked: the environment raised something else, or broke its contract
     CLOSED = "closed"  # masked: the collector was closed meanwhile
 
 
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """One trajectory in the making. gen_seconds, env_seconds: waited for engine and environment.
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Task:
+    """One trajectory to roll out, whatever becomes of its attempts.
 
     top_logprobs, record, routes: what the engine returns besides the tokens, see `SamplingParams`.
     """
 
-    trajectory: Trajectory
-    session_id: str
+    trajectory_id: str
+    group_id: str
+    instance_id: str
     seed: int
     temperature: float
-    lane: Lane
     top_logprobs: int = 0
     record: bool = False
     routes: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """One attempt at a task.
+
+    gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
+    turns: texts for people to read.
+    """
+
+    task: _Task
+    trajectory: Trajectory
+    session_id: str
+    lane: Lane
     gen_seconds: float = 0.0
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0
@@ -89,7 +103,7 @@ class _Attempt:
     turns: list[dict[str, str]] = field(default_factory=list)
 
 
-class _Unplayable(Exception):
+class _Masked(Exception):
     """The trajectory is masked, and trying again is of no use."""
 
     def __init__(self, reason: ExitReason, message: str) -> None:
@@ -97,8 +111,8 @@ class _Unplayable(Exception):
         self.reason = reason
 
 
-class _Raised(Exception):
-    """Carries what the environment raised, as `__cause__`, out of its thread.
+class _EnvironmentRaised(Exception):
+    """Carries an exception of the environment, as `__cause__`, out of its thread.
 
     SystemExit, StopIteration and CancelledError would mean something else to the event loop.
     """
@@ -108,14 +122,14 @@ _CLOSED = (ExitReason.CLOSED, "the collector was closed")
 
 
 class Collector:
-    """Plays any number of groups at once from one event loop.
+    """Rolls out any number of groups at once from one event loop.
 
     rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
         `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
     env: `threads` and `retries`. Turns are limited by the suite.
-    top_logprobs: how many the engine returns with each token of `collect`; `evaluate` asks for none.
-    record_drafts: keep the verify steps and the text of every token of each group's first attempt.
-    spans: gets "generate" and "env" of every turn, a lane for each trajectory that is being played.
+    top_logprobs: how many the engine returns with each token of `collect`; `evaluate` requests none.
+    record_drafts: record the verify steps and the text of every token of each group's first trajectory.
+    spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
     """
 
     def __init__(
@@ -139,28 +153,29 @@ class Collector:
         self._spans = spans or SpanLog("rollout 0")
         self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
-        self._playing: set[asyncio.Future[None]] = set()
-        self._sessions = count()  # a prompt may be played again before the engine has ended its first play
+        self._running: set[asyncio.Future[None]] = set()
+        # A prompt may be rolled out again before the engine has ended its first session.
+        self._sessions = count()
         self._closing = False
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
-        """Play the siblings of one prompt; returns when all have ended.
+        """Roll out the siblings of one prompt, and return when all have ended.
 
         gen_seconds and env_seconds of the group are means over its trajectories.
         """
         async with self._groups or contextlib.nullcontext():
             attempts = await gather_or_cancel(
-                self._play(
-                    Trajectory(
+                self._roll_out(
+                    _Task(
                         trajectory_id=trajectory_id,
                         group_id=prompt.group_id,
                         instance_id=prompt.instance_id,
-                    ),
-                    seed=stream_seed(prompt.seed, index),
-                    temperature=self._rollout.temperature,
-                    top_logprobs=self._top_logprobs,
-                    record=self._record_drafts and index == 0,
-                    routes=self._rollout.replay_routes,
+                        seed=stream_seed(prompt.seed, index),
+                        temperature=self._rollout.temperature,
+                        top_logprobs=self._top_logprobs,
+                        record=self._record_drafts and index == 0,
+                        routes=self._rollout.replay_routes,
+                    )
                 )
                 for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
             )
@@ -174,104 +189,110 @@ class Collector:
     async def evaluate(
         self, instance_ids: Sequence[str], samples: int, temperature: float
     ) -> list[Trajectory]:
-        """Play each instance `samples` times, in order, at most `rollout.max_running` at once.
+        """Roll out each instance `samples` times, in order, at most `rollout.max_running` at once.
 
-        Seeds depend on instance and sample alone, so two evaluations of one policy are equal.
+        Seeds depend only on instance and sample, so two evaluations of one policy are equal.
         """
-        room = asyncio.Semaphore(self._rollout.max_running)
+        capacity = asyncio.Semaphore(self._rollout.max_running)
 
-        async def one(instance_id: str, sample: int) -> Trajectory:
-            async with room:
-                trajectory = Trajectory(
-                    trajectory_id=f"eval/{instance_id}/{sample}",
-                    group_id=f"eval/{instance_id}",
-                    instance_id=instance_id,
-                )
-                seed = stream_seed("eval", instance_id, sample)
-                return (await self._play(trajectory, seed, temperature)).trajectory
+        async def roll_out(instance_id: str, sample: int) -> Trajectory:
+            task = _Task(
+                trajectory_id=f"eval/{instance_id}/{sample}",
+                group_id=f"eval/{instance_id}",
+                instance_id=instance_id,
+                seed=stream_seed("eval", instance_id, sample),
+                temperature=temperature,
+            )
+            async with capacity:
+                return (await self._roll_out(task)).trajectory
 
-        return await gather_or_cancel(one(name, sample) for name in instance_ids for sample in range(samples))
+        return await gather_or_cancel(
+            roll_out(name, sample) for name in instance_ids for sample in range(samples)
+        )
 
-    def play_on(self, engine: Engine) -> None:
-        """Ask another engine from here on; turns that the one before ends with ABORT are continued there."""
+    def use_engine(self, engine: Engine) -> None:
+        """Send turns to another engine from here on.
+
+        Turns that the previous engine ends with ABORT are continued there.
+        """
         self._engine = engine
 
     async def close(self) -> None:
         """End running trajectories as masked, wait for them, and free the threads."""
         self._closing = True
         self._engine.abort()
-        await asyncio.gather(*self._playing)
+        await asyncio.gather(*self._running)
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _play(self, blank: Trajectory, seed: int, temperature: float, **returned: Any) -> _Attempt:
-        """One trajectory with its retries, in a lane of its own; returned: see `_Attempt`."""
+    async def _roll_out(self, task: _Task) -> _Attempt:
+        """Roll out one trajectory, with its retries, in a new lane of the spans."""
         with self._spans.lane() as lane:
-            return await self._play_in(lane, blank, seed, temperature, **returned)
+            return await self._roll_out_in(lane, task)
 
-    async def _play_in(
-        self,
-        lane: Lane,
-        blank: Trajectory,
-        seed: int,
-        temperature: float,
-        **returned: Any,
-    ) -> _Attempt:
+    async def _roll_out_in(self, lane: Lane, task: _Task) -> _Attempt:
+        """Try until an attempt does not fail of infrastructure, and return the last one."""
         for retry in range(self._env.retries + 1):
-            failed: BaseException | None = None
+            error: BaseException | None = None
             attempt = _Attempt(
+                task=task,
                 trajectory=Trajectory(
-                    trajectory_id=blank.trajectory_id,
-                    group_id=blank.group_id,
-                    instance_id=blank.instance_id,
+                    trajectory_id=task.trajectory_id, group_id=task.group_id, instance_id=task.instance_id
                 ),
-                session_id=f"{blank.trajectory_id}#{next(self._sessions)}.{retry}",
-                seed=seed,
-                temperature=temperature,
+                session_id=f"{task.trajectory_id}#{next(self._sessions)}.{retry}",
                 lane=lane,
-                **returned,
             )
-            playing = asyncio.get_running_loop().create_future()
-            self._playing.add(playing)
+            ended = asyncio.get_running_loop().create_future()
+            self._running.add(ended)
             try:
-                await self._play_once(attempt)
+                await self._attempt(attempt)
                 break
             except InfrastructureError as failure:
-                reason, failed = ExitReason.INFRASTRUCTURE, failure
-            except _Unplayable as failure:
-                reason, failed = failure.reason, failure
+                reason, error = ExitReason.INFRASTRUCTURE, failure
+            except _Masked as failure:
+                reason, error = failure.reason, failure
                 break
             except Exception as failure:
                 if attempt.engine_failed:
                     raise
-                reason, failed = ExitReason.ERROR, failure.__cause__ or failure
+                reason, error = ExitReason.ERROR, failure.__cause__ or failure
                 break
             finally:
                 self._engine.end_session(attempt.session_id)
-                self._playing.discard(playing)
-                playing.set_result(None)
-        if failed is not None:
+                self._running.discard(ended)
+                ended.set_result(None)
+
+        if error is not None:
             attempt.trajectory.status = TrajectoryStatus.MASKED
             attempt.trajectory.reward = None
-            attempt.trajectory.info |= {"exit_reason": reason.value} | _described(reason, failed)
+            attempt.trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
         attempt.trajectory.info |= {
             "submitted": bool(attempt.trajectory.info.get("submitted", False)),
             "retries": retry,
             "sandbox_seconds": attempt.sandbox_seconds,
             "turns": attempt.turns,
         }
-        if attempt.record:
-            attempt.trajectory.info["token_texts"] = self._chat.pieces(attempt.trajectory.token_ids.tolist())
+        if task.record:
+            token_ids = attempt.trajectory.token_ids.tolist()
+            attempt.trajectory.info["token_texts"] = self._chat.token_texts(token_ids)
         return attempt
 
-    async def _play_once(self, attempt: _Attempt) -> None:
-        """Play to the end. Raises InfrastructureError, _Unplayable, and whatever an environment makes."""
+    async def _attempt(self, attempt: _Attempt) -> None:
+        """Run an episode to its end.
+
+        Raises:
+            InfrastructureError: trying again may help.
+            _Masked: it will not.
+            _EnvironmentRaised: with the environment's exception as its cause.
+        """
         if self._closing:
-            raise _Unplayable(*_CLOSED)
-        episode = await self._blocking(attempt, self._suite.episode, attempt.trajectory.instance_id)
+            raise _Masked(*_CLOSED)
+
+        episode = await self._blocking(attempt, self._suite.episode, attempt.task.instance_id)
         try:
             result, reason = await self._take_turns(attempt, episode)
         finally:
             await asyncio.shield(self._blocking(attempt, episode.close))
+
         trajectory = attempt.trajectory
         trajectory.reward = result.reward
         trajectory.truncated = reason is not ExitReason.DONE
@@ -281,73 +302,87 @@ class Collector:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
         opening = messages_of(await self._blocking(attempt, episode.messages))
-        attempt.turns += [{"role": m["role"], "text": m["content"][:_SHOWN_CHARS]} for m in opening]
+        attempt.turns += [{"role": m["role"], "text": m["content"][:_MAX_TEXT]} for m in opening]
+
         context = chat.initial(opening, self._tools)
         trajectory.prompt_length = len(context)
-        room = self._rollout.max_context
-        if len(context) >= room:
-            message = f"the prompt has {len(context)} tokens: raise rollout.max_context={room}"
-            raise _Unplayable(ExitReason.PROMPT, message)
+        max_context = self._rollout.max_context
+        if len(context) >= max_context:
+            message = f"the prompt has {len(context)} tokens: raise rollout.max_context={max_context}"
+            raise _Masked(ExitReason.PROMPT, message)
+
         for turn in range(self._suite.max_turns):
-            if len(trajectory.token_ids) + len(context) >= room:
+            if len(trajectory.token_ids) + len(context) >= max_context:
                 return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.CONTEXT
             trajectory.append_context(context)
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
                 generated = await self._generate(attempt, turn)
             trajectory.append_sampled(generated)
+
             turn_ids = generated.output_ids.tolist()
             action = chat.decode(turn_ids)
             step = step_of(await self._blocking(attempt, episode.step, action))
             _record_turn(attempt, action, step)
             if step.done:
                 return step, ExitReason.DONE
+
             context = chat.continuation(chat.observation(step.observation), turn_ids)
         return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.MAX_TURNS
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
-        """One whole turn; what an abort interrupts is continued, with a seed of its own for each part."""
+        """Generate one turn; one that an abort cut off is continued, by requests with seeds of their own."""
         length = len(attempt.trajectory.token_ids)
         budget = min(self._rollout.max_new_tokens, self._rollout.max_context - length)
-        whole: GenerateResult | None = None
-        fruitless = 0
+        generated: GenerateResult | None = None
+        empty_aborts = 0
         started = time.monotonic()
-        while whole is None or whole.finish_reason is FinishReason.ABORT:
+
+        while generated is None or generated.finish_reason is FinishReason.ABORT:
             if self._closing:
-                raise _Unplayable(*_CLOSED)
-            part = await self._request(attempt, turn, whole, budget)
-            fruitless = 0 if len(part.output_ids) else fruitless + 1
-            if fruitless == _FRUITLESS_ABORTS:
-                raise InfrastructureError(f"the engine aborted a turn {fruitless} times without a token")
-            whole = part if whole is None else joined(whole, part)
-            if whole.finish_reason is FinishReason.ABORT and len(whole.output_ids) >= budget:
-                whole.finish_reason = FinishReason.LENGTH
+                raise _Masked(*_CLOSED)
+            result = await self._request(attempt, turn, budget=budget, generated=generated)
+
+            # An engine that aborts without end must not hold the trajectory for ever.
+            empty_aborts = 0 if len(result.output_ids) else empty_aborts + 1
+            if empty_aborts == _MAX_EMPTY_ABORTS:
+                raise InfrastructureError(f"the engine aborted a turn {empty_aborts} times without a token")
+
+            extended: GenerateResult = result if generated is None else joined(generated, result)
+            if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= budget:
+                extended.finish_reason = FinishReason.LENGTH
+            generated = extended
+
         attempt.gen_seconds += time.monotonic() - started
-        return whole
+        return generated
 
     async def _request(
-        self, attempt: _Attempt, turn: int, whole: GenerateResult | None, budget: int
+        self, attempt: _Attempt, turn: int, *, budget: int, generated: GenerateResult | None
     ) -> GenerateResult:
-        """What is left of a turn. whole: what there is of it."""
-        prompt = attempt.trajectory.token_ids
-        done = 0 if whole is None else len(whole.output_ids)
-        if whole is not None:
-            prompt = np.concatenate((prompt, whole.output_ids))
+        """Request the tokens of a turn that are still missing.
+
+        budget: tokens of the full turn. generated: what earlier requests returned of it.
+        """
+        task, prompt = attempt.task, attempt.trajectory.token_ids
+        done = 0 if generated is None else len(generated.output_ids)
+        if generated is not None:
+            prompt = np.concatenate((prompt, generated.output_ids))
         start = len(prompt)
         request = GenerateRequest(
             request_id=f"{attempt.session_id}/{turn}/{start}",
             prompt_ids=prompt,
             sampling=SamplingParams(
-                temperature=attempt.temperature,
+                temperature=task.temperature,
                 max_new_tokens=budget - done,
                 stop_token_ids=() if self._rollout.ignore_eos else self._chat.stop_token_ids,
-                seed=stream_seed(attempt.seed, turn, start),
-                top_logprobs=attempt.top_logprobs,
-                record_drafts=attempt.record,
-                routes=attempt.routes,
-                routes_from=next_route(attempt.trajectory.routes, whole),
+                seed=stream_seed(task.seed, turn, start),
+                top_logprobs=task.top_logprobs,
+                record_drafts=task.record,
+                routes=task.routes,
+                routes_from=next_route(attempt.trajectory.routes, generated),
             ),
             session_id=attempt.session_id,
         )
+
         try:
             return await self._engine.generate(request)
         except asyncio.CancelledError:
@@ -358,7 +393,7 @@ class Collector:
             raise
 
     async def _blocking(self, attempt: _Attempt, function: Callable[..., T], *args: Any) -> T:
-        """Call the environment in one of our threads."""
+        """Call the environment in one of the collector's threads, and return what it returns."""
 
         def timed() -> T:
             started = time.monotonic()
@@ -367,7 +402,7 @@ class Collector:
             except InfrastructureError:
                 raise
             except BaseException as error:
-                raise _Raised from error
+                raise _EnvironmentRaised from error
             finally:
                 attempt.sandbox_seconds += time.monotonic() - started
 
@@ -379,18 +414,18 @@ class Collector:
             attempt.env_seconds += time.monotonic() - started
 
 
-def _described(reason: ExitReason, failed: BaseException) -> dict[str, str]:
-    """What failed, in one line, and where: the innermost line of the traceback."""
-    text = str(failed) if reason is not ExitReason.ERROR else f"{type(failed).__name__}: {failed}"
-    frames = traceback.extract_tb(failed.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return {"error": text[:_SHOWN_ERROR], "place": place}
+def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
+    """Return the failure in one line, and the innermost line of its traceback."""
+    text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return {"error": text[:_MAX_ERROR], "place": location}
 
 
 def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
-    """Keep what people read; `turns` is bounded by the turn limit, each text by a length."""
-    observation = step.observation[:_SHOWN_CHARS]
-    attempt.turns.append({"action": action[:_SHOWN_CHARS], "observation": observation})
+    """Record texts for people to read; `turns` is bounded by the turn limit, each text by a length."""
+    observation = step.observation[:_MAX_TEXT]
+    attempt.turns.append({"action": action[:_MAX_TEXT], "observation": observation})
     attempt.trajectory.info |= step.info
 
 

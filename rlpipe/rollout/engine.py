@@ -1,7 +1,7 @@
-"""The engine Protocol: what the collector and the controller ask of any decoding engine.
+"""The engine Protocol: what the collector and the controller need of any decoding engine.
 
-Owns the contract, and which requests every engine refuses. `embedded` implements it in-process, `sglang` over
-HTTP.
+Owns the contract, and the requests that every engine refuses. `embedded` implements it in-process, `sglang`
+over HTTP.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class EngineStats:
     running, waiting: requests now. generated_tokens, prefill_tokens: totals.
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
-        plain_seconds: what their tokens would have taken without drafts, by those costs;
-        predicted_seconds: what the policy expected.
+        plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
     server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
     """
@@ -62,7 +61,8 @@ class Engine(ReceivesWeights, Protocol):
         """Continue decoding."""
 
     def stats(self) -> EngineStats:
-        """Counters since start."""
+        """Return counters since start."""
+        ...
 
     def close(self) -> None:
         """Stop the engine; pending requests end with ABORT."""

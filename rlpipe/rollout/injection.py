@@ -1,10 +1,10 @@
 """Injected faults of rollouts: an engine with old or noisy weights, and turns that take long.
 
     published weights --> held for `stale_steps` versions --> noise --> the engine
-    a turn            --> the engine --> now and then further tokens, thrown away --> the turn as it was
+    a turn            --> the engine --> for some, further tokens that are discarded --> the unchanged turn
 
-The wrapper keeps the engine's contract, so neither collector nor engine knows of it. Draws come from the
-seeds of requests, so a run repeats its faults. (Slow environments: `rlpipe.envs.slow`.)
+The wrapper keeps the engine's contract, so collector and engine need no change. Which turns are long depends
+only on the seeds of requests, so a run repeats its faults. (Slow environments: `rlpipe.envs.slow`.)
 """
 
 from __future__ import annotations
@@ -38,12 +38,20 @@ class InjectedEngine:
         self,
         engine: Engine,
         config: InjectionConfig,
+        *,
         max_context: int,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Disturb `engine`; max_context: tokens of a conversation. weights: those it started with.
+        """Disturb `engine`.
 
-        Raises ValueError when weights are to be noisy and `weights` is None.
+        Args:
+            engine: the one that generates; closed by `close`.
+            config: the faults.
+            max_context: tokens of a conversation.
+            weights: those that the engine started with.
+
+        Raises:
+            ValueError: weights are to be noisy and `weights` is None.
         """
         self._engine, self._config, self._max_context = engine, config, max_context
         self._held: deque[tuple[int, dict[str, torch.Tensor]]] = deque()
@@ -54,54 +62,58 @@ class InjectedEngine:
             self._serve(weights, 0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's turn; if it drew a long one, returned only after further tokens were decoded."""
+        """Return the engine's turn, for a share of turns only after further tokens were decoded."""
         result = await self._engine.generate(request)
         context = np.concatenate((request.prompt_ids, result.output_ids))
         tokens = min(self._config.long_turn_tokens, self._max_context - len(context))
-        drawn = random.Random(f"long/{request.sampling.seed}").random() < self._config.long_turn_share
-        if drawn and tokens > 0 and result.finish_reason is not FinishReason.ABORT:
+        is_long = random.Random(f"long/{request.sampling.seed}").random() < self._config.long_turn_share
+        if is_long and tokens > 0 and result.finish_reason is not FinishReason.ABORT:
             await self._decode_on(request, context, tokens)
         return result
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """The engine's."""
+        """Abort requests of the engine."""
         self._engine.abort(request_ids)
 
     def end_session(self, session_id: str) -> None:
-        """The engine's."""
+        """End a session of the engine."""
         self._engine.end_session(session_id)
 
     def pause(self) -> None:
-        """The engine's."""
+        """Pause the engine."""
         self._engine.pause()
 
     def resume(self) -> None:
-        """The engine's."""
+        """Resume the engine."""
         self._engine.resume()
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take note of a version, and serve one that is now `stale_steps` old, if there is one."""
+        """Hold a version back, and serve the one that is now `stale_steps` old, if there is one."""
         if not self._config.stale_steps:
             self._serve(weights, version)
             return
+
+        # The trainer went back to a checkpoint: what it learnt since must not be served.
         if version < self._serving or (self._held and version <= self._held[-1][0]):
-            self._held.clear()  # the trainer went back to a checkpoint: what it learnt since is not served
+            self._held.clear()
             self._serve(weights, version)
+
         self._held.append((version, {name: weight.clone() for name, weight in weights.items()}))
         oldest_allowed = version - self._config.stale_steps
         if self._serving >= oldest_allowed:
             return
+
         while self._held[0][0] < oldest_allowed:
             self._held.popleft()
         held_version, held = self._held.popleft()
         self._serve(held, held_version)
 
     def stats(self) -> EngineStats:
-        """The engine's; tokens that are thrown away count as generated."""
+        """Return the engine's counters; tokens that are discarded count as generated."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """The engine's."""
+        """Close the engine."""
         self._engine.close()
 
     def _serve(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -122,9 +134,13 @@ class InjectedEngine:
 
 
 def with_noise(weights: Mapping[str, torch.Tensor], scale: float, version: int) -> Mapping[str, Any]:
-    """w (1 + scale * n), n standard normal and of a stream of its own for each version; scale 0: as given."""
+    """Return w (1 + scale * n), with n standard normal from a stream for each version.
+
+    Scale 0 returns the weights as they are.
+    """
     if not scale:
         return weights
+
     import torch
 
     generator = torch.Generator().manual_seed(version)

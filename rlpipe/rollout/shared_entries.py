@@ -1,8 +1,8 @@
-"""What SGLang's processes keep in /dev/shm, so that it can be removed when they were killed.
+"""Entries of SGLang's processes in /dev/shm, which are removed when the processes were killed.
 
-A killed server unlinks nothing: 16 KiB and some semaphores for each start. Flow: once a server is ready, the
-entries of its process group are written down in a file named after our process; whoever ends the server
-removes them, else `sweep` does, when our process is dead too.
+A killed server leaves 16 KiB and some semaphores behind. Flow: once a server is ready, the entries of its
+process group are listed in a file named after this process; ending the server removes them, or else `sweep`
+does, once this process is dead, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = "rlpipe-shared-entries-"
 
 
 def note(group: int) -> Path:
-    """Write down what the processes of a group keep now; returns the file. Sweeps, too."""
+    """List the present entries of a process group in a file, and return it. Sweeps first."""
     sweep()
     file = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}-{group}")
     file.write_text(json.dumps(sorted({name for pid in psutil.pids() for name in _entries(pid, group)})))
@@ -29,8 +29,8 @@ def note(group: int) -> Path:
 
 
 def remove(file: Path) -> None:
-    """Delete what a file of `note` names, then the file."""
-    with contextlib.suppress(FileNotFoundError):  # a temporary folder may be tidied
+    """Delete the entries that a file of `note` lists, then the file."""
+    with contextlib.suppress(FileNotFoundError):  # something else may clean the temporary folder
         for name in json.loads(file.read_text()):
             if (path := Path(name)).parent == _SHARED:
                 path.unlink(missing_ok=True)
@@ -38,22 +38,23 @@ def remove(file: Path) -> None:
 
 
 def sweep() -> None:
-    """`remove` for all processes of ours that are dead."""
+    """Remove the entries listed by processes of this user that are dead."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):  # another sweeps it as well, or it is no file of ours
+        # Another process may have removed it, or the file is not from `note`.
+        with contextlib.suppress(OSError, ValueError):
             pid = int(file.name.removeprefix(_PREFIX).partition("-")[0])
-            if file.lstat().st_uid == os.geteuid() and not _lives(pid):
+            if file.lstat().st_uid == os.geteuid() and not _is_alive(pid):
                 remove(file)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _entries(pid: int, group: int) -> Iterator[str]:
-    """Paths in /dev/shm that a process of the group maps."""
+    """Yield the paths in /dev/shm that a process of the group maps."""
     with contextlib.suppress(OSError):
         if os.getpgid(pid) == group:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Turns that do not depend on who plays them: where their randomness comes from, and parts of one joined."""
+"""Turns, whichever engine generates them: their seeds, and the joining of results of one turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlpipe.types import (
 
 
 def stream_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on the parts alone, equal in every process.
+    """Return a 63-bit seed that depends only on the parts, equal in every process.
 
     >>> stream_seed(1, 2) == stream_seed(1, 2) != stream_seed(2, 1)
     True
@@ -28,8 +28,8 @@ def stream_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
-    """A turn without tokens."""
+def empty_result(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
+    """Return the result of a turn without tokens."""
     return GenerateResult(
         request_id=request.request_id,
         output_ids=np.zeros(0),
@@ -44,19 +44,24 @@ def nothing(request: GenerateRequest, reason: FinishReason) -> GenerateResult:
 
 
 def next_route(before: np.ndarray | None, turn: GenerateResult | None = None) -> int:
-    """The first token without a record: of routes before a turn, and of what there is of the turn."""
+    """Return the first token whose experts are not recorded yet.
+
+    before: routes of the tokens before a turn. turn: what has been generated of it.
+    """
     return max(recorded(before), turn.routes_from + recorded(turn.routes) if turn else 0)
 
 
 def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
-    """Two parts of one turn as one."""
+    """Return two consecutive results of one turn as one."""
     spec, top, drafts = SpecCounts(), second.top_logprobs, second.drafts
     routes_from = second.routes_from if first.routes is None else first.routes_from
-    for part in (first, second):
-        spec.add(part.spec)
+    for result in (first, second):
+        spec.add(result.spec)
+
     columns = {
         name: np.concatenate((getattr(first, name), getattr(second, name))) for name in GenerateResult.COLUMNS
     }
+
     return replace(
         second,
         request_id=first.request_id,

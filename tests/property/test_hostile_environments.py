@@ -50,7 +50,7 @@ class Chat:
     def decode(self, ids):
         return "text"
 
-    def pieces(self, ids):
+    def token_texts(self, ids):
         return ["x"] * len(ids)
 
 

@@ -39,7 +39,7 @@ from rlpipe.rollout.sglang.replica import PAUSE, DesiredWeights, Replica
 from rlpipe.rollout.sglang.server import ServerProcess, pick_port
 from rlpipe.rollout.sglang.turns import Turns
 from rlpipe.rollout.sglang.updates import CONTINUE, Updates
-from rlpipe.rollout.turn import nothing
+from rlpipe.rollout.turn import empty_result
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.canary import CanaryReport
 from rlpipe.weights.offer import Member, Offer
@@ -297,7 +297,7 @@ class SglangEngine:
                 if self._turns.take_aborted(request.request_id):
                     break
                 error = failure
-        yield done or nothing(request, FinishReason.ABORT)
+        yield done or empty_result(request, FinishReason.ABORT)
 
     async def _next_server(
         self, client: SglangClient | None, error: ServerUnreachable | None, attempt: int

@@ -24,7 +24,7 @@ from rlpipe.rollout.engine import EngineStats, check_request
 from rlpipe.rollout.sglang.answers import continuation, generate_body, parse_answer
 from rlpipe.rollout.sglang.client import SglangClient
 from rlpipe.rollout.sglang.routes import read_routes
-from rlpipe.rollout.turn import joined, nothing
+from rlpipe.rollout.turn import empty_result, joined
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult
 from rlpipe.weights.protocols import ServerUnreachable
 
@@ -84,7 +84,7 @@ class Turns:
         """
         capacity = self._config.max_context - len(request.prompt_ids)
         if capacity < 1:
-            yield nothing(request, FinishReason.LENGTH)
+            yield empty_result(request, FinishReason.LENGTH)
             return
 
         max_new_tokens = min(capacity, request.sampling.max_new_tokens)

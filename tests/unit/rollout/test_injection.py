@@ -57,7 +57,7 @@ def generate(engine, one):
 def serving(versions, stale):
     """Version served after each of the published ones."""
     inner = NotingEngine()
-    engine, found = InjectedEngine(inner, InjectionConfig(stale_steps=stale), 100), []
+    engine, found = InjectedEngine(inner, InjectionConfig(stale_steps=stale), max_context=100), []
     for version in versions:
         published = weights(version)
         engine.update_weights(published, version)
@@ -78,7 +78,7 @@ def test_after_a_restart_the_newest_weights_are_served_until_they_are_old_enough
 
 def test_noise_is_relative_new_with_each_version_and_there_from_the_start():
     inner = NotingEngine()
-    engine = InjectedEngine(inner, InjectionConfig(weight_noise=0.01), 100, weights(5))
+    engine = InjectedEngine(inner, InjectionConfig(weight_noise=0.01), max_context=100, weights=weights(5))
     for version in (1, 2):
         engine.update_weights(weights(5), version)
     assert [version for version, _ in inner.served] == [0, 1, 2]
@@ -89,12 +89,12 @@ def test_noise_is_relative_new_with_each_version_and_there_from_the_start():
     big = with_noise({"w": torch.full((100_000,), 3.0)}, 0.02, version=4)["w"]
     assert (big / 3 - 1).std().item() == pytest.approx(0.02, rel=0.02)
     with pytest.raises(ValueError, match="weights of the start"):
-        InjectedEngine(inner, InjectionConfig(weight_noise=0.01), 100)
+        InjectedEngine(inner, InjectionConfig(weight_noise=0.01), max_context=100)
 
 
 def test_a_long_turn_decodes_on_and_returns_what_it_was():
     inner = NotingEngine()
-    engine = InjectedEngine(inner, InjectionConfig(long_turn_share=1.0, long_turn_tokens=50), 30)
+    engine = InjectedEngine(inner, InjectionConfig(long_turn_share=1.0, long_turn_tokens=50), max_context=30)
     result = generate(engine, request())
     assert result.request_id == "r0" and result.output_ids.tolist() == [7, 1]
     _, longer = inner.requests
@@ -107,7 +107,7 @@ def test_the_asked_share_of_turns_is_long_and_a_repetition_draws_the_same():
     config, drawn = InjectionConfig(long_turn_share=0.2, long_turn_tokens=4), []
     for _ in range(2):
         inner = NotingEngine()
-        engine = InjectedEngine(inner, config, 100)
+        engine = InjectedEngine(inner, config, max_context=100)
         for seed in range(400):
             generate(engine, request(seed))
         drawn.append([r.request_id for r in inner.requests if r.request_id.endswith("/long")])
@@ -118,13 +118,13 @@ def test_the_asked_share_of_turns_is_long_and_a_repetition_draws_the_same():
 def test_an_aborted_turn_is_not_prolonged_and_a_cancelled_one_frees_the_engine():
     config = InjectionConfig(long_turn_share=1.0, long_turn_tokens=4)
     inner = NotingEngine(FinishReason.ABORT)
-    generate(InjectedEngine(inner, config, 100), request())
+    generate(InjectedEngine(inner, config, max_context=100), request())
     assert len(inner.requests) == 1
 
     async def cancelled():
         inner = NotingEngine()
         inner.hang_on = "/long"
-        task = asyncio.ensure_future(InjectedEngine(inner, config, 100).generate(request()))
+        task = asyncio.ensure_future(InjectedEngine(inner, config, max_context=100).generate(request()))
         while len(inner.requests) < 2:
             await asyncio.sleep(0)
         task.cancel()

@@ -79,7 +79,7 @@ class Chat:
     def decode(self, ids):
         return "x"
 
-    def pieces(self, ids):
+    def token_texts(self, ids):
         return [f"<{i}>" for i in ids]
 
 
@@ -130,5 +130,5 @@ def test_pieces_of_the_shipped_tokenizer_join_to_its_text():
 
     chat = ChatFormat.from_pretrained(resolve("shipped:models/tiny"))
     ids = chat.initial([{"role": "user", "content": "fix the function"}])
-    assert "fix the function" in "".join(chat.pieces(ids))
-    assert chat.pieces(ids) == chat.pieces(ids)
+    assert "fix the function" in "".join(chat.token_texts(ids))
+    assert chat.token_texts(ids) == chat.token_texts(ids)

@@ -11,7 +11,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.rollout.collector import Collector
 from rlpipe.rollout.engine import EngineStats
 from rlpipe.rollout.relay import RelayEngine
-from rlpipe.rollout.turn import nothing
+from rlpipe.rollout.turn import empty_result
 from rlpipe.types import FinishReason, GenerateRequest, GenerateResult, Prompt, SamplingParams, SpecCounts
 from tests.unit.rollout.test_recorded_drafts import Chat, Suite
 
@@ -116,7 +116,7 @@ def test_a_turn_that_nobody_plays_ends_all_the_same(end):
             await asyncio.sleep(0)
             assert not playing.done()
             away.abort(["r"])
-            assert await playing == nothing(request, FinishReason.ABORT)
+            assert await playing == empty_result(request, FinishReason.ABORT)
         else:
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
