@@ -158,7 +158,7 @@ class Engine:
             prompt_ids=request.prompt_ids,
             text=self._chat.decode(ids),
             ids=ids,
-            texts=self._chat.pieces(ids),
+            texts=self._chat.token_texts(ids),
             logprobs=np.asarray(result.logprobs).tolist(),
             entropies=np.asarray(result.entropies).tolist(),
             depths=accepted_depths([1] * len(ids), drafts),
