@@ -39,7 +39,7 @@ class PrometheusSink:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise ValueError(
-                'metrics.prometheus_port needs prometheus_client: pip install "rlpipe[dashboards]".'
+                'metrics.prometheus_port needs prometheus_client: pip install -e ".[dashboards]".'
             ) from error
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)

@@ -68,7 +68,7 @@ class TensorBoardSink:
             import tensorboardX  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                'metrics.tensorboard=true needs tensorboardX: pip install "rlpipe[dashboards]".'
+                'metrics.tensorboard=true needs tensorboardX: pip install -e ".[dashboards]".'
             ) from error
 
     def record(self, record: dict[str, Any]) -> None:

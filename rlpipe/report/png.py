@@ -32,7 +32,7 @@ def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ValueError('--png needs matplotlib: pip install "rlpipe[dashboards]".') from error
+        raise ValueError('--png needs matplotlib: pip install -e ".[dashboards]".') from error
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for figure in figures(runs):

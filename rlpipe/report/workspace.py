@@ -124,7 +124,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise ValueError('this needs wandb-workspaces: pip install "rlpipe[dashboards]".') from error
+        raise ValueError('this needs wandb-workspaces: pip install -e ".[dashboards]".') from error
     entity, project = spec["entity"], spec["project"]
     workspace = workspaces.Workspace(
         entity=entity,
