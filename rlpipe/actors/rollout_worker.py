@@ -19,6 +19,7 @@ from rlpipe.algo.correction import top_logprobs
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
+from rlpipe.envs.base import sandbox_counts
 from rlpipe.envs.slow import SlowSuite
 from rlpipe.metrics.spans import SpanLog
 from rlpipe.metrics.values import Last, Max, Mean, Ratio, Sum, Value
@@ -199,7 +200,7 @@ class RolloutWorker:
 
         values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
         values |= {name.format(k=self._number): Last(figure) for name, figure in stats.server.items()}
-        values["env/sandbox/memo_hit_rate"] = Mean(*self._suite.sandbox_counts())
+        values["env/sandbox/memo_hit_rate"] = Mean(*sandbox_counts(self._suite))
 
         self._last, self._last_time = stats, now
         return values | self._spans.drain()

@@ -110,10 +110,6 @@ class ConversationSuite:
         """Begin an attempt."""
         return _Answer(self._openings[instance_id])
 
-    def sandbox_counts(self) -> tuple[int, int]:
-        """Nothing runs in a sandbox."""
-        return 0, 0
-
 
 class _Answer:
     """An episode that ends with any answer, without a score."""

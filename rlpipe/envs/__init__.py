@@ -1,58 +1,100 @@
 """Environments: what a model acts on and what rewards it. `base` holds the contract.
 
-Owns picking the suite a configuration names; heavy libraries are imported on use.
+Owns the table of environments that ship with the package. A new one is a file with a suite, its name in
+`EnvName`, two small functions that import it on use, and a row of `ENVIRONMENTS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.envs.base import Suite
 
-__all__ = ["check_environment", "make_suite"]
+__all__ = ["ENVIRONMENTS", "Environment", "check_environment", "make_suite"]
 
 
-def check_environment(config: EnvConfig) -> None:
-    """What making a suite does not find wrong: the tools that playing it needs.
+@dataclass(slots=True, kw_only=True)
+class Environment:
+    """One row of `ENVIRONMENTS`.
 
-    Raises ValueError: a missing sandbox tool, an unknown task.
+    check: raises ValueError for what an episode needs and making the suite does not find missing.
+    make: makes the suite, from its settings and the run's seed; raises ValueError for a bad data file.
     """
-    if config.name is EnvName.REASONING:
-        from rlpipe.envs.math import check_reasoning
 
-        check_reasoning(config)
-        return
-    if config.name is EnvName.USER:
-        from rlpipe.envs.user_suite import load_suite_maker
+    check: Callable[[EnvConfig], object]
+    make: Callable[[EnvConfig, int], Suite]
 
-        load_suite_maker(config.suite)
-        return
-    if config.name is EnvName.TOOLS:
-        from rlpipe.envs.tools.suite import check_tools
 
-        check_tools(config)
-        return
+def _check_sandbox(config: EnvConfig) -> None:
     from rlpipe.envs.sandbox import check_sandbox
 
     check_sandbox(config.sandbox)
 
 
-def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
-    """The suite that `env.name` selects. Raises ValueError for a bad data file.
-
-    seed: of the run; decides which reasoning tasks are drawn for training.
-    """
-    if config.name is EnvName.REASONING:
-        from rlpipe.envs.math import MathSuite
-
-        return MathSuite(config, seed)
-    if config.name is EnvName.USER:
-        from rlpipe.envs.user_suite import make_user_suite
-
-        return make_user_suite(config, seed)
-    if config.name is EnvName.TOOLS:
-        from rlpipe.envs.tools.suite import ToolSuite
-
-        return ToolSuite(config, seed)
+def _make_swe(config: EnvConfig, seed: int) -> Suite:
     from rlpipe.envs.swe.suite import SweSuite
 
     return SweSuite(config)
+
+
+def _check_reasoning(config: EnvConfig) -> None:
+    from rlpipe.envs.math import check_reasoning
+
+    check_reasoning(config)
+
+
+def _make_reasoning(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.math import MathSuite
+
+    return MathSuite(config, seed)
+
+
+def _check_tools(config: EnvConfig) -> None:
+    from rlpipe.envs.tools.suite import check_tools
+
+    check_tools(config)
+
+
+def _make_tools(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.tools.suite import ToolSuite
+
+    return ToolSuite(config, seed)
+
+
+def _check_user(config: EnvConfig) -> None:
+    from rlpipe.envs.user_suite import load_suite_maker
+
+    load_suite_maker(config.suite)
+
+
+def _make_user(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.user_suite import make_user_suite
+
+    return make_user_suite(config, seed)
+
+
+# Sandboxes and data sets are imported on first use: most runs need one environment only.
+ENVIRONMENTS: dict[EnvName, Environment] = {
+    EnvName.SWE: Environment(check=_check_sandbox, make=_make_swe),
+    EnvName.REASONING: Environment(check=_check_reasoning, make=_make_reasoning),
+    EnvName.TOOLS: Environment(check=_check_tools, make=_make_tools),
+    EnvName.USER: Environment(check=_check_user, make=_make_user),
+}
+
+
+def check_environment(config: EnvConfig) -> None:
+    """Check what episodes of `env.name` need on this machine.
+
+    Raises ValueError: a missing sandbox tool, an unknown task.
+    """
+    ENVIRONMENTS[config.name].check(config)
+
+
+def make_suite(config: EnvConfig, seed: int = 0) -> Suite:
+    """Make the suite that `env.name` selects. Raises ValueError for a bad data file.
+
+    seed: of the run; decides which reasoning tasks are sampled for training.
+    """
+    return ENVIRONMENTS[config.name].make(config, seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 TRAIN = "train"  # the split that runs train on
 
@@ -38,17 +38,21 @@ class Episode(Protocol):
 
     def messages(self) -> list[dict[str, str]]:
         """Opening chat messages, [{'role': ..., 'content': ...}, ...]."""
+        ...
 
     def step(self, action: str) -> StepResult:
         """Play the text the model wrote this turn (may block on a sandbox).
 
         Raises InfrastructureError when the sandbox failed."""
+        ...
 
     def finish(self) -> StepResult:
         """End without a submission (out of turns or context); done=True with the reward."""
+        ...
 
     def close(self) -> None:
         """Free the sandbox and its files."""
+        ...
 
 
 class Suite(Protocol):
@@ -61,15 +65,24 @@ class Suite(Protocol):
 
     def splits(self) -> Sequence[str]:
         """Names of the held-out sets, the first of them the primary one."""
+        ...
 
     def instance_ids(self, split: str) -> Sequence[str]:
         """Ids of a split, in a fixed order."""
+        ...
 
     def episode(self, instance_id: str) -> Episode:
         """A fresh attempt at an instance."""
+        ...
+
+
+@runtime_checkable
+class CountsSandbox(Protocol):
+    """A suite that reuses outcomes of its sandbox and counts them; implementing it is optional."""
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        """Return (outcomes that were reused, outcomes in all) since the start."""
+        ...
 
 
 class SplitTable:
@@ -90,5 +103,10 @@ class SplitTable:
 
 
 def suite_tools(suite: Suite) -> list[dict[str, Any]] | None:
-    """Schemas that the suite wants shown by the chat template; None when it has none."""
+    """Return the schemas of tools that the chat template displays; None when the suite has none."""
     return getattr(suite, "tools", None) or None
+
+
+def sandbox_counts(suite: Suite) -> tuple[int, int]:
+    """Return (outcomes that were reused, outcomes in all) of a suite's sandbox; zeros when it counts none."""
+    return suite.sandbox_counts() if isinstance(suite, CountsSandbox) else (0, 0)

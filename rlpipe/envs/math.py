@@ -97,10 +97,6 @@ class MathSuite(SplitTable):
         """A fresh attempt."""
         return MathEpisode(instance_id, self._system_prompt)
 
-    def sandbox_counts(self) -> tuple[int, int]:
-        """Nothing runs in a sandbox."""
-        return 0, 0
-
 
 def _ids(tasks: Sequence[str], indices: range) -> list[str]:
     return [f"{task}:{index}" for index in indices for task in tasks]

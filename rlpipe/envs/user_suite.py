@@ -7,11 +7,11 @@ from typing import Any
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.user_code import load_function
-from rlpipe.envs.base import TRAIN, Suite
+from rlpipe.envs.base import TRAIN, CountsSandbox, Suite
 from rlpipe.envs.contract import shown
 from rlpipe.envs.rehearsal import call
 
-METHODS = ("splits", "instance_ids", "episode", "sandbox_counts")
+METHODS = ("splits", "instance_ids", "episode")
 
 
 def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
@@ -35,7 +35,8 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
             raise ValueError(f"{where} has no instances in its split {split!r}: return one or more ids.")
     if not splits:
         raise ValueError(f"{where} has no held-out split: validation needs one, as in ['held_out'].")
-    call(where, _counts, suite.sandbox_counts)
+    if isinstance(suite, CountsSandbox):
+        call(where, _counts, suite.sandbox_counts)
     return suite
 
 

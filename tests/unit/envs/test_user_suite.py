@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 
-from rlpipe.config.env import EnvConfig
-from rlpipe.envs import check_environment, make_suite
+from rlpipe.config.env import EnvConfig, EnvName
+from rlpipe.envs import ENVIRONMENTS, check_environment, make_suite
+from rlpipe.envs.base import sandbox_counts
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +20,12 @@ class Suite:
     def splits(self): return ["held"]
     def instance_ids(self, split): return {"train": ["a"], "held": ["b"]}[split]
     def episode(self, instance_id): ...
-    def sandbox_counts(self): return 0, 0
+
+class Counting(Suite):
+    def sandbox_counts(self): return 1, 2
+
+class Miscounting(Suite):
+    def sandbox_counts(self): return None
 
 def make(config, seed): return Suite(config.options, seed)
 
@@ -35,6 +41,8 @@ class Empty(Suite):
 def no_episode(config, seed): return NoEpisode({}, 0)
 def untested(config, seed): return Untested({}, 0)
 def empty(config, seed): return Empty({}, 0)
+def counting(config, seed): return Counting({}, 0)
+def miscounting(config, seed): return Miscounting({}, 0)
 number = 3
 """
 
@@ -60,6 +68,15 @@ def test_a_suite_beside_the_run_is_made_with_its_options_and_the_seed(folder):
     assert (suite.options, suite.seed) == ({"size": 2}, 5)
 
 
+def test_a_suite_counts_outcomes_of_its_sandbox_only_if_it_can(folder):
+    assert sandbox_counts(make_suite(_config("make"))) == (0, 0)
+    assert sandbox_counts(make_suite(_config("counting"))) == (1, 2)
+
+
+def test_every_environment_has_a_row():
+    assert set(ENVIRONMENTS) == set(EnvName)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -68,6 +85,7 @@ def test_a_suite_beside_the_run_is_made_with_its_options_and_the_seed(folder):
         ("no_episode", "made a NoEpisode without episode"),
         ("untested", "has no held-out split"),
         ("empty", "no instances in its split 'train'"),
+        ("miscounting", r"sandbox_counts\(\) returned None"),
     ],
 )
 def test_what_is_no_suite_is_refused_with_the_reason(folder, name, says):
