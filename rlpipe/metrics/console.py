@@ -1,4 +1,4 @@
-"""The console sink: what a person likes to watch while a run goes on.
+"""The console sink: rows and a live panel for a person who watches a run.
 
 Owns the terminal during a run. On a terminal: a header, one aligned row per step that stays in the
 scrollback, and below it a live panel with trends, progress and what the run is busy with. Elsewhere
@@ -32,9 +32,11 @@ MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT:
 
 @dataclass(slots=True, kw_only=True)
 class Header:
-    """What the console says about a run.
+    """The description of a run on the console.
 
-    title: name of the run. facts: (label, text) lines below it. total_steps: steps it will take.
+    title: name of the run.
+    facts: (label, text) lines below it.
+    total_steps: number of steps of the run.
     baseline: held-out reward that a continued run began with, before this process.
     """
 
@@ -102,7 +104,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a reader.
+    """Format seconds for a reader.
 
     >>> duration(8.4), duration(192), duration(7500)
     ('8s', '3m12s', '2h05m')
@@ -117,7 +119,7 @@ _ASCII = str.maketrans({"±": "+-", "→": "->", "≤": "<=", "×": "x"})
 
 
 class ConsoleSink:
-    """Shows a run. `console` is given by tests; by default the one on standard output."""
+    """Displays a run. console: of tests; by default that of standard output."""
 
     name = "console"
 
@@ -146,18 +148,18 @@ class ConsoleSink:
             return
         from rich.live import Live
 
-        self._console.print(self._header_panel())
+        self._terminal.print(self._header_panel())
         self._live = Live(
             get_renderable=self._panel,
-            console=self._console,
+            console=self._terminal,
             refresh_per_second=2,
             vertical_overflow="visible",
         )
         self._live.start()
-        self._console.show_cursor(True)  # a run that is killed leaves a usable terminal
+        self._terminal.show_cursor(show=True)  # a run that is killed leaves a usable terminal
 
     def record(self, record: dict[str, Any]) -> None:
-        """One row (or line) for the step."""
+        """Print one row (or line) for the step."""
         self._step = record[STEP]
         if self._clock[-1][0] > self._step or not self._rows:  # resumed, or the first: no pace is known yet
             self._clock.clear()
@@ -171,16 +173,17 @@ class ConsoleSink:
         self._enter("training")
         if not (self._step or any(column.cell(record) for column in COLUMNS)):
             return  # nothing was validated before the first step
+
         if self._fancy:
             if self._rows % TITLES_EVERY == 0:
-                self._console.print(self._titles())
-            self._console.print(self._row(record))
+                self._terminal.print(self._titles())
+            self._terminal.print(self._row(record))
         else:
             self._plain(self._line(record))
         self._rows += 1
 
     def event(self, event: dict[str, Any]) -> None:
-        """Warnings, faults and a few others as a line; `phase` changes what the panel says."""
+        """Print warnings, faults and a few other events as a line; `phase` changes the panel."""
         if event["kind"] == "phase":
             self._enter(str(event.get("message", "")))
             if not self._fancy:
@@ -188,9 +191,11 @@ class ConsoleSink:
             return
         if event["kind"] == "resumed":
             self._step = event["step"]
+
         level = Level(event["level"])
         if level is Level.INFO and event["kind"] not in SHOWN_EVENTS:
             return
+
         fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
         text = "  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
         if event["kind"] == "advice":
@@ -203,10 +208,10 @@ class ConsoleSink:
 
         mark, style = MARKS[level]
         line = Text(f"{mark} {event['kind']}  {text}", style=style, overflow="fold")
-        self._console.print(Padding(line, (0, 0, 0, 2), expand=False))
+        self._terminal.print(Padding(line, (0, 0, 0, 2), expand=False))
 
     def close(self) -> None:
-        """Leave the last state of the panel standing, and say what came out."""
+        """Leave the last state of the panel on the screen, and print the outcome."""
         total = self._header.total_steps
         self._enter("finished" if self._step >= total else "stopped")
         if self._live is not None:
@@ -215,15 +220,20 @@ class ConsoleSink:
             of = f"/{total}" if self._step <= total else f", {total} were asked for"
             self._plain(f"{self._phase} after step {self._step}{of}{self._outcome()}")
         if self._step < total:
-            words = "Run the same command to continue."
-            self._console.print(words) if self._fancy else self._plain(words)
+            hint = "Run the same command to continue."
+            self._terminal.print(hint) if self._fancy else self._plain(hint)
 
     def _enter(self, phase: str) -> None:
         self._phase, self._since = phase, time.time()
 
     @property
+    def _terminal(self) -> Console:
+        assert self._console is not None, "open comes first"
+        return self._console
+
+    @property
     def _fancy(self) -> bool:
-        return self._console.is_terminal and self._console.encoding.startswith("utf")
+        return self._terminal.is_terminal and self._terminal.encoding.startswith("utf")
 
     def _seconds_left(self) -> float | None:
         (first, began), (last, ended) = self._clock[0], self._clock[-1]
@@ -243,8 +253,8 @@ class ConsoleSink:
 
     def _plain(self, line: str) -> None:
         text = line.translate(_ASCII).encode("ascii", "replace").decode()
-        self._console.file.write(text + "\n")
-        self._console.file.flush()
+        self._terminal.file.write(text + "\n")
+        self._terminal.file.flush()
 
     def _line(self, record: dict[str, Any]) -> str:
         width = len(str(self._header.total_steps))

@@ -1,4 +1,4 @@
-"""The tables of the report: events, all metrics, settings, and what sets runs apart."""
+"""The tables of the report: events, all metrics, settings, and the settings in which runs differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ f
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
-    """A table whose titles and cells are HTML already; `numeric` columns are aligned to the right."""
+    """Build a table of titles and cells in HTML; `numeric` columns are aligned to the right."""
     kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
     head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
     body = "".join(
@@ -25,15 +25,21 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequenc
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def events(run: RunData, several: bool) -> str:
+def events(run: RunData, *, several: bool) -> str:
+    """Build the list of a run's events; several: the page has more than one run."""
     if not run.events:
         return ""
+
+    # Faults first, then warnings, if there are too many; displayed in order of time.
     weight = {"fault": 2, "warning": 1}
-    kept = sorted(run.events, key=lambda e: (weight.get(e.get("level"), 0), e.get("time", 0)))[-MAX_EVENTS:]
-    kept.sort(key=lambda e: e.get("time", 0))
+    listed = sorted(run.events, key=lambda e: (weight.get(e.get("level", "info"), 0), e.get("time", 0)))[
+        -MAX_EVENTS:
+    ]
+    listed.sort(key=lambda e: e.get("time", 0))
+
     start = run.events[0].get("time", 0)
     rows = []
-    for event in kept:
+    for event in listed:
         mark, colour = LEVELS.get(event.get("level", "info"), LEVELS["info"])
         fields = {k: v for k, v in event.items() if k not in ("time", "kind", "level")}
         text = " ".join(f"{k}={v}" for k, v in fields.items())
@@ -45,9 +51,9 @@ def events(run: RunData, several: bool) -> str:
                 escape(text[:600]),
             ]
         )
-    left_out = (
-        f", {len(run.events) - len(kept)} of lesser weight left out" if len(kept) < len(run.events) else ""
-    )
+
+    omitted = len(run.events) - len(listed)
+    left_out = f", {omitted} of lesser weight left out" if omitted else ""
     title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
     is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
     rows_html = table(["after", "", "event", "fields"], rows, numeric=(0,))
@@ -55,6 +61,7 @@ def events(run: RunData, several: bool) -> str:
 
 
 def all_metrics(runs: Sequence[RunData]) -> str:
+    """Build the table of every metric: first and last value of one run, or the last ones of several."""
     names = sorted({name for run in runs for name in run.names()})
     rows = []
     for name in names:
@@ -65,6 +72,7 @@ def all_metrics(runs: Sequence[RunData]) -> str:
         )
     if not rows:
         return ""
+
     columns = ["first", "last"] if len(runs) == 1 else [f"{escape(run.name)}, last" for run in runs]
     titles = ["metric", *columns, "unit", "definition"]
     rows_html = table(titles, rows, numeric=range(1, 1 + len(columns)))
@@ -79,7 +87,8 @@ def _meaning(name: str) -> tuple[str, str]:
     return escape(metric.unit), escape(metric.definition)
 
 
-def settings(run: RunData, several: bool) -> str:
+def settings(run: RunData, *, several: bool) -> str:
+    """Build the text of a run's settings; several: the page has more than one run."""
     if not run.config_text:
         return ""
     title = f"Settings{f' of {run.name}' if several else ''}"
@@ -87,7 +96,7 @@ def settings(run: RunData, several: bool) -> str:
 
 
 def differences(runs: Sequence[RunData]) -> str:
-    """A row per setting that is not the same in all runs."""
+    """Build the table of settings that are not the same in all runs."""
     flat = [_flat(run.settings) for run in runs]
     names = sorted(set().union(*flat))
     rows = [
@@ -101,7 +110,7 @@ def differences(runs: Sequence[RunData]) -> str:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,4 +1,4 @@
-"""What all plots are made of: the figure, its sections, and lines in the palette of the page.
+"""The parts of all plots: the figure, its sections, and lines in the palette of the page.
 
 Owns no metric. Colours are written "$0".."$6" ("$0a" for a faint one, "$text" for the text's): the page and
 the PNGs replace them by the palette of their theme.
@@ -21,7 +21,12 @@ SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 
 @dataclass(slots=True, kw_only=True)
 class Figure:
-    """One plot. note: what to look for. wide: takes the whole width of the page. section: its heading."""
+    """One plot.
+
+    note: tells the reader what to look for.
+    wide: the plot takes the full width of the page.
+    section: its heading, one of `SECTIONS`.
+    """
 
     title: str
     note: str
@@ -32,31 +37,32 @@ class Figure:
 
 
 def smooth(values: Sequence[float], half_life: float = 4.0) -> list[float]:
-    """Exponential moving average, started without bias; half_life in steps."""
-    keep, total, weight, out = 0.5 ** (1 / half_life), 0.0, 0.0, []
+    """Return the exponential moving average, started without bias; half_life in steps."""
+    decay, total, weight, averages = 0.5 ** (1 / half_life), 0.0, 0.0, []
     for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        out.append(total / weight)
-    return out
+        total, weight = decay * total + value, decay * weight + 1
+        averages.append(total / weight)
+    return averages
 
 
 def line(points: tuple[list[int], list[float]], name: str, colour: int, **more: Any) -> dict[str, Any]:
-    line = {"color": f"${colour % COLOURS}", "width": 2} | more.pop("line", {})
+    """Return a line; points: x and y, more: fields of the trace."""
+    style = {"color": f"${colour % COLOURS}", "width": 2} | more.pop("line", {})
     y = [short(v) for v in points[1]]
-    return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": line, **more}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": points[0], "y": y, "line": style, **more}
 
 
 def bars(
     name: str,
     colour: int,
     labels: Sequence[Any],
+    *,
     values: Sequence[float],
     errors: Sequence[float] | None = None,
-    *,
     across: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """One series of bars, upright or across, with what each may be off by."""
+    """Return one series of bars, upright or across, with errors; more: fields of the trace."""
     ends = [short(value) for value in values]
     x, y, axis = (ends, labels, "x") if across else (labels, ends, "y")
     trace = {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": f"${colour % COLOURS}"}, **more}
@@ -66,11 +72,14 @@ def bars(
     return trace | ({"orientation": "h"} if across else {})
 
 
-def line_with_errors(run: RunData, metric: str, name: str, colour: int, **more: Any) -> list[dict[str, Any]]:
-    """A metric with 95% intervals from its standard errors, `metric`_se; nothing if it was not observed."""
+def line_with_errors(
+    run: RunData, metric: str, name: str, *, colour: int, **more: Any
+) -> list[dict[str, Any]]:
+    """Return a metric with 95% intervals from its standard errors, `metric`_se; [] if it was not observed."""
     steps, values = run.series(metric)
     if not steps:
         return []
+
     by_step = dict(zip(*run.series(f"{metric}_se"), strict=True))
     errors = [short(Z95 * by_step.get(step, 0.0)) for step in steps]
     slot = f"${colour % COLOURS}"
@@ -88,4 +97,5 @@ def line_with_errors(run: RunData, metric: str, name: str, colour: int, **more: 
 
 
 def short(value: float) -> float:
+    """Round to five significant digits, which keeps the page small."""
     return float(f"{value:.5g}")

@@ -86,7 +86,7 @@ def _reward(runs: Sequence[RunData]) -> Figure:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
         sets = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs))]
         for m, (prefix, words) in enumerate(sets if one else sets[:1], 1):
-            traces += reward_line(run, f"{prefix}/reward", f"{label}{words}", n + m if one else n)
+            traces += reward_line(run, f"{prefix}/reward", f"{label}{words}", colour=n + m if one else n)
     return Figure(
         title="Reward",
         note="Held-out points carry 95% intervals: Wilson's, instances counted as clusters.",
@@ -186,10 +186,12 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
     means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
     drawn = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
-    traces = [bars(label, n, labels, [m[name] for m in means], across=True) for name, label, n in drawn]
+    traces = [
+        bars(label, n, labels, values=[m[name] for m in means], across=True) for name, label, n in drawn
+    ]
     if traces:
-        rest = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in drawn)) for m in means]
-        traces.append(bars("other", COLOURS - 1, labels, rest, across=True))
+        other = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in drawn)) for m in means]
+        traces.append(bars("other", COLOURS - 1, labels, values=other, across=True))
     return Figure(
         title="Where a step's time goes",
         note="Mean seconds of a step, by phase of the trainer.",
@@ -208,9 +210,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def reward_line(run: RunData, name: str, label: str, colour: int) -> list[dict[str, Any]]:
-    """The curve of one held-out reward, each reading with its interval."""
-    traces = line_with_errors(run, name, label, colour)
+def reward_line(run: RunData, name: str, label: str, *, colour: int) -> list[dict[str, Any]]:
+    """Draw the curve of one held-out reward, each reading with its interval."""
+    traces = line_with_errors(run, name, label, colour=colour)
     for trace in traces:
         intervals = reward_intervals(run, name)
         above, below = [i.high - i.value for i in intervals], [i.value - i.low for i in intervals]

@@ -1,7 +1,7 @@
 """The plots of acceptance: by depth, against entropy, and why it moved (Bebop Fig. 2, 8 and 3).
 
-Owns these figures; the decomposition is decomposition.py's, the fit regression.py's. numpy is imported when
-a run has drafts.
+Owns these figures; `diagnosis` computes the decomposition and the fit. numpy is imported when a run has
+drafts.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _kept(runs: Sequence[RunData]) -> Figure:
                 for kept, count in enumerate(found["counts"]):
                     counts[kept] = counts.get(kept, 0.0) + count
         if total := sum(counts.values()):
-            traces.append(bars(run.name, n, list(counts), [count / total for count in counts.values()]))
+            traces.append(
+                bars(run.name, n, list(counts), values=[count / total for count in counts.values()])
+            )
     return Figure(
         title="Drafts kept by a verify step",
         note="Share of the verify steps of the run. Many that keep all: a larger gamma may pay.",
@@ -167,7 +169,7 @@ def _attributed(runs: Sequence[RunData]) -> Figure:
         note="Change at depth 1 from the first to the last probes, in parts that add up, with 99% intervals: "
         "the target's entropy, a draft that fits its target less, the versions in between, other contexts.",
         traces=[
-            _bars([row[name] for row in rows.values()], list(rows), label, colour)
+            _bars([row[name] for row in rows.values()], list(rows), label, colour=colour)
             for name, label, colour in causes
         ],
         layout=_bar_layout(len(rows), len(CAUSES)),
@@ -202,7 +204,7 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
     traces = []
     for name, label, colour in PARTS:
         estimates = [getattr(part, name) for part in rows.values()]
-        traces.append(_bars(estimates, labels, label, colour))
+        traces.append(_bars(estimates, labels, label, colour=colour))
     level = next(iter(rows.values())).total.level
     return Figure(
         title=title,
@@ -213,10 +215,10 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
     )
 
 
-def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, colour: int) -> dict[str, Any]:
+def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
     """One part in every row, with its interval."""
     errors = [e.half_width if isfinite(e.half_width) else 0.0 for e in estimates]
-    return bars(name, colour, labels, [e.value for e in estimates], errors, across=True)
+    return bars(name, colour, labels, values=[e.value for e in estimates], errors=errors, across=True)
 
 
 def _bar_layout(rows: int, parts: int) -> dict[str, Any]:

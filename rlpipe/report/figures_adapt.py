@@ -37,7 +37,7 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
                 label = f"{domain}, {mode}" if one else f"{run.name}: {domain}, {mode}"
                 colour, dash = (m, k) if one else (n, m)
                 style = {"dash": DASHES[dash % len(DASHES)]}
-                traces += line_with_errors(run, name, label, colour, line=style)
+                traces += line_with_errors(run, name, label, colour=colour, line=style)
     return Figure(
         title="Acceptance on held-out sets",
         note="Tokens per verify step in real generation, bonus included, by step of the adaptation, with 95% "

@@ -1,6 +1,6 @@
 """The plots of acceptance where it happens: by turn, kind of token, entropy and position (Bebop Fig. 12b).
 
-Owns these figures and the sample of rollouts they are made of; the cuts are `acceptance.cuts`.
+Owns these figures and their sample of rollouts; `diagnosis.breakdown` computes the rates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUTS = (
 
 
 def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
-    """A figure per cut with more than one bin; [] for runs that recorded no drafts."""
+    """Draw a figure per breakdown with more than one bin; [] for runs that recorded no drafts."""
     from rlpipe.diagnosis.breakdown import acceptance_by, verified_drafts
 
     drafts = {run.name: verified_drafts(run, _sample(run)) for run in runs}
@@ -37,7 +37,9 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
                 hover = [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
                 labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]
                 errors = [cut.se or 0.0 for cut in cuts]
-                traces.append(bars(run.name, n, labels, rates, errors, text=hover, textposition="none"))
+                traces.append(
+                    bars(run.name, n, labels, values=rates, errors=errors, text=hover, textposition="none")
+                )
         figures.append(
             Figure(
                 title=f"Acceptance {title}",

@@ -150,7 +150,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
     return workspace, report
 
 
-def _panel(figure: str, title: str, y: list[str], x: str = STEP, **more: Any) -> dict[str, Any]:
+def _panel(figure: str, title: str, y: list[str], *, x: str = STEP, **more: Any) -> dict[str, Any]:
     for name in (*y, x):
         declared(name)  # raises when a panel shows what no run logs
     return {"figure": figure, "title": f"{figure}: {title}" if figure else title, "x": x, "y": y, **more}

@@ -31,6 +31,7 @@ from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
+LENGTH, SPEED = "spec/acceptance_length", "perf/tokens_per_s/rollout"
 WINDOW = 10  # steps that "at the end" refers to
 OUTCOMES = {
     "done": ("finished", "good"),
@@ -108,7 +109,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
     drawn, trajectories = figures(runs), shown_trajectories(runs)
     body = [
         _head(runs),
-        navigation(bool(trajectories), drawn),
+        navigation(drawn, trajectories=bool(trajectories)),
         *(_notices(run) for run in runs),
         summarize(runs[0]).html() if len(runs) == 1 else "",
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
@@ -116,9 +117,9 @@ def make_content(runs: Sequence[RunData]) -> Content:
         _plots(drawn, window(runs)),
         viewer_html(trajectories),
         '<h2 id="details">Details</h2>',
-        *(events(run, len(runs) > 1) for run in runs),
+        *(events(run, several=len(runs) > 1) for run in runs),
         all_metrics(runs),
-        *(settings(run, len(runs) > 1) for run in runs),
+        *(settings(run, several=len(runs) > 1) for run in runs),
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M')} by rlpipe. Opens offline.</footer>",
     ]
     return Content(
@@ -231,8 +232,12 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
         measured[f"adapt/{domain}/{mode}/acceptance_length"] = f"Acceptance length: {words}"
     cards = [_measured_card(run, name, label) for name, label in measured.items()]
     cards += [
-        _gauge_card(run, "spec/acceptance_length", "Acceptance length", ".2f", "tokens a verify step"),
-        _gauge_card(run, "perf/tokens_per_s/rollout", "Rollout tokens / s", ",.0f", "of a busy engine"),
+        _gauge_card(
+            run, "spec/acceptance_length", "Acceptance length", spec=".2f", unit="tokens a verify step"
+        ),
+        _gauge_card(
+            run, "perf/tokens_per_s/rollout", "Rollout tokens / s", spec=",.0f", unit="of a busy engine"
+        ),
     ]
     step_seconds = run.series("timing_s/step")[1]
     done = f"{run.steps}" + (
@@ -261,7 +266,8 @@ def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] 
     return label, big, f"{change}{small} (SE)" if small else change.rstrip("; ")
 
 
-def _gauge_card(run: RunData, name: str, label: str, spec: str, words: str) -> tuple[str, str, str] | None:
+def _gauge_card(run: RunData, name: str, label: str, *, spec: str, unit: str) -> tuple[str, str, str] | None:
+    """Medians of the first and the last values; spec: format of the number."""
     values = run.series(name)[1]
     if not values:
         return None
@@ -271,7 +277,7 @@ def _gauge_card(run: RunData, name: str, label: str, spec: str, words: str) -> t
         if len(values) > WINDOW
         else f"{last:{spec}}"
     )
-    return label, big, words
+    return label, big, unit
 
 
 def _cards(run: RunData) -> str:
@@ -317,8 +323,8 @@ def _plots(drawn: Sequence[Figure], steps: int) -> str:
     return "\n".join(parts)
 
 
-def navigation(trajectories: bool, drawn: Sequence[Figure]) -> str:
-    """Links to the parts of the page, which stay in sight."""
+def navigation(drawn: Sequence[Figure], *, trajectories: bool) -> str:
+    """Build the links to the parts of the page; trajectories: the page has a viewer."""
     parts = [section for section in SECTIONS if any(f.section == section for f in drawn)]
     parts += [*(["Trajectories"] if trajectories else []), "Details"]
     links = "".join(f'<a href="#{_anchor(part)}">{escape(part)}</a>' for part in ("Top", *parts))
