@@ -1,10 +1,10 @@
-"""A request as SGLang's `/generate` reads it, and its answer as our `GenerateResult`.
+"""A request in the form of SGLang's `/generate`, and its answer as `GenerateResult`.
 
 Checked against SGLang 0.5.23: logprobs are the target's log-softmax(logits / temperature) at the sampled
-token; `spec_correct_drafts_histogram[k]` counts verify steps that kept exactly k drafts;
+token; `spec_correct_drafts_histogram[k]` counts verify steps that accepted exactly k drafts;
 `weight_versions` lists spans [start, end) of output tokens.
 
-With rlpipe's plugin logprobs, exact entropies and, where asked for, the verify steps with p and q of every
+With rlpipe's plugin logprobs, exact entropies and, where requested, the verify steps with p and q of every
 draft are packed arrays (`sglang_env/plugin`, pack.py). SGLang itself returns no drafts and no entropies:
 without the plugin each entropy is estimated by -logprob of the sampled token, which is unbiased, since
 E[-ln p(x)] = H(p); means over tokens are right, single values are noisy.

@@ -74,7 +74,7 @@ def check_supported(
     if without_plugin and family_of(target).latent:
         raise ValueError(
             f"rollout.sglang.plugin=false and {str(model_path)!r} is of type {target['model_type']!r}, whose "
-            "latent attention SGLang computes on a CPU with rlpipe's plugin alone. Set "
+            "latent attention SGLang computes on a CPU only with rlpipe's plugin. Set "
             "rollout.sglang.plugin=true, or use rollout=embedded."
         )
 
@@ -89,6 +89,8 @@ def check_supported(
             )
         DRAFTERS[spec.drafter].check_sglang(spec, target, rollout.sglang)
         return
+
+    # the draft is the target's MTP layer
     require_mtp(target, model_path, spec.mode)
     if (layers := int(target["num_nextn_predict_layers"])) > 1:
         raise ValueError(

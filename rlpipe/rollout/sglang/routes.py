@@ -2,8 +2,8 @@
 
 SGLang records them by slot of its cache (`--enable-return-routed-experts`), so a token that a request found
 cached has those of the pass that wrote its keys, and a rejected draft's are overwritten with its keys. They
-come as int32 of all layers, for the tokens asked for but the last, in base64: at 48 layers and 8 experts 2 KB
-a token. A turn asks for those of the tokens that are new since the turn before.
+come as int32 of all layers, for the requested tokens except the last, in base64: at 48 layers and 8 experts
+2 KB a token. A turn requests those of the tokens that are new since the turn before.
 """
 
 from __future__ import annotations
