@@ -31,7 +31,6 @@ from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
-LENGTH, SPEED = "spec/acceptance_length", "perf/tokens_per_s/rollout"
 WINDOW = 10  # steps that "at the end" refers to
 OUTCOMES = {
     "done": ("finished", "good"),
