@@ -65,7 +65,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     except BaseException:
         policy.close()
         raise
-    return DecoupledTrainer(policy, beside, actor, algo)
+    return DecoupledTrainer(policy, beside, config=actor, algo=algo)
 
 
 def train_alongside(

@@ -1,18 +1,18 @@
 """Two models, one batch: the policy, and the smaller actor that generated it (Jackpot Eq. 8).
 
-Owns the actor's loss and the order of the two trainers; each is a whole `MegatronTrainer` with optimizer,
-draft and checkpoint of its own, in the same ranks. Per optimizer step, at the same weights of both:
+Owns the actor's loss and the order of the two trainers; each is a full `MegatronTrainer` with its own
+optimizer, draft and checkpoint, in the same ranks. Per optimizer step, at the same weights of both:
 
-    policy   forward, backward of its loss (algo.correction=obrs: Eq. 5) ---- states of the sampled places
+    policy   forward, backward of its loss (algo.correction=obrs: Eq. 5) ---- states of the sampled tokens
     actor    forward, backward of  ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)  <--+
     both     step
 
-So the policy is run once, for itself: its distribution at the sampled places is its head applied again to the
-states that pass left, one micro-batch at a time. Nothing of the actor reaches the policy's gradient. Held
-between the two passes: the states of one update's sampled tokens, [tokens, H].
+So the policy runs once, for its own loss: its distributions of the sampled tokens come from its head, applied
+again to the states of that pass, one micro-batch at a time. The actor does not affect the policy's gradient.
+Held between the two passes: the states of one update's sampled tokens, [tokens, H].
 
-Eq. 7 averages over all sampled tokens, those that OBRS rejects for the policy included. What the engines
-serve, draft with and are measured against (`draft_tables`) is the actor.
+Eq. 7 averages over all sampled tokens, including those that OBRS rejects for the policy. The engines serve
+the actor and draft with it, and `draft_tables` measures it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported und
 def divergences(
     actor_logits: torch.Tensor,
     policy_logits: torch.Tensor,
+    *,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Rows:
-    """KL(p || q) and KL(q || p) of p = softmax(policy / T) and q = softmax(actor / T), `.kl`, `.reverse_kl`.
+    """Compute KL(p || q) and KL(q || p) of p = softmax(policy / T) and q = softmax(actor / T).
 
-    Both [P, V_local], shards of equal size (-inf pads them) where a group cuts the vocabulary; the policy's
-    is a constant. Each field is [P, 1], in nats, differentiable by actor_logits, z:
+    Both logits [P, V_local], shards of equal size (-inf pads them) where a group cuts the vocabulary; the
+    policy's are constant. Returns `.kl` and `.reverse_kl`, each [P, 1], in nats, differentiable by
+    actor_logits, z:
 
         d KL(p || q) / dz = (q - p) / T        d KL(q || p) / dz = q (log q - log p - KL(q || p)) / T
 
@@ -70,11 +72,11 @@ def divergences(
     >>> round(rows.kl.item(), 3), round(rows.reverse_kl.item(), 3)
     (0.368, 0.511)
     """
-    everywhere = torch.ones(len(actor_logits), 1, dtype=torch.bool, device=actor_logits.device)
+    mask = torch.ones(len(actor_logits), 1, dtype=torch.bool, device=actor_logits.device)
     return row_statistics(
         actor_logits[:, None],
         policy_logits[:, None],
-        everywhere,
+        mask,
         None,
         temperature,
         group=group,
@@ -84,18 +86,23 @@ def divergences(
 
 
 class DecoupledTrainer:
-    """Stands where a `MegatronTrainer` does; `policy` is what the run is for, `actor` what it generates with.
+    """Replaces a `MegatronTrainer`; the run trains `policy` and generates with `actor`.
 
     actor: built with `beside=policy`, with the settings `DecoupledConfig.trainer` and `.algo` make.
     algo: the actor's. policy_version is the policy's.
     """
 
     def __init__(
-        self, policy: MegatronTrainer, actor: MegatronTrainer, config: DecoupledConfig, algo: AlgoConfig
+        self,
+        policy: MegatronTrainer,
+        actor: MegatronTrainer,
+        *,
+        config: DecoupledConfig,
+        algo: AlgoConfig,
     ) -> None:
         self.policy, self.actor = policy, actor
         self._teacher = _Teacher()
-        self._student = _Student(self._teacher, policy, config, algo)
+        self._student = _Student(self._teacher, policy, config=config, algo=algo)
 
     @property
     def policy_version(self) -> int:
@@ -104,7 +111,7 @@ class DecoupledTrainer:
 
     @property
     def trains_draft(self) -> bool:
-        """Whether the actor's draft learns beside it."""
+        """Whether the actor's draft is co-trained with it."""
         return self.actor.trains_draft
 
     @property
@@ -113,23 +120,30 @@ class DecoupledTrainer:
         return self.policy.shares_prefixes
 
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """The optimizer steps of both models on a batch.
+        """Take the optimizer steps of both models on a batch.
 
-        Returns the policy's metrics and, as `decoupled/*`, the actor's and those of the two together.
+        Returns the policy's metrics and, as `decoupled/*`, the actor's and those that compare the two.
         """
         self._student.temperature = batch.temperature
-        policy = _Turns(self.policy.steps(batch, self._teacher))
-        actor = _Turns(self.actor.steps(batch, self._student))
+        policy = _Steps(self.policy.steps(batch, self._teacher))
+        actor = _Steps(self.actor.steps(batch, self._student))
+
+        # The list runs both, the policy first: the actor reads the states of the policy's pass.
         updates = 0
-        while not all([policy.take(), actor.take()]):  # a list: the policy goes first, and both go
+        while not all([policy.advance(), actor.advance()]):
             updates += 1
         self._teacher.states.clear()
-        told = {METRIC_NAMES.get(name, name): value for name, value in actor.result.items()}
-        kept = {name: v for name, v in told.items() if name.startswith(("decoupled/", "mtp/"))}
-        kept["decoupled/distill_loss"] = kept["decoupled/distill_loss"].merge(Mean(0.0, updates))
+
+        renamed = {METRIC_NAMES.get(name, name): value for name, value in actor.metrics.items()}
+        reported = {name: v for name, v in renamed.items() if name.startswith(("decoupled/", "mtp/"))}
+
+        # Micro-batches report shares of the loss with a count of 0; each update counts once.
+        distill_loss = reported["decoupled/distill_loss"]
+        assert isinstance(distill_loss, Mean)
+        reported["decoupled/distill_loss"] = distill_loss.merge(Mean(0.0, updates))
         return (
-            policy.result
-            | kept
+            policy.metrics
+            | reported
             | {
                 "timing_s/update_actor": Mean(policy.seconds, 1),
                 "timing_s/update_decoupled": Mean(actor.seconds, 1),
@@ -137,7 +151,7 @@ class DecoupledTrainer:
         )
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
-        """The policy's `MegatronTrainer.logprobs`."""
+        """Return the policy's `MegatronTrainer.logprobs`."""
         return self.policy.logprobs(batch)
 
     def freeze_draft(self) -> None:
@@ -145,15 +159,15 @@ class DecoupledTrainer:
         self.actor.freeze_draft()
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """The actor's `MegatronTrainer.draft_tables`: its draft serves the rollouts."""
+        """Return the actor's `MegatronTrainer.draft_tables`: its draft serves the rollouts."""
         return self.actor.draft_tables(batch)
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """What the engines serve: the actor's weights, as `MegatronTrainer.export_weights`."""
+        """Return the actor's `MegatronTrainer.export_weights`: the engines serve it."""
         return self.actor.export_weights()
 
     def save(self, directory: str | Path) -> None:
-        """The policy in `directory`, the actor in a directory beside it (`of_the_actor`)."""
+        """Save the policy to `directory` and the actor to its sibling (`of_the_actor`)."""
         self.policy.save(directory)
         self.actor.save(of_the_actor(directory))
 
@@ -168,7 +182,7 @@ class DecoupledTrainer:
         self.actor.load(of_the_actor(directory))
 
     def save_hf(self, directory: str | Path) -> None:
-        """Hugging Face checkpoints of both, as `save` lays them out."""
+        """Write Hugging Face checkpoints of both, in the layout of `save`."""
         self.policy.save_hf(directory)
         self.actor.save_hf(of_the_actor(directory))
 
@@ -179,7 +193,7 @@ class DecoupledTrainer:
 
 
 def of_the_actor(directory: str | Path) -> Path:
-    """Where the actor's part of a checkpoint lies.
+    """Return the directory of the actor's part of a checkpoint.
 
     >>> str(of_the_actor("step_2/trainer"))
     'step_2/actor_trainer'
@@ -189,15 +203,21 @@ def of_the_actor(directory: str | Path) -> Path:
 
 
 class _Teacher:
-    """Companion of the policy: keeps the states that predict sampled tokens, by micro-batch."""
+    """Companion of the policy: stores the states that predict sampled tokens, by micro-batch."""
 
     def __init__(self) -> None:
         self.states: dict[int, torch.Tensor] = {}
 
     def watch(
-        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+        self,
+        index: int,
+        micro_batch: MicroBatch,
+        predictions: Predictions,
+        *,
+        loss: torch.Tensor,
+        totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
-        self.states[index] = found.states.detach()
+        self.states[index] = predictions.states.detach()
         return loss, {}
 
 
@@ -205,31 +225,45 @@ class _Student:
     """Companion of the actor: adds the divergence from the policy to its loss."""
 
     def __init__(
-        self, teacher: _Teacher, policy: MegatronTrainer, config: DecoupledConfig, algo: AlgoConfig
+        self,
+        teacher: _Teacher,
+        policy: MegatronTrainer,
+        *,
+        config: DecoupledConfig,
+        algo: AlgoConfig,
     ) -> None:
         self._teacher, self._policy, self._config, self._algo = teacher, policy, config, algo
         self.temperature = 1.0
 
     def watch(
-        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+        self,
+        index: int,
+        micro_batch: MicroBatch,
+        predictions: Predictions,
+        *,
+        loss: torch.Tensor,
+        totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
         config, model = self._config, self._policy.model
         loss = config.ppo_coef * loss
-        tokens = len(micro.targets)
-        if not tokens:  # an empty micro-batch, there to keep the ranks in step
+
+        # An empty micro-batch keeps this rank in step with the others.
+        if not len(micro_batch.targets):
             return loss, {"decoupled/distill_loss": Mean(0.0, 0.0)}
+
         with torch.no_grad():
             target = model.head(self._teacher.states[index])
         group, shard = model.pg_collection.tp, model.vocab_size // model.pg_collection.tp.size()
         rows = divergences(
-            _padded(found.logits(), shard),
+            _padded(predictions.logits(), shard),
             _padded(target, shard),
-            self.temperature,
-            group if group.size() > 1 else None,
+            temperature=self.temperature,
+            group=group if group.size() > 1 else None,
         )
-        mask = torch.from_numpy(micro.mask).to(found.logprobs)
-        chosen = rows.kl if config.distill_kl is DistillKl.FORWARD else rows.reverse_kl
-        grid = torch.zeros_like(found.logprobs).masked_scatter(mask > 0, chosen[:, 0])
+
+        mask = torch.from_numpy(micro_batch.mask).to(predictions.logprobs)
+        divergence = rows.kl if config.distill_kl is DistillKl.FORWARD else rows.reverse_kl
+        grid = torch.zeros_like(predictions.logprobs).masked_scatter(mask > 0, divergence[:, 0])
         distillation, share = distillation_loss(grid, mask, totals=totals, config=self._algo)
         if config.distill_coef:
             loss = loss + config.distill_coef * distillation
@@ -241,21 +275,21 @@ class _Student:
         }
 
 
-class _Turns:
-    """One trainer's steps, taken one at a time. seconds: spent in them. result: its metrics, at the end."""
+class _Steps:
+    """One trainer's optimizer steps, one at a time. seconds: spent in them. metrics: set at the end."""
 
     def __init__(self, steps: Generator[None, None, dict[str, Value]]) -> None:
         self._steps = steps
         self.seconds = 0.0
-        self.result: dict[str, Value] = {}
+        self.metrics: dict[str, Value] = {}
 
-    def take(self) -> bool:
-        """Up to the next optimizer step; whether there is none."""
+    def advance(self) -> bool:
+        """Run up to the next optimizer step; return whether the batch is finished."""
         started = time.perf_counter()
         try:
             next(self._steps)
         except StopIteration as done:
-            self.result = done.value
+            self.metrics = done.value
             return True
         finally:
             self.seconds += time.perf_counter() - started
@@ -263,7 +297,7 @@ class _Turns:
 
 
 def _padded(logits: torch.Tensor, columns: int) -> torch.Tensor:
-    """Logits with impossible tokens added up to `columns`: shards of one size."""
+    """Pad logits with impossible tokens to `columns`, so that shards have equal size."""
     missing = columns - logits.shape[1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 

@@ -1,9 +1,9 @@
 """Layer parts of the local (no TransformerEngine) spec: attention and the layer recipe.
 
 Megatron's own `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
-Tokens come flat, with a layout that tells who attends to whom (`BranchLayout` here, `continuation` for
-windows that go on from a pass), or as rows padded on the right; those need no mask: a pad is only ever seen
-by pads.
+Tokens come flat, with a layout that defines which tokens attend to which (`BranchLayout` here, `continuation`
+for windows that continue a finished pass), or as rows padded on the right. Rows need no mask: only pads
+attend to a pad.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
@@ -38,96 +38,114 @@ from rlpipe.trainer.mla import LatentConfig, latent_layer
 
 
 class BranchLayout(PackedSeqParams):
-    """How branches lie in a flat micro-batch (see `rlpipe.batching.micro_batch`), on its way to attention.
+    """The branches of a flat micro-batch (see `rlpipe.batching.micro_batch`), as attention receives them.
 
-    Megatron hands packed_seq_params down to core attention untouched, recomputation included; a
-    qkv_format of its own keeps it from taking any of its THD paths.
+    Megatron passes packed_seq_params through to core attention untouched, recomputation included; a
+    qkv_format that it does not know keeps it from taking any of its THD paths.
     """
 
     def __init__(
         self,
         branches: Sequence[Branch],
         positions: torch.Tensor,
-        keep: bool = False,
+        *,
+        retain_keys: bool = False,
         replay: Replay | None = None,
     ) -> None:
-        """positions: [N] int64, of each token in its trajectory. replay: the experts that read each token.
+        """Lay out N tokens.
 
-        keep: every attention leaves its keys and values here, until they are taken by `release`.
+        positions: [N] int64, of each token in its trajectory. retain_keys: every attention stores its keys
+        and values here, until `release`. replay: the experts that read each token.
         """
         super().__init__(qkv_format="branches")
         self.branches, self.positions, self.replay = branches, positions, replay
-        self.reach = max(branch.shared + branch.length for branch in branches)  # positions end before it
-        self._kept: Kept | None = {} if keep else None
+        self.reach = max(branch.shared + branch.length for branch in branches)  # all positions are below it
+        self._retained: RetainedKeys | None = {} if retain_keys else None
 
     @cached_property
     def succession(self) -> Succession:
-        """Which tokens follow which, for delta nets."""
+        """The order of tokens, for delta nets."""
         return Succession(self.branches, self.positions.device)
 
     def attend(
-        self, attention: CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attention: CausalAttention
     ) -> torch.Tensor:
-        """Each branch attends to its context, then causally to itself; all [1, heads, N, d]."""
-        if self._kept is not None:
-            self._kept[attention] = key, value
-        return self.attend_to(attention, query, key, value)
+        """Attend from each branch to its context, then causally to itself; all [1, heads, N, d]."""
+        if self._retained is not None:
+            self._retained[attention] = key, value
+        return self.attend_to(query, key, value, attention=attention)
 
     def attend_to(
         self,
-        attention: CausalAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mine: Sequence[int] | None = None,
+        *,
+        attention: CausalAttention,
+        selected: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The same for the queries of some branches, by their indices (None: of all)."""
+        """Attend from the queries of selected branches, by their indices (None: of all)."""
         if has_flash(query):
-            return branch_attention(query, key, value, self.branches, attention.scale, mine)
-        return self.attend_masked(attention, query, key, value, mine)
+            return branch_attention(
+                query, key, value, branches=self.branches, scale=attention.scale, selected=selected
+            )
+        return self.attend_masked(query, key, value, attention=attention, selected=selected)
 
     def attend_masked(
         self,
-        attention: CausalAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mine: Sequence[int] | None = None,
+        *,
+        attention: CausalAttention,
+        selected: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The same by one call for each branch with a mask [length, shared + length] where it has a context.
+        """Attend by one call for each branch, with a mask [length, shared + length] where it has a context.
 
-        For what no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
+        For inputs that no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
         """
         lengths = [branch.length for branch in self.branches]
-        mine = range(len(lengths)) if mine is None else mine
+        selected = range(len(lengths)) if selected is None else selected
         keys, values = (x.split(lengths, dim=2) for x in (key, value))
         outputs = []
-        for i, q in zip(mine, query.split([lengths[i] for i in mine], dim=2), strict=True):
+
+        for i, q in zip(selected, query.split([lengths[i] for i in selected], dim=2), strict=True):
             branch = self.branches[i]
             k, v = (
                 torch.cat([*(x[j][:, :, :count] for j, count in branch.context), x[i]], dim=2)
                 for x in (keys, values)
             )
+
             mask = None
             if branch.context:
                 unseen = torch.full(
                     (branch.length, k.shape[2]), -torch.inf, dtype=query.dtype, device=query.device
                 )
                 mask = unseen.triu(branch.shared + 1)
-            outputs.append(attention.attend(q, k, v, mask))
+            outputs.append(attention.attend(q, k, v, mask=mask))
         return torch.cat(outputs, dim=2)
 
-    def release(self) -> Kept:
-        """Keys and values of the pass by attention; nothing is kept from here on (not by recomputation)."""
-        kept, self._kept = self._kept, None
-        return kept
+    def release(self) -> RetainedKeys:
+        """Return the pass's keys and values by attention; a recomputation no longer retains any."""
+        assert self._retained is not None, "the layout was made without retain_keys"
+        retained, self._retained = self._retained, None
+        return retained
+
+
+class Layout(Protocol):
+    """Defines which of the flat tokens attend to which: `BranchLayout`, or `continuation.Continuation`."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attention: CausalAttention
+    ) -> torch.Tensor: ...
 
 
 class CausalAttention(MegatronModule):
     """softmax(Q K^T / sqrt(d)) V with a causal mask, grouped queries, no dropout."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config=config)
+        assert config.kv_channels is not None  # Megatron derives it from hidden_size and the heads
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         # cuDNN's attention fails with additive masks over views (misaligned address), and ends the process
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -138,25 +156,28 @@ class CausalAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: None,
-        packed_seq_params: Any = None,
+        packed_seq_params: Layout | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
+        """Attend: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
 
-        With a layout, whose `attend` says who attends to whom, B is 1 and S the flat tokens.
+        With a layout, which defines which tokens attend to which, B is 1 and S the flat tokens.
         """
         seq, batch, _, _ = query.shape
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         if packed_seq_params is None:
             context = self.attend(*heads_first)
         else:
-            context = packed_seq_params.attend(self, *heads_first)
+            context = packed_seq_params.attend(*heads_first, attention=self)
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """query [B, heads, Q, d], keys, values [B, groups, S, d] -> as query. mask: added (None: causal)."""
+        """Attend: query [B, heads, Q, d], key, value [B, groups, S, d] -> as query.
+
+        mask: added to the scores (None: causal).
+        """
         return torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -169,73 +190,90 @@ class CausalAttention(MegatronModule):
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention with an output gate, which it compiles: seconds, and a C++ compiler, on a CPU."""
+    """Megatron's attention with an output gate, in eager mode on a CPU.
+
+    Megatron compiles the gate, which takes seconds and a C++ compiler there.
+    """
 
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x * sigmoid(gate), both [S, B, width]."""
+        """Compute x * sigmoid(gate), both [S, B, width]."""
         if x.is_cuda:
             return super()._apply_output_gate(x, gate)
         wide = torch.promote_types(x.dtype, torch.float32)
         return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
 
 
-Kept = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
+RetainedKeys = dict[CausalAttention, tuple[torch.Tensor, torch.Tensor]]  # keys and values [1, groups, N, d]
 
 
 def block_specs(
-    config: TransformerConfig, te: bool, dense: int = 0, delta: DeltaNet | None = None
-) -> tuple[Any, Any]:
-    """Specs of this pipeline stage's decoder layers and of its MTP block (None without one).
+    config: TransformerConfig, *, te: bool, dense: int = 0, delta: DeltaNet | None = None
+) -> tuple[TransformerBlockSubmodules, ModuleSpec | None]:
+    """Build the specs of this pipeline stage's decoder layers and of its MTP block (None without one).
 
-    dense: first layers of the model without experts. delta: delta nets in place of some layers' attention.
+    te: layers are TransformerEngine's. dense: number of first layers without experts. delta: describes the
+    delta nets that replace the attention of some layers.
     """
-    layer = _layer(config, config.num_moe_experts, te)
+    layer = _layer(config, config.num_moe_experts, te=te)
     decoder_layer = _replaying(layer) if config.num_moe_experts else layer
-    layers = [_layer(config, None, te)] * dense + [decoder_layer] * (config.num_layers - dense)
-    norm = TENorm if te else RmsNorm
+    layers = [_layer(config, None, te=te)] * dense + [decoder_layer] * (config.num_layers - dense)
+    norm: Any = TENorm if te else RmsNorm
+
     if delta is not None:
-        linear = _layer(config, config.num_moe_experts, te)
-        linear.submodules.input_layernorm = norm  # TransformerEngine fuses it into attention
-        linear.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": delta})
+        linear = _layer(config, config.num_moe_experts, te=te)
+        parts = _parts(linear)
+        parts.input_layernorm = norm  # TransformerEngine fuses it into attention
+        parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": delta})
         linear = _replaying(linear) if config.num_moe_experts else linear
-        layers = [linear if here else decoder_layer for here in delta.linear]
+        layers = [linear if is_linear else decoder_layer for is_linear in delta.linear]
+
     first = get_transformer_layer_offset(config)
     layers = layers[first : first + get_num_layers_to_build(config)]
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
     if not config.mtp_num_layers:
         return decoder, None
-    mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te)
-    if mtp is None:  # the last stage has it
+
+    # Only the last stage gets a spec.
+    mtp: Any = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te)
+    if mtp is None:
         return decoder, None
     for spec in mtp.layer_specs:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = norm
     return decoder, mtp
 
 
-def _layer(config: TransformerConfig, num_experts: int | None, te: bool) -> ModuleSpec:
+def _parts(layer: ModuleSpec) -> Any:
+    """Return a layer's submodules, whose class Megatron leaves open (`ModuleSpec.submodules: object`)."""
+    return layer.submodules
+
+
+def _layer(config: TransformerConfig, num_experts: int | None, *, te: bool) -> ModuleSpec:
     make = get_gpt_layer_with_transformer_engine_spec if te else _local_layer
     layer = make(qk_layernorm=config.qk_layernorm, num_experts=num_experts)
     if isinstance(config, LatentConfig):
         layer = latent_layer(layer, RmsNorm, CausalAttention)
+
+    parts = _parts(layer)
     if config.attention_output_gate:
-        layer.submodules.self_attention.module = GatedAttention
+        parts.self_attention.module = GatedAttention
     if num_experts:
-        layer.submodules.mlp.module = MixtureOfExperts
-        layer.submodules.mlp.submodules.router = Router
+        parts.mlp.module = MixtureOfExperts
+        parts.mlp.submodules.router = Router
     return layer
 
 
 def _replaying(layer: ModuleSpec) -> ModuleSpec:
-    """The same layer, in the decoder, where the rollout's experts may be replayed."""
+    """Build the same decoder layer for replaying the rollout's experts."""
     return ModuleSpec(module=ReplayingLayer, params=layer.params, submodules=layer.submodules)
 
 
-def _local_layer(qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:
+def _local_layer(*, qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
+    parts = _parts(layer)
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     if not num_experts:
         parts.mlp = ModuleSpec(module=SwiGluMLP, submodules=parts.mlp.submodules)
+
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if qk_layernorm:

@@ -1,14 +1,15 @@
 """Log-probabilities and entropy of a softmax whose vocabulary is cut over tensor parallel ranks.
 
 Owns the math and its gradient, and the logprobs of further tokens of the same rows. From logits, an autograd
-function keeps these alone for the backward pass (no [N, V] softmax is stored), and works in row chunks. From
-hidden states (`Head`) logits exist for a chunk of rows at a time, and are computed again backwards.
+function saves only these for the backward pass (no [N, V] softmax is stored), and works in row chunks. From
+hidden states (`Head`) the logits of one chunk of rows exist at a time, and backwards they are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,10 @@ def token_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy H(p) of p = softmax(logits / temperature), in nats, differentiable.
+    """Compute log p(target) and entropy H(p) of p = softmax(logits / temperature), in nats.
 
     logits: [N, V_local], this rank's columns, starting at token id vocab_start. targets: [N] int64,
-    global token ids. Returns two [N] float32.
+    global token ids. Returns two [N] float32, differentiable.
 
         d logp / d z_j = 1[j = y] - p_j          d H / d z_j = -p_j (log p_j + H)          z = logits / T
 
@@ -45,32 +46,35 @@ def token_logprobs(
 def candidate_logprobs(
     logits: torch.Tensor,
     ids: torch.Tensor,
+    *,
     targets: torch.Tensor,
     logprobs: torch.Tensor,
-    *,
     temperature: float = 1.0,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """log p of further tokens of rows whose `targets` are scored: [N, K] float32, no gradient.
+    """Compute log p of further tokens of rows with scored `targets`: [N, K] float32, no gradient.
 
         log p_i = log p_y + (logit_i - logit_y) / T          y: the target
 
     So no second pass is made over the vocabulary, and ranks exchange [N, K + 1] numbers once.
-    logits, targets, temperature, vocab_start: as given to `token_logprobs`, which returned logprobs [N].
+    logits, targets, temperature, vocab_start: as passed to `token_logprobs`, which returned logprobs [N].
     ids: [N, K] int64, global token ids; -1 is padding and gives -inf.
 
     >>> logits, ids = torch.tensor([[0.0, 0.0, 0.0, 9.0]]), torch.tensor([[3, 1, -1]])
     >>> logp, _ = token_logprobs(logits, torch.tensor([3]))
-    >>> candidate_logprobs(logits, ids, torch.tensor([3]), logp).round(decimals=2)
+    >>> candidate_logprobs(logits, ids, targets=torch.tensor([3]), logprobs=logp).round(decimals=2)
     tensor([[-0., -9., -inf]])
     """
     local = torch.cat([ids, targets[:, None]], 1) - vocab_start
-    mine = (local >= 0) & (local < logits.shape[1])
-    chosen = logits.gather(1, torch.where(mine, local, 0)).float() * mine
-    chosen = _reduce(chosen, group, dist.ReduceOp.SUM)
-    own = logprobs[:, None] + (chosen[:, :-1] - chosen[:, -1:]) / temperature
-    return own.masked_fill(ids < 0, -torch.inf)
+    is_local = (local >= 0) & (local < logits.shape[1])
+
+    # Exactly one rank has each token; the others add 0.
+    selected = logits.gather(1, torch.where(is_local, local, 0)).float() * is_local
+    selected = _reduce(selected, group, dist.ReduceOp.SUM)
+
+    candidates = logprobs[:, None] + (selected[:, :-1] - selected[:, -1:]) / temperature
+    return candidates.masked_fill(ids < 0, -torch.inf)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,8 +82,8 @@ class Head:
     """The output layer on hidden states [N, H], whose logits [N, V_local] never exist at once.
 
     weight: this rank's shard, of one size on all ranks of the group; its first `columns` rows are tokens,
-    from id vocab_start on. Hidden states are whole and equal on all ranks, and so is their gradient. Logits
-    that fit into HEAD_BYTES are kept for it, others are computed again.
+    from id vocab_start on. Hidden states are full and equal on all ranks, and so is their gradient. Logits
+    that fit into HEAD_BYTES are saved for it, others are computed again.
     """
 
     weight: torch.Tensor
@@ -89,102 +93,138 @@ class Head:
     group: dist.ProcessGroup | None = None
 
     def logprobs(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`token_logprobs` of the logits of hidden states."""
+        """Compute `token_logprobs` of the logits of hidden states."""
         return _HeadLogprobs.apply(states, self.weight[: self.columns], targets, self)
 
     @torch.no_grad()
     def candidates(
-        self, states: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor, logprobs: torch.Tensor
+        self, states: torch.Tensor, ids: torch.Tensor, *, targets: torch.Tensor, logprobs: torch.Tensor
     ) -> torch.Tensor:
-        """`candidate_logprobs` of the logits of hidden states."""
-        found = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        """Compute `candidate_logprobs` of the logits of hidden states."""
+        candidates = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         for part in self.parts(states):
-            found[part] = candidate_logprobs(
+            candidates[part] = candidate_logprobs(
                 states[part] @ self.weight[: self.columns].t(),
                 ids[part],
-                targets[part],
-                logprobs[part],
+                targets=targets[part],
+                logprobs=logprobs[part],
                 temperature=self.temperature,
                 vocab_start=self.vocab_start,
                 group=self.group,
             )
-        return found
+        return candidates
 
     def parts(self, states: torch.Tensor) -> Iterator[slice]:
-        """Rows whose logits exist together; the same on all ranks."""
+        """Yield slices of rows whose logits exist at once; the same on all ranks."""
         row = self.weight.shape[0] * states.element_size()
         rows = max(1, HEAD_BYTES[states.device.type] // row)
         return (slice(i, i + rows) for i in range(0, len(states), rows))
 
 
+class _Targets(NamedTuple):
+    """The targets [N] of some rows: columns on this rank, and whether they are on it (else column 0)."""
+
+    columns: torch.Tensor
+    is_local: torch.Tensor
+
+    def rows(self, part: slice) -> _Targets:
+        return _Targets(self.columns[part], self.is_local[part])
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, vocab_start, group):
-        local, mine = _local(targets, vocab_start, logits.shape[1])
-        found = _row_sums(logits, local, mine, temperature)
-        logp, entropy, shift = _normalised(*found, mine, temperature, group)
-        ctx.save_for_backward(logits, local, mine, shift, entropy)
+        targets = _local_targets(targets, vocab_start, logits.shape[1])
+        peak, sums = _row_sums(logits, targets, temperature)
+        logp, entropy, shift = _normalised(
+            peak, sums, is_local=targets.is_local, temperature=temperature, group=group
+        )
+        ctx.save_for_backward(logits, *targets, shift, entropy)
         ctx.temperature = temperature
         return logp, entropy
 
     @staticmethod
     def backward(ctx, *grads):
-        logits, *rows = ctx.saved_tensors
-        return _slopes(logits, *rows, *grads, ctx.temperature), None, None, None, None
+        logits, columns, is_local, shift, entropy = ctx.saved_tensors
+        targets = _Targets(columns, is_local)
+        slopes = _slopes(
+            logits, targets, shift=shift, entropy=entropy, grads=grads, temperature=ctx.temperature
+        )
+        return slopes, None, None, None, None
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, weight, targets, head):
-        local, mine = _local(targets, head.vocab_start, len(weight))
+        targets = _local_targets(targets, head.vocab_start, len(weight))
         parts = list(head.parts(states))
         peak = torch.empty(len(states), dtype=torch.float32, device=states.device)
         sums = torch.empty(3, len(states), dtype=torch.float32, device=states.device)
+
+        # Only the row sums of each part outlive its logits.
         logits = None
         for part in parts:
             logits = states[part] @ weight.t()
-            peak[part], sums[:, part] = _row_sums(logits, local[part], mine[part], head.temperature)
-        logp, entropy, shift = _normalised(peak, sums, mine, head.temperature, head.group)
-        kept = logits if len(parts) == 1 else None
-        ctx.save_for_backward(states, weight, local, mine, shift, entropy, kept)
+            peak[part], sums[:, part] = _row_sums(logits, targets.rows(part), head.temperature)
+        logp, entropy, shift = _normalised(
+            peak, sums, is_local=targets.is_local, temperature=head.temperature, group=head.group
+        )
+
+        # Logits that fit at once need not be computed again for the gradient.
+        saved_logits = logits if len(parts) == 1 else None
+        ctx.save_for_backward(states, weight, *targets, shift, entropy, saved_logits)
         ctx.head, ctx.parts = head, parts
         return logp, entropy
 
     @staticmethod
     def backward(ctx, *grads):
-        states, weight, *rows, kept = ctx.saved_tensors
+        states, weight, columns, is_local, shift, entropy, saved_logits = ctx.saved_tensors
+        targets = _Targets(columns, is_local)
         grad_states, grad_weight = torch.empty_like(states), None
         if ctx.needs_input_grad[1]:  # a sum of many products: in float32
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+
         for part in ctx.parts:
-            logits = states[part] @ weight.t() if kept is None else kept
-            here = [x[part] for x in (*rows, *grads)]
-            slopes = _slopes(logits, *here, ctx.head.temperature)
+            logits = states[part] @ weight.t() if saved_logits is None else saved_logits
+            slopes = _slopes(
+                logits,
+                targets.rows(part),
+                shift=shift[part],
+                entropy=entropy[part],
+                grads=[grad[part] for grad in grads],
+                temperature=ctx.head.temperature,
+            )
             grad_states[part] = slopes @ weight
-            for start in range(0, len(weight) if grad_weight is not None else 0, HEAD_BLOCK):
-                block = slice(start, start + HEAD_BLOCK)
-                grad_weight[block] += slopes[:, block].t() @ states[part]
+
+            # By blocks, so that no second matrix of the weight's size is made.
+            if grad_weight is not None:
+                for start in range(0, len(weight), HEAD_BLOCK):
+                    block = slice(start, start + HEAD_BLOCK)
+                    grad_weight[block] += slopes[:, block].t() @ states[part]
+
         _reduce(grad_states, ctx.head.group, dist.ReduceOp.SUM)
         return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _local(targets: torch.Tensor, start: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of the targets on this rank (0 if they are on another), and whether they are here."""
+def _local_targets(targets: torch.Tensor, start: int, columns: int) -> _Targets:
+    """Locate targets among this rank's columns, which begin at token id `start`."""
     local = targets - start
-    mine = (local >= 0) & (local < columns)
-    return torch.where(mine, local, 0), mine
+    is_local = (local >= 0) & (local < columns)
+    return _Targets(torch.where(is_local, local, 0), is_local)
 
 
 def _row_sums(
-    logits: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, temperature: float
+    logits: torch.Tensor, targets: _Targets, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit m of each row and, with z = (l - m) / T: sum exp(z), sum exp(z) z, target's z."""
+    """Compute each row's largest logit m and, with z = (l - m) / T: sum exp(z), sum exp(z) z, target's z."""
     peak = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     sums = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+
     for part in _chunks(logits):
+        columns, is_local = targets.rows(part)
         peak[part] = logits[part].amax(-1)
         z = _scaled(logits[part], peak[part], temperature)
-        sums[2, part] = z.gather(1, local[part, None]).squeeze(1) * mine[part]
+        sums[2, part] = z.gather(1, columns[:, None]).squeeze(1) * is_local
         weights = z.exp()
         sums[0, part] = weights.sum(-1)
         sums[1, part] = torch.linalg.vecdot(weights, z)
@@ -194,18 +234,21 @@ def _row_sums(
 def _normalised(
     peak: torch.Tensor,
     sums: torch.Tensor,
-    mine: torch.Tensor,
+    *,
+    is_local: torch.Tensor,
     temperature: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p(target), entropy, and T logsumexp(logits / T), over the columns of all ranks."""
+    """Compute log p(target), entropy, and T logsumexp(logits / T), over the columns of all ranks."""
     if group is not None and group.size() > 1:
-        whole = _reduce(peak.clone(), group, dist.ReduceOp.MAX)
-        moved = (peak - whole) / temperature
+        # Each rank's sums refer to its own peak: move them to the common one before adding.
+        common_peak = _reduce(peak.clone(), group, dist.ReduceOp.MAX)
+        moved = (peak - common_peak) / temperature
         total, weighted, target = sums
         shrunk = moved.exp()
-        sums = torch.stack([shrunk * total, shrunk * (weighted + moved * total), target + moved * mine])
-        peak, sums = whole, _reduce(sums, group, dist.ReduceOp.SUM)
+        sums = torch.stack([shrunk * total, shrunk * (weighted + moved * total), target + moved * is_local])
+        peak, sums = common_peak, _reduce(sums, group, dist.ReduceOp.SUM)
+
     total, weighted, target = sums
     log_total = total.log()
     return target - log_total, log_total - weighted / total, peak + temperature * log_total
@@ -213,31 +256,34 @@ def _normalised(
 
 def _slopes(
     logits: torch.Tensor,
-    local: torch.Tensor,
-    mine: torch.Tensor,
+    targets: _Targets,
+    *,
     shift: torch.Tensor,
     entropy: torch.Tensor,
-    grad_logp: torch.Tensor,
-    grad_entropy: torch.Tensor,
+    grads: Sequence[torch.Tensor],
     temperature: float,
 ) -> torch.Tensor:
-    """Gradient of the logits."""
-    with_entropy = bool(grad_entropy.any())
-    grad_logp, grad_entropy = grad_logp / temperature, grad_entropy / temperature
+    """Compute the gradient of the logits; grads: of the logprobs and of the entropies."""
+    grad_logp, grad_entropy = (grad / temperature for grad in grads)
+    with_entropy = bool(grads[1].any())
     grad = torch.empty_like(logits)
+
     for part in _chunks(logits):
+        columns, is_local = targets.rows(part)
         logp = _scaled(logits[part], shift[part], temperature)
         slope = grad_logp[part, None].neg()
         if with_entropy:
             slope = slope - (logp + entropy[part, None]) * grad_entropy[part, None]
-        own = logp.exp_().mul_(slope)
-        own.scatter_add_(1, local[part, None], (grad_logp[part] * mine[part])[:, None])
-        grad[part] = own
+
+        # In place: logp becomes p, and p times the slope.
+        chunk_grad = logp.exp_().mul_(slope)
+        chunk_grad.scatter_add_(1, columns[:, None], (grad_logp[part] * is_local)[:, None])
+        grad[part] = chunk_grad
     return grad
 
 
 def _scaled(logits: torch.Tensor, shift: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(logits - shift) / T in float32."""
+    """Compute (logits - shift) / T in float32."""
     z = logits.float() - shift[:, None]
     return z if temperature == 1 else z.div_(temperature)
 
@@ -248,7 +294,7 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
     return [slice(i, i + rows) for i in range(0, logits.shape[0], rows)]
 
 
-def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp) -> torch.Tensor:
+def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if group is not None and group.size() > 1 and x.numel():
         dist.all_reduce(x, op=op, group=group)
     return x

@@ -139,7 +139,7 @@ class Adapters(torch.nn.ModuleDict):
         return make_sharded_tensors_for_checkpoint(parameters, prefix, axes, sharded_offsets)
 
 
-def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, seed: int) -> None:
+def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: int) -> None:
     """Give every decoder layer the adapters that are asked for; the same for any parallel sizes."""
     model.adapters = Adapters()
     groups = arch.kv_heads // model.pg_collection.tp.size()

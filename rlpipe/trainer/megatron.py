@@ -5,9 +5,9 @@ Owns one rank of the policy, its optimizer and its version. The algorithm (loss,
 weights are `hf_bridge`, files are `checkpoint`.
 
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
-and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) is not run: the
+and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run: the
 policy's gradient does not need it. With draft.train=online it learns from the hidden states of the same pass
-(`draft`), and nothing of that reaches the policy; with draft.objective=ppow from windows it drafts there
+(`draft`), and none of its gradient reaches the policy; with draft.objective=ppow from windows it drafts there
 (`ppow`). With adapt_only the draft alone learns (`adapt_step`).
 """
 
@@ -37,7 +37,6 @@ from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.draft import DraftConfig, check_draft
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig, check_parallel, with_layers
-from rlpipe.drafts.windows.totals import PpowTotals
 from rlpipe.metrics.values import Mean, Value, reduce
 from rlpipe.models.checkpoint import read_config, read_weights
 from rlpipe.trainer import runtime
@@ -46,15 +45,16 @@ from rlpipe.trainer.passes import Companion, Passes, Predictions, Scores, schedu
 if TYPE_CHECKING:
     from rlpipe.drafts.loss import MtpStats
     from rlpipe.trainer.checkpoint import Saving, SavingHf
-    from rlpipe.trainer.draft import Table
+    from rlpipe.trainer.draft import DraftStats, Table
     from rlpipe.trainer.hf_bridge import Bucket
+    from rlpipe.trainer.model import PolicyModel
 
 
 class MegatronTrainer:
     """One rank of the trainer; every method is collective: call it on all ranks, in the same order.
 
-    policy_version: updates so far, those without a gradient included; a refused one does not count.
-    rule: the correction, with what it remembers of the batches before.
+    policy_version: updates so far, those with a zero gradient included; a skipped one does not count.
+    rule: the correction, with its state from earlier batches.
     """
 
     def __init__(
@@ -73,40 +73,44 @@ class MegatronTrainer:
         seed: int = 0,
         beside: MegatronTrainer | None = None,
     ) -> None:
-        """Load the model of `model_path` and get ready to train.
+        """Load the model of `model_path` and prepare to train.
 
-        master: `runtime.open_address` of rank 0, where the ranks meet (not needed by one rank alone).
+        master: `runtime.open_address` of rank 0, where the ranks meet (not needed by a single rank).
         total_steps: batches of the run; the learning rate schedules end there.
-        adapt_only: freeze everything but the draft and train it by `adapt_step`, whatever draft.train says.
-        ppow: settings of draft.objective=ppow, None for the defaults. seed: of its windows, drafts and coins.
-        beside: a trainer of this process whose ranks and groups it uses too; close this one first.
+        adapt_only: freeze everything but the draft and train it by `adapt_step`; draft.train is ignored.
+        ppow: settings of draft.objective=ppow, None for the defaults. seed: of windows, drafts and uniforms.
+        beside: a trainer of this process that shares its ranks and groups; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
         self._hf_config = read_config(model_path)
+
+        # Refuse impossible settings before any process group or model exists.
         check_parallel(config, self._hf_config, world_size)
         check_names(algo)
         config = with_layers(config, self._hf_config)
         self._online = mtp.online and not adapt_only
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))
+
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
         self._adapt_only = adapt_only
-        self._temperature = 1.0  # of the batch in hand
-        self._guest = beside is not None
+        self._temperature = 1.0  # of the current batch
+        self._is_guest = beside is not None
         if beside is not None:
             self._runtime = beside._runtime
         else:
             self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         self._passes = Passes(self._runtime)
         try:
-            self._build(mtp, total_steps * (1 if adapt_only else algo.optimizer_steps), ppow, seed)
+            optimizer_steps = total_steps * (1 if adapt_only else algo.optimizer_steps)
+            self._build(mtp, optimizer_steps=optimizer_steps, ppow=ppow, seed=seed)
         except BaseException:
             self.close()
             raise
         self.policy_version = 0
         self.rule = make_rule(algo)
 
-    def _build(self, mtp: DraftConfig, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
+    def _build(self, mtp: DraftConfig, *, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -125,52 +129,60 @@ class MegatronTrainer:
         self._exports = replica < self._config.ep  # the other ranks have the same weights
         windows = (ppow or PpowConfig()) if mtp.windows and (self._online or self._adapt_only) else None
         self._drafting = DraftPasses(
-            mtp, self._runtime, self._passes, self._dp_group, windows, updates=optimizer_steps, seed=seed
+            mtp,
+            self._runtime,
+            self._passes,
+            group=self._dp_group,
+            windows=windows,
+            updates=optimizer_steps,
+            seed=seed,
         )
 
-        def load_policy() -> Any:
+        def load_policy() -> PolicyModel:
             model = build_model(self._hf_config, self._config, self._runtime)
             load_hf_weights(model, self._hf_config, read_weights(self._path))
             return model
 
         self.model = load_policy()
         self.model.learn(policy=not self._adapt_only, draft=self._online or self._adapt_only)
-        self._reference: Any = None
-        if self._algo.kl_coef and not self._adapt_only:  # adapters can be left out
+
+        # Without its LoRA adapters the policy is its own reference: no second copy of the weights.
+        self._reference: PolicyModel | None = None
+        if self._algo.kl_coef and not self._adapt_only:
             self._reference = self.model if self._config.lora.active else load_policy().requires_grad_(False)
+
         sharded = self._config.distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         self._wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
         self.model.config.finalize_model_grads_func = finalize_model_grads
-        self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, optimizer_steps)
+        self.optimizer = PolicyOptimizer(self._config, mtp, self._wrapped, steps=optimizer_steps)
 
     @property
     def hf_config(self) -> Mapping[str, Any]:
-        """`config.json` of the model."""
+        """The model's `config.json`."""
         return self._hf_config
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's weights are."""
+        """The device of this rank's weights."""
         return self._runtime.device
 
     @property
     def trains_draft(self) -> bool:
-        """Whether the draft learns beside the policy."""
+        """Whether the draft is co-trained with the policy."""
         return self._online
 
     @property
     def shares_prefixes(self) -> bool:
-        """Forward and backward passes over micro-batches."""
+        """Whether batches may share prefixes."""
         return self._passes.shares_prefixes
 
     def train_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """One or more optimizer steps on a batch (ppo_epochs * minibatches).
+        """Take one or more optimizer steps on a batch (ppo_epochs * minibatches).
 
-        Returns metrics already reduced over all ranks, the same on each. A step whose gradient is not
-        finite is left out and counted in `actor/skipped_steps`, and so is one without trainable tokens. One
-        whose gradient is 0, because no advantage differs from 0, is left out and counted in
-        `actor/idle_steps`.
+        Returns metrics reduced over all ranks, the same on each. A step whose gradient is not finite, or
+        without trainable tokens, is skipped and counted in `actor/skipped_steps`. A step whose gradient is 0,
+        because no advantage differs from 0, is skipped and counted in `actor/idle_steps`.
         """
         start = time.perf_counter()
         steps = self.steps(batch)
@@ -183,9 +195,10 @@ class MegatronTrainer:
     def steps(
         self, batch: PackedBatch, companion: Companion | None = None
     ) -> Generator[None, None, dict[str, Value]]:
-        """`train_step` in pieces: yields before each optimizer step, when its gradient is there.
+        """Run `train_step` stepwise: yield before each optimizer step, once its gradient is accumulated.
 
-        companion: sees every micro-batch and may change its loss. Returns what train_step does, without time.
+        companion: watches every micro-batch and may change its loss. Returns the metrics of train_step
+        without the time.
         """
         if self._adapt_only:
             raise ValueError(
@@ -193,92 +206,105 @@ class MegatronTrainer:
             )
         minibatches, self._temperature = batch.minibatches, batch.temperature
         shards = [m.shards[self._dp_rank] for m in minibatches]
-        scored = self._algo.needs_start_logprobs
-        ahead = self.rule is not None and self.rule.target_at_start
         score = partial(self._passes.scores, temperature=batch.temperature)
-        old = [score(self.model, s, candidates=ahead) if scored else None for s in shards]
+
+        # PPO's ratio compares with the policy before the first step.
+        needs_old = self._algo.needs_start_logprobs
+        candidates = self.rule is not None and self.rule.target_at_start
+        old = [score(self.model, s, candidates=candidates) if needs_old else None for s in shards]
+
+        # The reference is another model: it routes tokens to experts by its own scores.
         with self.model.without_adapters():
-            choosing = partial(score, replay=False)  # another model: it chooses experts for itself
-            reference = [choosing(self._reference, s) if self._reference else None for s in shards]
-        mine, shared = list[dict[str, Value]](), list[dict[str, Value]]()
+            reference = [score(self._reference, s, replay=False) if self._reference else None for s in shards]
+
+        local, shared = list[dict[str, Value]](), list[dict[str, Value]]()
         for _ in range(self._algo.ppo_epochs):
             for minibatch, shard, old_scores, reference_scores in zip(
                 minibatches, shards, old, reference, strict=True
             ):
-                metrics, stats = self._backward(minibatch, shard, old_scores, reference_scores, companion)
-                mine += metrics
+                metrics, stats = self._backward(
+                    minibatch, shard, old=old_scores, reference=reference_scores, companion=companion
+                )
+                local += metrics
                 yield
                 shared.append(self._apply(minibatch, stats))
-        total = finish(reduce([*runtime.gather_last(reduce(mine), self._dp_group), *shared]))
+
+        total = finish(reduce([*runtime.gather_last(reduce(local), self._dp_group), *shared]))
         if self.rule is not None:
             self.rule.observe(total)
         return total
 
     def adapt_step(self, batch: PackedBatch) -> dict[str, Value]:
-        """Optimizer steps of the draft alone, one per minibatch; the backbone runs without gradients.
+        """Step only the draft, once per minibatch; the backbone runs without gradients.
 
-        Returns mtp/* metrics, reduced over all ranks. A step whose gradient is not finite is left out and
-        counted in `mtp/skipped_steps`, and so is one in which nothing is drafted.
+        Returns mtp/* metrics, reduced over all ranks. A step whose gradient is not finite, or in which no
+        token is drafted, is skipped and counted in `mtp/skipped_steps`.
         Raises ValueError unless the trainer was built with adapt_only=True.
         """
         if not self._adapt_only:
             raise ValueError("adapt_step trains the draft alone: build the trainer with adapt_only=True.")
+
         start = time.perf_counter()
         steps = []
         for minibatch in batch.minibatches:
             self._wrapped.zero_grad_buffer()
             self.optimizer.zero_grad()
+
             shard = minibatch.shards[self._dp_rank]
             forward = self._drafting.forward(
-                self.model, len(shard), batch.temperature, self.optimizer.updates["mtp"]
+                self.model,
+                count=len(shard),
+                temperature=batch.temperature,
+                updates=self.optimizer.updates["mtp"],
             )
-            stats = self._drafting.summed(schedule(self._wrapped, shard, forward, forward_only=False))
-            steps.append(self._apply(minibatch, stats))
+            parts = schedule(self._wrapped, shard, forward, forward_only=False)
+            steps.append(self._apply(minibatch, self._drafting.sum_over_ranks(parts)))
         return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}
 
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
-        """Teacher-forced statistics of the draft on a batch, expected verify steps included; on every rank.
+        """Compute teacher-forced statistics of the draft on a batch, expected verify steps included.
 
-        Changes nothing. Raises ValueError when the checkpoint has no draft.
+        Returns them on every rank; the trainer's state is unchanged. Raises ValueError when the checkpoint
+        has no draft.
         """
         check_draft(self._mtp, self._hf_config, str(self._path))
-        shard = [micro for m in batch.minibatches for micro in m.shards[self._dp_rank]]
-        return self._drafting.statistics(self.model, shard, batch.temperature)
+        return self._drafting.statistics(self.model, self._shard(batch), batch.temperature)
 
     def freeze_draft(self) -> None:
-        """No longer train the draft beside the policy."""
+        """Stop co-training the draft with the policy."""
         self._online = False
 
     def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
-        """Draft and target at every context of every packed trajectory (None: it has none); on every rank.
+        """Tabulate draft and target at every context of every packed trajectory (None: it has none).
 
-        Changes nothing. Raises ValueError when the checkpoint has no draft.
+        Returns the tables on every rank; the trainer's state is unchanged. Raises ValueError when the
+        checkpoint has no draft.
         """
         check_draft(self._mtp, self._hf_config, str(self._path))
-        shard = [micro for m in batch.minibatches for micro in m.shards[self._dp_rank]]
-        found = self._drafting.tables(self.model, shard, batch.temperature)
-        everywhere = ChainMap(*runtime.gather_last(found, self._dp_group))
-        return [everywhere.get(row) for row in range(len(batch.lengths))]
+        tables = self._drafting.tables(self.model, self._shard(batch), batch.temperature)
+        tables_by_row = ChainMap(*runtime.gather_last(tables, self._dp_group))
+        return [tables_by_row.get(row) for row in range(len(batch.lengths))]
 
     def logprobs(self, batch: PackedBatch) -> list[list[float]]:
-        """Current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
+        """Compute current logprobs of every packed trajectory, parallel to its token_ids, on every rank.
 
-        0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
+        They are 0.0 where loss_mask is 0, and throughout trajectories that `pack` left out.
         """
-        found: dict[int, np.ndarray] = {}
+        logprobs: dict[int, np.ndarray] = {}
         for minibatch in batch.minibatches:
             shard = minibatch.shards[self._dp_rank]
-            found |= self._passes.lines(self.model, shard, batch)
-        everywhere = ChainMap(*runtime.gather_last(found, self._dp_group))
+            logprobs |= self._passes.logprobs_by_row(self.model, shard, batch)
+
+        by_row = ChainMap(*runtime.gather_last(logprobs, self._dp_group))
         return [
-            everywhere[row].tolist() if row in everywhere else [0.0] * length
+            by_row[row].tolist() if row in by_row else [0.0] * length
             for row, length in enumerate(batch.lengths)
         ]
 
     def weight_buckets(self, megabytes: int, dtype: torch.dtype) -> Iterable[Bucket]:
-        """Target and MTP weights under HF names, by buckets gathered one after the other; see `hf_bridge`.
+        """Gather target and MTP weights under HF names, bucket by bucket; see `hf_bridge`.
 
-        Every rank must iterate to the end; there is something to see on rank 0 only.
+        Every rank must iterate to the end; only rank 0 gets the tensors.
         """
         from rlpipe.trainer.hf_bridge import weight_buckets
 
@@ -287,25 +313,25 @@ class MegatronTrainer:
         return weight_buckets(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
 
     def bucket_plan(self, megabytes: int, dtype: torch.dtype) -> list[Bucket]:
-        """What `weight_buckets` will show, as tensors on the meta device."""
+        """List the buckets of `weight_buckets`, as tensors on the meta device."""
         from rlpipe.trainer.hf_bridge import bucket_plan
 
         return bucket_plan(self.model, self._hf_config, megabytes=megabytes, dtype=dtype)
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """Target and MTP weights under HF names, full, on the CPU; None on ranks other than 0."""
+        """Gather full target and MTP weights under HF names, on the CPU; None on ranks other than 0."""
         from rlpipe.trainer.hf_bridge import export_hf_weights
 
         return export_hf_weights(self.model, self._hf_config) if self._exports else None
 
     def save(self, directory: str | Path) -> None:
-        """Everything a resumed run needs; the directory appears when it is complete."""
+        """Write all state that a resumed run needs; the directory appears when it is complete."""
         from rlpipe.trainer.checkpoint import save
 
         save(self, Path(directory))
 
     def begin_save(self, directory: str | Path, hf: str | Path) -> list[Saving | SavingHf]:
-        """Copy what `save` and `save_hf` would write into these directories, to be written later."""
+        """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
         weights = SavingHf(self.export_weights(), Path(hf), like=self._path)
@@ -318,48 +344,58 @@ class MegatronTrainer:
         load(self, Path(directory))
 
     def save_hf(self, directory: str | Path) -> None:
-        """A Hugging Face checkpoint: backbone, MTP, config, tokenizer, in the dtypes of the original."""
+        """Write a Hugging Face checkpoint: backbone, MTP, config, tokenizer, in the original dtypes."""
         from rlpipe.trainer.checkpoint import save_hf
 
         save_hf(self.export_weights(), Path(directory), like=self._path)
 
     def close(self) -> None:
         """Leave the process group, unless it is another trainer's."""
-        if not self._guest:
+        if not self._is_guest:
             runtime.stop()
+
+    def _shard(self, batch: PackedBatch) -> list[MicroBatch]:
+        """List this rank's micro-batches of all minibatches."""
+        return [micro_batch for m in batch.minibatches for micro_batch in m.shards[self._dp_rank]]
 
     def _backward(
         self,
         minibatch: MiniBatch,
         shard: Sequence[MicroBatch],
+        *,
         old: list[Scores] | None,
         reference: list[Scores] | None,
-        companion: Companion | None = None,
-    ) -> tuple[list[dict[str, Value]], MtpStats | PpowTotals | None]:
+        companion: Companion | None,
+    ) -> tuple[list[dict[str, Value]], DraftStats | None]:
         """Accumulate the minibatch's gradient, reduced over ranks.
 
-        Returns metrics of each micro-batch, and the draft's statistics over all ranks (None: it is not due).
+        Returns metrics of each micro-batch, and the draft's statistics over all ranks (None where the draft's
+        interval leaves this step out).
         """
         drafts = self._online and (self.policy_version + 1) % self._mtp.interval == 0
         extra = minibatch.draft_shards[self._dp_rank] if drafts else []
         count = len(shard) + len(extra)
         temperature, updates = self._temperature, self.optimizer.updates.get("mtp", 0)
+
+        # A batch may have no trainable token; the totals divide.
         totals = LossTotals(
             tokens=max(1, minibatch.tokens), sequences=max(1, minibatch.sequences), dp_size=self._config.dp
         )
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def loss_of(index: int, micro: MicroBatch, found: Predictions) -> Any:
+        def loss_of(
+            index: int, micro_batch: MicroBatch, predictions: Predictions
+        ) -> tuple[torch.Tensor, tuple[dict[str, Value], DraftStats | None]]:
             move = self._runtime.to_device
             start = None if old is None else old[index]
             inputs = LossInputs(
-                logprobs=found.logprobs,
-                entropies=found.entropies,
-                old_logprobs=found.logprobs.detach() if start is None else start.logprobs,
-                rollout_logprobs=move(micro.rollout_logprobs),
-                advantages=move(micro.advantages),
-                mask=move(micro.mask),
+                logprobs=predictions.logprobs,
+                entropies=predictions.entropies,
+                old_logprobs=predictions.logprobs.detach() if start is None else start.logprobs,
+                rollout_logprobs=move(micro_batch.rollout_logprobs),
+                advantages=move(micro_batch.advantages),
+                mask=move(micro_batch.mask),
                 reference_logprobs=None if reference is None else reference[index].logprobs,
             )
             loss, metrics = micro_batch_loss(
@@ -367,44 +403,65 @@ class MegatronTrainer:
                 totals,
                 self._algo,
                 rule=self.rule,
-                extras=None if self.rule is None else self._passes.extras(micro, found, start),
+                extras=None if self.rule is None else self._passes.extras(micro_batch, predictions, start),
             )
-            metrics |= found.replayed()
+            metrics |= predictions.replayed()
+
             if companion is not None:
-                loss, more = companion.watch(index, micro, found, loss, totals)
-                metrics |= more
+                loss, companion_metrics = companion.watch(
+                    index, micro_batch, predictions, loss=loss, totals=totals
+                )
+                metrics |= companion_metrics
+
+            # The draft learns from the hidden states of the same pass.
             stats = None
             if drafts:
-                seen = (micro, found.hidden, found.layout, temperature, updates)
-                draft_loss, stats = self._drafting.loss(self.model, *seen)
+                draft_loss, stats = self._drafting.loss(
+                    self.model,
+                    micro_batch,
+                    hidden=predictions.hidden,
+                    layout=predictions.layout,
+                    temperature=temperature,
+                    updates=updates,
+                )
                 loss = loss + draft_loss
             return loss * count, (metrics, stats)  # Megatron divides by the number of micro-batches
 
-        keep = drafts and self._drafting.reads_keys
-        teach = self._passes.forward(self._wrapped, loss_of, temperature, keep)
-        draft = self._drafting.forward(self.model, count, temperature, updates)
+        retain_keys = drafts and self._drafting.reads_keys
+        policy_forward = self._passes.forward(
+            self._wrapped, loss_of, temperature=temperature, retain_keys=retain_keys
+        )
+        draft_forward = self._drafting.forward(
+            self.model, count=count, temperature=temperature, updates=updates
+        )
 
-        def forward(index: int, micro: MicroBatch) -> Any:
-            return teach(index, micro) if index < len(shard) else draft(index, micro)
+        # One schedule for both: micro-batches of the policy first, then those that train only the draft.
+        def forward(index: int, micro_batch: MicroBatch) -> Any:
+            return (policy_forward if index < len(shard) else draft_forward)(index, micro_batch)
 
-        done = schedule(self._wrapped, [*shard, *extra], forward, forward_only=False)
-        metrics = [metrics for metrics, _ in done[: len(shard)]]
-        parts = [*(stats for _, stats in done[: len(shard)]), *done[len(shard) :]]
-        return metrics, self._drafting.summed(parts) if drafts else None
+        results = schedule(self._wrapped, [*shard, *extra], forward, forward_only=False)
+        metrics = [metrics for metrics, _ in results[: len(shard)]]
+        parts = [*(stats for _, stats in results[: len(shard)]), *results[len(shard) :]]
+        return metrics, self._drafting.sum_over_ranks(parts) if drafts else None
 
-    def _apply(self, minibatch: MiniBatch, stats: MtpStats | PpowTotals | None) -> dict[str, Value]:
-        """Step the optimizer; metrics that are the same on every rank.
+    def _apply(self, minibatch: MiniBatch, stats: DraftStats | None) -> dict[str, Value]:
+        """Step the optimizer and return metrics that are the same on every rank.
 
         stats: of the draft, if it is to be stepped.
         """
         metrics: dict[str, Value] = {} if stats is None else stats.metrics()
         groups = ([] if self._adapt_only else ["policy"]) + ([] if stats is None else ["mtp"])
         scales = dict.fromkeys(groups, 1.0)
-        if stats is not None:  # gradients are means over ranks of what the numerator of the loss gives
+
+        # The draft's loss was a numerator, and gradients are means over ranks: divide by the denominator.
+        if stats is not None:
             weight = stats.weight.item()
             scales["mtp"] = self._config.dp / weight if weight else 0.0
+
         outcome = self.optimizer.step(scales if minibatch.tokens else {})
         self.policy_version += bool(outcome.applied or "policy" in outcome.idle)
         metrics |= outcome.metrics(groups)
-        counts = minibatch.tokens and not self._adapt_only
-        return metrics | optimizer_step_count(self._algo) if counts else metrics
+
+        if minibatch.tokens and not self._adapt_only:
+            metrics |= optimizer_step_count(self._algo)
+        return metrics

@@ -138,7 +138,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         )
     transformer = transformer_config(arch, config, runtime)
     dense = arch.experts.dense if arch.experts else 0
-    decoder, mtp = block_specs(transformer, runtime.te, dense, arch.delta)
+    decoder, mtp = block_specs(transformer, te=runtime.te, dense=dense, delta=arch.delta)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = PolicyModel(
         config=transformer,
@@ -161,7 +161,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     model.rotary_pos_emb.cp_group = None  # layouts say where a token stands, on whichever rank it lies
     if config.lora.active:
         check_lora(config.lora, hf_config)
-        attach(model, arch, config.lora, config.seed)
+        attach(model, arch, config.lora, seed=config.seed)
     if arch.rope.scaling:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.rotary_dim))

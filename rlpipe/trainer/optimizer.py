@@ -82,7 +82,7 @@ class PolicyOptimizer:
     """
 
     def __init__(
-        self, config: TrainerConfig, mtp: DraftConfig, model: DistributedDataParallel, steps: int
+        self, config: TrainerConfig, mtp: DraftConfig, model: DistributedDataParallel, *, steps: int
     ) -> None:
         self._clip = {POLICY: config.clip_grad, MTP: mtp.clip_grad}
         optimizer_config = OptimizerConfig(
@@ -109,7 +109,7 @@ class PolicyOptimizer:
         present = {_tag(group) for group in self.inner.param_groups}
         plans = {POLICY: (config, steps), MTP: (mtp, max(1, steps // mtp.interval))}
         self._schedules = {
-            tag: _schedule(plan, length, _Groups(self.inner, tag), config.weight_decay)
+            tag: _schedule(plan, _Groups(self.inner, tag), steps=length, weight_decay=config.weight_decay)
             for tag, (plan, length) in plans.items()
             if tag in present
         }
@@ -202,7 +202,7 @@ def _tag(group: dict[str, Any]) -> str:
 
 
 def _schedule(
-    plan: TrainerConfig | DraftConfig, steps: int, groups: _Groups, weight_decay: float
+    plan: TrainerConfig | DraftConfig, groups: _Groups, *, steps: int, weight_decay: float
 ) -> OptimizerParamScheduler:
     """Warm-up, then the plan's shape until `steps`, over one group."""
     return OptimizerParamScheduler(

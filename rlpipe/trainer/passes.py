@@ -1,14 +1,14 @@
 """Forward and backward passes of a policy over micro-batches, by Megatron's schedule.
 
-Owns how a micro-batch reaches a model and what comes back; what is made of it, a loss or scores, is the
-caller's. The draft's passes end in `draft`, the policy's here.
+Owns how a micro-batch reaches a model and which predictions come back; the caller turns these into a loss or
+into scores. The draft's passes end in `draft`, the policy's here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,18 +22,27 @@ from rlpipe.trainer.runtime import Runtime
 from rlpipe.types import unrecorded
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
     from rlpipe.trainer.layers import BranchLayout
     from rlpipe.trainer.logprobs import Head
+    from rlpipe.trainer.model import PolicyModel
+
+T = TypeVar("T")
+# The model's output for a micro-batch, and the function from it to (loss, result), None before the last stage
+Forward = Callable[
+    [int, MicroBatch], tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, T]] | None]
+]
 
 
 @dataclass(slots=True, kw_only=True)
 class Predictions:
-    """What a forward pass over a micro-batch says of its sampled tokens.
+    """The predictions of the sampled tokens of a micro-batch, by one forward pass.
 
-    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be kept.
-    states: [P, H], of the places that predict the P sampled tokens. logits: makes their [P, V_local] at once.
+    hidden: [N, H] states of the policy. layout: of the pass; it holds the keys if they were to be retained.
+    states: [P, H], at the positions that predict the P sampled tokens. logits: computes their [P, V_local].
     logprobs, entropies: [B, R] float32, 0 where there is no token.
-    of: logprobs [P, K] that the same pass gives to other tokens, by their ids; without a gradient.
+    candidate_logprobs: [P, K] of further tokens by their ids, without a gradient.
     """
 
     hidden: torch.Tensor
@@ -42,10 +51,10 @@ class Predictions:
     logits: Callable[[], torch.Tensor]
     logprobs: torch.Tensor
     entropies: torch.Tensor
-    of: Callable[[torch.Tensor], torch.Tensor]
+    candidate_logprobs: Callable[[torch.Tensor], torch.Tensor]
 
     def replayed(self) -> dict[str, Value]:
-        """Metrics of the routes that were replayed in this pass; none without a record."""
+        """Return metrics of the routes that were replayed in this pass; none without a record."""
         replay = None if self.layout is None else self.layout.replay
         return {} if replay is None else replay.metrics()
 
@@ -59,12 +68,19 @@ class Scores:
 
 
 class Companion(Protocol):
-    """What else happens to the micro-batches of an update; see `decoupled`."""
+    """Watches the micro-batches of an update and may change their loss; see `decoupled`."""
 
     def watch(
-        self, index: int, micro: MicroBatch, found: Predictions, loss: torch.Tensor, totals: LossTotals
+        self,
+        index: int,
+        micro_batch: MicroBatch,
+        predictions: Predictions,
+        *,
+        loss: torch.Tensor,
+        totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
-        """The loss to descend in place of the policy's, which is given, and further metrics."""
+        """Return the loss to descend instead of the policy's `loss`, and further metrics."""
+        ...
 
 
 class Passes:
@@ -80,77 +96,90 @@ class Passes:
 
     def scores(
         self,
-        model: Any,
+        model: PolicyModel,
         shard: Sequence[MicroBatch],
         *,
         temperature: float,
         candidates: bool = False,
         replay: bool = True,
     ) -> list[Scores]:
-        """Logprobs of the targets under a model, and of their candidates if asked for, without a graph.
+        """Compute logprobs of the targets under a model, without a graph.
 
-        replay: send tokens to the experts that read them in the rollout, where recorded.
+        candidates: those of candidate tokens too. replay: route tokens to the experts that read them in the
+        rollout, where recorded.
         """
 
-        def keep(index: int, micro: MicroBatch, found: Predictions) -> Any:
-            own = micro.candidates if candidates else None
-            top = None if own is None else found.of(self._runtime.to_device(own.ids))
-            return found.logprobs.sum(), Scores(logprobs=found.logprobs, candidates=top)
+        def score(
+            index: int, micro_batch: MicroBatch, predictions: Predictions
+        ) -> tuple[torch.Tensor, Scores]:
+            top = None
+            if candidates and micro_batch.candidates is not None:
+                ids = self._runtime.to_device(micro_batch.candidates.ids)
+                top = predictions.candidate_logprobs(ids)
+            return predictions.logprobs.sum(), Scores(logprobs=predictions.logprobs, candidates=top)
 
         with torch.no_grad():
-            forward = self.forward(model, keep, temperature, replay=replay)
+            forward = self.forward(model, score, temperature=temperature, replay=replay)
             return schedule(model, shard, forward, forward_only=True)
 
-    def extras(self, micro: MicroBatch, found: Predictions, start: Scores | None) -> TokenExtras:
-        """What the correction asked for: columns, the rollout's candidates and what its target gives to them.
+    def extras(self, micro_batch: MicroBatch, predictions: Predictions, start: Scores | None) -> TokenExtras:
+        """Collect the data that the correction declared: columns, candidates and their logprobs.
 
         start: of the policy at the start of the batch, where that is the target.
         """
-        candidates, move = micro.candidates, self._runtime.to_device
-        columns = {name: move(values) for name, values in micro.columns.items()}
+        candidates, move = micro_batch.candidates, self._runtime.to_device
+        columns = {name: move(values) for name, values in micro_batch.columns.items()}
         if candidates is None:
             return TokenExtras(columns=columns)
-        ahead = None if start is None else start.candidates
-        target = found.of(move(candidates.ids)) if ahead is None else ahead
+
+        target = None if start is None else start.candidates
+        if target is None:
+            target = predictions.candidate_logprobs(move(candidates.ids))
         return TokenExtras(columns=columns, rollout_top=move(candidates.logprobs), target_top=target)
 
-    def lines(self, model: Any, shard: Sequence[MicroBatch], batch: PackedBatch) -> dict[int, np.ndarray]:
-        """Logprobs of each trajectory of a shard, parallel to its tokens, by its row in the batch."""
-        found: dict[int, np.ndarray] = {}
+    def logprobs_by_row(
+        self, model: PolicyModel, shard: Sequence[MicroBatch], batch: PackedBatch
+    ) -> dict[int, np.ndarray]:
+        """Compute logprobs of each trajectory of a shard, parallel to its tokens, by its row in the batch."""
+        logprobs: dict[int, np.ndarray] = {}
         scores = self.scores(model, shard, temperature=batch.temperature)
-        for micro, score in zip(shard, scores, strict=bool(scores)):  # the last pipeline stage has them
-            values, mask = score.logprobs.cpu().numpy(), micro.mask > 0
-            for b in np.flatnonzero(micro.rows >= 0):
-                line = np.zeros(batch.lengths[micro.rows[b]], dtype=np.float32)
-                line[micro.indices[b, mask[b]]] = values[b, mask[b]]
-                found[int(micro.rows[b])] = line
-        return found
+
+        # Only the last pipeline stage has scores.
+        for micro_batch, score in zip(shard, scores, strict=bool(scores)):
+            values, mask = score.logprobs.cpu().numpy(), micro_batch.mask > 0
+            for b in np.flatnonzero(micro_batch.rows >= 0):
+                row = int(micro_batch.rows[b])
+                logprobs[row] = np.zeros(batch.lengths[row], dtype=np.float32)
+                logprobs[row][micro_batch.indices[b, mask[b]]] = values[b, mask[b]]
+        return logprobs
 
     def forward(
         self,
-        model: Any,
-        use: Callable[[int, MicroBatch, Predictions], Any],
+        model: PolicyModel | DistributedDataParallel,
+        use: Callable[[int, MicroBatch, Predictions], tuple[torch.Tensor, T]],
+        *,
         temperature: float,
-        keep: bool = False,
+        retain_keys: bool = False,
         replay: bool = True,
-    ) -> Callable[[int, MicroBatch], Any]:
-        """The policy over a micro-batch, for `schedule`; `use` gives (loss, anything). keep: its keys.
+    ) -> Forward[T]:
+        """Make the policy's pass over a micro-batch, for `schedule`.
 
+        use: turns predictions into a loss and a result. retain_keys: the layout retains keys and values.
         replay: as of `scores`.
         """
         from rlpipe.trainer.logprobs import Head
 
-        policy = getattr(model, "module", model)
+        policy: PolicyModel = getattr(model, "module", model)
         move = self._runtime.to_device
 
-        def forward(index: int, micro: MicroBatch) -> Any:
-            select = move(micro.mask) > 0
-            hidden, sources, layout = self.hidden(policy, micro, keep, replay)
+        def forward(index: int, micro_batch: MicroBatch) -> Any:
+            select = move(micro_batch.mask) > 0
+            hidden, sources, layout = self.hidden(policy, micro_batch, retain_keys=retain_keys, replay=replay)
             if not policy.post_process:
                 return hidden, None
             states = hidden.index_select(0, sources)
 
-            def finish_micro(states: torch.Tensor) -> Any:
+            def finish_micro_batch(states: torch.Tensor) -> tuple[torch.Tensor, T]:
                 head = Head(
                     weight=policy.head_weight,
                     columns=policy.local_vocab,
@@ -158,85 +187,110 @@ class Passes:
                     vocab_start=policy.vocab_start,
                     group=policy.pg_collection.tp,
                 )
-                targets = move(micro.targets)
-                logprobs, entropies = self._scored(head, states, targets, policy.pg_collection.cp)
+                targets = move(micro_batch.targets)
+                logprobs, entropies = self._score(head, states, targets, group=policy.pg_collection.cp)
+
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
-                found = Predictions(
+                predictions = Predictions(
                     hidden=hidden,
                     layout=layout,
                     states=states,
                     logits=lambda: policy.head(states),
                     logprobs=grid.masked_scatter(select, logprobs),
                     entropies=grid.masked_scatter(select, entropies),
-                    of=lambda ids: head.candidates(states, ids, targets, logprobs),
+                    candidate_logprobs=lambda ids: head.candidates(
+                        states, ids, targets=targets, logprobs=logprobs
+                    ),
                 )
-                return use(index, micro, found)
+                return use(index, micro_batch, predictions)
 
-            return states, finish_micro
+            return states, finish_micro_batch
 
         return forward
 
-    def _scored(
-        self, head: Head, states: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+    def _score(
+        self, head: Head, states: torch.Tensor, targets: torch.Tensor, *, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [P]; context parallel ranks compute a share of them each."""
+        """Compute log-probabilities and entropies [P], a share of them on each context parallel rank."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
         if group.size() == 1:
             return head.logprobs(states, targets)
+
         size = -(-len(targets) // group.size())
         share = slice(group.rank() * size, (group.rank() + 1) * size)
-        mine = torch.stack(head.logprobs(states[share], targets[share]))
+        local = torch.stack(head.logprobs(states[share], targets[share]))
+
+        # Each rank pads its share with zeros, so that the sum over ranks joins the shares.
         before = min(share.start, len(targets))
-        padded = torch.nn.functional.pad(mine, (before, len(targets) - before - mine.shape[1]))
+        padded = torch.nn.functional.pad(local, (before, len(targets) - before - local.shape[1]))
         logprobs, entropies = reduce_from_tensor_model_parallel_region(padded, group)
         return logprobs, entropies
 
     def hidden(
-        self, policy: Any, micro: MicroBatch, keep: bool = False, replay: bool = True
+        self,
+        policy: PolicyModel,
+        micro_batch: MicroBatch,
+        *,
+        retain_keys: bool = False,
+        replay: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, BranchLayout | None]:
-        """Hidden states of a micro-batch, which of them predict sampled tokens [P], and the layout if flat.
+        """Compute the hidden states of a micro-batch.
 
-        On a pipeline stage before the last these are not whole and no more than what it passes on.
-        keep: the layout keeps keys and values. replay: as of `scores`. Raises ValueError where routes are to
-        be replayed by layers that read padded rows.
+        Returns them, the indices [P] of those that predict sampled tokens, and the layout where tokens are
+        flat. A pipeline stage before the last returns the states it passes on, which may be a shard.
+        retain_keys, replay: as of `forward`. Raises ValueError where routes are to be replayed by layers that
+        read padded rows.
         """
         from rlpipe.trainer.context import ContextLayout
         from rlpipe.trainer.experts import Replay
         from rlpipe.trainer.layers import BranchLayout
 
         move, group = self._runtime.to_device, policy.pg_collection.cp
-        share = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
+        ranks = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
         routes = None
-        if replay and micro.routes is not None:
-            routes = Replay(move(micro.routes), unrecorded(micro.routes))
+        if replay and micro_batch.routes is not None:
+            routes = Replay(move(micro_batch.routes), unrecorded(micro_batch.routes))
+
         if not self.shares_prefixes:
             if routes is not None:
                 raise ValueError(
                     "rollout.replay_routes=true with TransformerEngine's layers, which get no routes: set "
                     "trainer.layers=local."
                 )
-            tokens, sources = micro.padded()
+            tokens, sources = micro_batch.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
+
+        sources = move(micro_batch.sources)
         if group.size() > 1:
-            cut = ContextLayout(micro, group, self._runtime.device, routes, share)
-            hidden = policy.hidden_states(move(cut.tokens[None]), cut)
-            return cut.gather(hidden) if policy.post_process else hidden, move(micro.sources), cut
-        count, branches = len(micro.tokens), micro.branches
-        padding = -count % share
+            device = self._runtime.device
+            layout = ContextLayout(micro_batch, group, device, replay=routes, multiple=ranks)
+            hidden = policy.hidden_states(move(layout.tokens[None]), layout)
+            return layout.gather(hidden) if policy.post_process else hidden, sources, layout
+
+        # Sequence parallel ranks need shares of equal size: the padding is a branch of its own.
+        count, branches = len(micro_batch.tokens), micro_batch.branches
+        padding = -count % ranks
         if padding:
             branches = [*branches, Branch(length=padding, context=[])]
-        tokens, positions = (np.pad(x, (0, padding)) for x in (micro.tokens, micro.positions))
-        layout = BranchLayout(branches, move(positions), keep, routes and routes.padded(padding))
+        tokens, positions = (np.pad(x, (0, padding)) for x in (micro_batch.tokens, micro_batch.positions))
+        layout = BranchLayout(
+            branches, move(positions), retain_keys=retain_keys, replay=routes and routes.padded(padding)
+        )
         hidden = policy.hidden_states(move(tokens[None]), layout)
-        return hidden[:count] if policy.post_process else hidden, move(micro.sources), layout
+        return hidden[:count] if policy.post_process else hidden, sources, layout
 
 
-def schedule(model: Any, shard: Sequence[MicroBatch], forward: Any, *, forward_only: bool) -> list:
-    """Megatron's schedule; `forward(index, micro)` gives an output and what makes of it (loss, anything).
+def schedule(
+    model: PolicyModel | DistributedDataParallel,
+    shard: Sequence[MicroBatch],
+    forward: Forward[T],
+    *,
+    forward_only: bool,
+) -> list[T]:
+    """Run Megatron's schedule of forward, and backward, passes over micro-batches.
 
-    Returns the anythings, one per micro-batch; none on a pipeline stage before the last, where `forward`
-    gives (output, None).
+    Returns the result of each micro-batch; none on a pipeline stage before the last.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -245,7 +299,7 @@ def schedule(model: Any, shard: Sequence[MicroBatch], forward: Any, *, forward_o
         data_iterator=enumerate(shard),
         model=model,
         num_microbatches=len(shard),
-        seq_length=1,  # neither size is read: a pipeline's stages tell one another what they send
+        seq_length=1,  # neither size is read: pipeline stages exchange the shapes they send
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -1,6 +1,6 @@
-"""Windows of an MTP layer: drafted behind a micro-batch's texts, and read by the backbone.
+"""Windows of an MTP layer: drafted after each token of a micro-batch, and read by the backbone.
 
-Owns the passes that `drafts.windows.training` asks for; keys of finished passes are `continuation`'s.
+Owns the passes that `drafts.windows.training` needs; keys of finished passes are `continuation`'s.
 
     backbone's own pass  -> hidden states, keys         (with or without a gradient: none is taken from it)
     depth 1, all anchors -> Q along the text, keys
@@ -9,8 +9,8 @@ Owns the passes that `drafts.windows.training` asks for; keys of finished passes
     backbone, W(K - 1)   -> the greedy window from each anchor
 
 So a step costs one MTP depth over the texts, and K (G + 1) tokens per window of each model. Drafts are those
-of the engine: deeper ones attend to depth-1 keys of the prefix and to their own (teacher forcing lets them
-see the text's further tokens instead, through keys of their depth).
+of the engine: deeper ones attend to depth-1 keys of the prefix and to their own (with teacher forcing they
+attend to the text's further tokens instead, through keys of their depth).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlpipe.drafts.megatron_draft import draft_step
 from rlpipe.drafts.windows.rollout import SampledWindows
 from rlpipe.drafts.windows.selection import criticality
 from rlpipe.trainer.continuation import Continuation
-from rlpipe.trainer.layers import BranchLayout, Kept
+from rlpipe.trainer.layers import BranchLayout, RetainedKeys
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.runtime import Runtime
 
@@ -44,54 +44,54 @@ class MtpWindows:
     def __init__(
         self,
         policy: PolicyModel,
-        micro: MicroBatch,
+        micro_batch: MicroBatch,
         batch: DraftBatch,
+        *,
         hidden: torch.Tensor,
-        kept: Kept,
+        retained: RetainedKeys,
         temperature: float,
         runtime: Runtime,
     ) -> None:
-        self.owners, self.turns, self.sampled, self.rows = (
-            batch.owners,
-            batch.tokens,
-            batch.sampled,
-            micro.rows,
-        )
-        self._policy, self._micro, self._batch, self._hidden = policy, micro, batch, hidden
-        self._kept, self._temperature, self._runtime = kept, temperature, runtime
+        """Run depth 1 over all anchors. hidden, retained: of the backbone's pass over the micro-batch."""
+        self.owners, self.turns, self.sampled = batch.owners, batch.tokens, batch.sampled
+        self.rows = micro_batch.rows
+        self._policy, self._micro_batch, self._batch, self._hidden = policy, micro_batch, batch, hidden
+        self._retained, self._temperature, self._runtime = retained, temperature, runtime
+
         move = runtime.to_device
-        layout = BranchLayout(batch.branches, move(batch.positions), keep=True)
+        layout = BranchLayout(batch.branches, move(batch.positions), retain_keys=True)
         inputs = hidden.index_select(0, move(batch.places))[:, None]
         rotary = policy.rotary(batch.positions)
         self._states = draft_step(
             policy, 0, inputs, tokens=move(batch.following), rotary_pos_emb=rotary, layout=layout
         )[:, 0]
-        self._draft_kept = layout.release()
+        self._draft_retained = layout.release()
 
     @property
     def draft_cost(self) -> float:
-        """Parameters of the draft against those of the backbone, without embedding and head."""
+        """Ratio of the draft's parameters to the backbone's, without embedding and head."""
         policy = self._policy
-        sizes = [
+        draft_size, backbone_size = (
             sum(
                 p.numel()
                 * (policy.pg_collection.tp.size() if getattr(p, "tensor_model_parallel", False) else 1)
                 for p in part.parameters()
             )
             for part in (policy.mtp, policy.decoder)
-        ]
-        return sizes[0] / sizes[1]
+        )
+        return draft_size / backbone_size
 
     def criticality(self) -> torch.Tensor:
-        """[R, L] of the first draft from each token of the turns."""
+        """Compute the criticality [R, L] of the first draft from each token of the turns."""
         policy, batch, move = self._policy, self._batch, self._runtime.to_device
-        near, group = depth_targets(move(batch.tokens), move(batch.sampled), 1), policy.pg_collection.tp
+        targets = depth_targets(move(batch.tokens), move(batch.sampled), 1)
+        group = policy.pg_collection.tp
         rows, *_ = linear_draft_rows(
             self._states.detach().index_select(0, move(batch.anchors.flatten()))[:, None],
             self._hidden.index_select(0, move(batch.backbone.flatten())),
             head_weight=policy.head_weight,
-            mask=near.mask,
-            tokens=near.tokens,
+            mask=targets.mask,
+            tokens=targets.tokens,
             temperature=self._temperature,
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
@@ -99,58 +99,59 @@ class MtpWindows:
         return criticality(rows.target_entropy, rows.kl, policy.vocab_real).view(batch.tokens.shape)
 
     def start(self, windows: SampledWindows, group: int) -> torch.device:
-        """Get ready to go on from W windows, `group` times from each."""
+        """Prepare to continue W windows, `group` times each."""
         batch, self._group = self._batch, group
         anchors = batch.anchors[windows.turns, windows.columns]
         following = batch.backbone[windows.turns, windows.columns + 1]
         self.draft_prefixes = self._prefixes(batch.branches, anchors)
-        self.prefixes = self._prefixes(self._micro.branches, following)
+        self.prefixes = self._prefixes(self._micro_batch.branches, following)
         self._first = self._runtime.to_device(following)
         self._state = self._states.index_select(0, self._runtime.to_device(anchors))
-        self._depth, self._drafting = 0, Continuation(self._draft_kept, self.draft_prefixes, group)
-        self._reading = Continuation(self._kept, self.prefixes)
+        self._depth, self._drafting = 0, Continuation(self._draft_retained, self.draft_prefixes, group=group)
+        self._reading = Continuation(self._retained, self.prefixes)
         return self._state.device
 
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
-        """[W, G, V] of the layer after its last tokens [W, G], None at first."""
+        """Compute logprobs [W, G, V] of the layer after its last tokens [W, G], None at first."""
         if tokens is None:
             return self._logprobs(self._state)[:, None].expand(-1, self._group, -1)
         state = self._state if self._depth else self._state.repeat_interleave(self._group, 0)
         self._depth += 1
         rotary = self._policy.rotary(self._drafting.advance(1).positions)
         flat = tokens.view(1, -1)
-        self._state = draft_step(
+        states = draft_step(
             self._policy,
             self._depth,
             state[:, None],
             tokens=flat,
             rotary_pos_emb=rotary,
             layout=self._drafting,
-        )[:, 0]
+        )
+        self._state = states[:, 0]
         return self._logprobs(self._state).unflatten(0, tokens.shape)
 
     def first(self) -> torch.Tensor:
-        """[W, V] of the target where the first draft stands."""
+        """Compute logprobs [W, V] of the target at the position of the first draft."""
         return self._logprobs(self._hidden.index_select(0, self._first))
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, G, K, V] of the target after each of the tokens [W, G, K]."""
-        ahead = Continuation(self._kept, self.prefixes, self._group).advance(tokens.shape[2])
-        later = self._logprobs(self._policy.hidden_states(tokens.view(1, -1), ahead))
-        return later.view(*tokens.shape, -1)
+        """Compute logprobs [W, G, K, V] of the target after each of the tokens [W, G, K]."""
+        ahead = Continuation(self._retained, self.prefixes, group=self._group).advance(tokens.shape[2])
+        logprobs = self._logprobs(self._policy.hidden_states(tokens.view(1, -1), ahead))
+        return logprobs.view(*tokens.shape, -1)
 
     def greedy(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[W, V] of the target after one token more, [W], of each greedy window."""
+        """Compute logprobs [W, V] of the target after one more token, [W], of each greedy window."""
         return self._logprobs(self._policy.hidden_states(tokens[None], self._reading.advance(1)))
 
     def _prefixes(self, branches: list[Branch], last: np.ndarray) -> list[torch.Tensor]:
-        """Indices of everything up to each of these tokens."""
+        """List the indices of all tokens up to each of these."""
         starts = np.cumsum([0, *(branch.length for branch in branches)])
         paths = [tokens_up_to(branches, starts, index) for index in last]
         return list(self._runtime.to_device(np.concatenate(paths)).split([len(path) for path in paths]))
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """log softmax over the whole vocabulary, [N, H] -> [N, V] float32; the head is a constant."""
+        """Compute log softmax over the full vocabulary, [N, H] -> [N, V] float32; the head is a constant."""
         local = copy_to_tensor_model_parallel_region(hidden) @ self._policy.head_weight.detach().T
         logits = gather_from_tensor_model_parallel_region(local)[:, : self._policy.vocab_real]
         return (logits.float() / self._temperature).log_softmax(-1)

@@ -17,7 +17,7 @@ import logging
 import random
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
 _PATIENCE = datetime.timedelta(minutes=30)
@@ -231,8 +232,17 @@ def _on_cpu(factory: Any) -> Any:
     return build
 
 
-def gather(part: Any, group: dist.ProcessGroup) -> list[Any]:
-    """One object of each rank of a group, on all of them."""
+def pipeline_group() -> dist.ProcessGroup:
+    """Return the group of this rank's pipeline stages; Megatron types it as optional."""
+    from megatron.core.parallel_state import get_pipeline_model_parallel_group
+
+    group = get_pipeline_model_parallel_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def gather(part: T, group: dist.ProcessGroup) -> list[T]:
+    """Gather one object of each rank of a group, on all of them."""
     if group.size() == 1:
         return [part]
     parts: list[Any] = [None] * group.size()
@@ -240,9 +250,7 @@ def gather(part: Any, group: dist.ProcessGroup) -> list[Any]:
     return parts
 
 
-def gather_last(part: Any, group: dist.ProcessGroup) -> list[Any]:
-    """`gather` of what ranks of the last pipeline stage have, on the ranks of all stages."""
-    from megatron.core.parallel_state import get_pipeline_model_parallel_group
-
-    parts, stages = gather(part, group), get_pipeline_model_parallel_group()
+def gather_last(part: T, group: dist.ProcessGroup) -> list[T]:
+    """Gather the objects of the last pipeline stage's ranks, on the ranks of all stages."""
+    parts, stages = gather(part, group), pipeline_group()
     return parts if stages.size() == 1 else gather(parts, stages)[-1]

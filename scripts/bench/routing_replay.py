@@ -116,7 +116,9 @@ def flipped(trainer: MegatronTrainer, batch: PackedBatch) -> float:
 
     shard = [micro for minibatch in batch.minibatches for micro in minibatch.shards[0]]
     with torch.no_grad():
-        schedule(trainer.model, shard, passes.forward(trainer.model, count, 1.0), forward_only=True)
+        schedule(
+            trainer.model, shard, passes.forward(trainer.model, count, temperature=1.0), forward_only=True
+        )
     return reduce(parts)["routes/flipped"].value()
 
 

@@ -37,13 +37,13 @@ ARMS = {"attention": ("parts", "masked"), "head": ("chunks", "logits")}
 
 
 class Attention:
-    """What `attend_masked` asks of the layer."""
+    """The part of a layer that `attend_masked` needs."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Torch's attention, as the trainer calls it for rows."""
         sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -71,7 +71,7 @@ def attention(arm: str, given: argparse.Namespace, tokens: int) -> Case:
     qkv = [torch.randn(1, n, count, given.dim, requires_grad=True) for n in heads]
     layout = BranchLayout(found, torch.zeros(count, dtype=torch.int64))
     attend = layout.attend if arm == "parts" else layout.attend_masked
-    return lambda: attend(Attention(given.dim**-0.5), *qkv), qkv
+    return lambda: attend(*qkv, attention=Attention(given.dim**-0.5)), qkv
 
 
 def head(arm: str, given: argparse.Namespace, tokens: int) -> Case:

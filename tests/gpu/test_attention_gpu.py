@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_masks(groups):
         layout = BranchLayout(BRANCHES, torch.zeros(tokens, dtype=torch.int64, device=device))
         attend = layout.attend if device == "cuda" else layout.attend_masked
         qkv = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = attend(layer, *qkv)
+        out = attend(*qkv, attention=layer)
         gradients = torch.autograd.grad((out * weights.to(device, dtype)).sum(), qkv)
         found.append([x.float().cpu() for x in (out, *gradients)])
     for mine, masked in zip(*found, strict=True):

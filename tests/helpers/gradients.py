@@ -63,7 +63,7 @@ def _gradients(trainer: Any, run: Run) -> dict[str, np.ndarray] | None:
             total = total + states[targets.mask].square().sum()
         return total * scale / 2, None
 
-    schedule(wrapped, shard, trainer._passes.forward(wrapped, loss_of, 1.0), forward_only=False)
+    schedule(wrapped, shard, trainer._passes.forward(wrapped, loss_of, temperature=1.0), forward_only=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad)

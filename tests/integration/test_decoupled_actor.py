@@ -60,7 +60,7 @@ def make_pair(paths, config=ADAPT, algo=OBRS, trainer=None, **where):
     actor = MegatronTrainer(
         config.trainer(settings), own, DraftConfig(), paths[1], total_steps=10, beside=policy, **where
     )
-    return DecoupledTrainer(policy, actor, config, own)
+    return DecoupledTrainer(policy, actor, config=config, algo=own)
 
 
 def figures(metrics):

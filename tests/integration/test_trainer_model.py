@@ -316,7 +316,7 @@ def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_r
             parameter.main_grad.fill_(1.0)
         return trainer.optimizer.step({"policy": 1.0, "mtp": 1.0})
 
-    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, 10)
+    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, steps=10)
     outcome = step()
     sizes = {"policy": 0, "mtp": 0}
     for name, parameter in trainer.model.named_parameters():
@@ -326,7 +326,7 @@ def test_an_unfrozen_draft_has_its_own_learning_rate_and_clipping_also_after_a_r
         gradients = [p.grad.flatten() for p in trainer.optimizer._parameters(tag)]
         assert torch.cat(gradients).norm().item() == pytest.approx(clip, rel=1e-3)
     trainer.save(tmp_path / "checkpoint")
-    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, 10)
+    trainer.optimizer = PolicyOptimizer(config, mtp, wrapped, steps=10)
     trainer.load(tmp_path / "checkpoint")
     assert step().lrs == {"policy": pytest.approx(1e-2), "mtp": pytest.approx(3e-3)}
 

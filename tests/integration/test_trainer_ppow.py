@@ -78,12 +78,19 @@ def rollouts(trainer, packed, step=0):
     found = []
     for micro in packed.minibatches[0].shards[0]:
         with torch.no_grad():
-            hidden, _, layout = trainer._passes.hidden(trainer.model, micro, keep=True)
+            hidden, _, layout = trainer._passes.hidden(trainer.model, micro, retain_keys=True)
         drafting, batch = trainer._drafting, draft_batch(micro, 1, 32)
         if batch is None:
             continue
-        seen = batch, hidden, layout.release(), T
-        text = MtpWindows(trainer.model, micro, *seen, drafting._runtime)
+        text = MtpWindows(
+            trainer.model,
+            micro,
+            batch,
+            hidden=hidden,
+            retained=layout.release(),
+            temperature=T,
+            runtime=drafting._runtime,
+        )
         if (rollout := drafting._windows.rollout(text, step)) is not None:
             found.append((micro, rollout))
     return found
@@ -150,7 +157,7 @@ def test_the_reference_of_these_tests_drafts_with_the_probabilities_of_the_engin
 def test_windows_are_drafted_as_an_engine_does_and_judged_by_a_plain_forward_pass(
     path, monkeypatch, budget, at_once
 ):
-    monkeypatch.setattr(continuation, "AT_ONCE", at_once)
+    monkeypatch.setattr(continuation, "GATHERED_ELEMENTS", at_once)
     oracle, whole = Oracle(path), trajectories()
     trainer = make_trainer(path, CONFIG, ALGO, MTP, adapt_only=True, ppow=PPOW)
     parts = rollouts(trainer, adaptation(budget=budget))

@@ -80,7 +80,9 @@ class Draft:
         trainer, policy = self.trainer, self.trainer.model
         passes = trainer._passes
         config = DraftConfig(depths=case.depths, objective=case.objective)
-        drafting = DraftPasses(config, trainer._runtime, passes, trainer._dp_group, None, updates=1, seed=0)
+        drafting = DraftPasses(
+            config, trainer._runtime, passes, group=trainer._dp_group, windows=None, updates=1, seed=0
+        )
         packed = pack(case.trajectories, None, case.budget, share_prefixes=case.share)
         trainer._wrapped.zero_grad_buffer()
         ranks = PlayedRanks(case.ranks)
@@ -90,7 +92,9 @@ class Draft:
                 seen = ranks.run(lambda micro=micro: passes.hidden(policy, micro), patch)
                 patch.setattr(policy.config, "recompute_granularity", "full" if case.recompute else None)
                 for hidden, _, layout in seen:
-                    loss, _ = drafting.loss(policy, micro, hidden, layout, 0.7, 0)
+                    loss, _ = drafting.loss(
+                        policy, micro, hidden=hidden, layout=layout, temperature=0.7, updates=0
+                    )
                     if loss.requires_grad:
                         loss.backward()
         return self._by_name()
@@ -226,7 +230,7 @@ def chunks_end_at_their_rank(patch: Any) -> None:
 
     def wrong(layout: ContextLayout, hidden: torch.Tensor) -> torch.Tensor:
         everything = hidden.new_zeros(layout._group.size() * len(hidden), hidden.shape[1])
-        everything[layout.places] = hidden
+        everything[layout.indices] = hidden
         return everything[: layout._count]
 
     patch.setattr(ContextLayout, "gather", wrong)
@@ -236,8 +240,8 @@ def every_rank_counts(patch: Any) -> None:
     """Each context parallel rank has the whole loss, and their gradients are summed."""
     real = DraftPasses.loss
 
-    def wrong(self: DraftPasses, policy: Any, *given: Any) -> Any:
-        loss, stats = real(self, policy, *given)
+    def wrong(self: DraftPasses, policy: Any, *arguments: Any, **options: Any) -> Any:
+        loss, stats = real(self, policy, *arguments, **options)
         return loss * policy.pg_collection.cp.size(), stats
 
     patch.setattr(DraftPasses, "loss", wrong)

@@ -47,7 +47,7 @@ def both(branches, heads, groups, seed, dtype):
     found = []
     for attend in (layout.attend, layout.attend_masked):
         qkv = [x.to(dtype).requires_grad_() for x in inputs]
-        out = attend(attention(heads), *qkv)
+        out = attend(*qkv, attention=attention(heads))
         found.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     return found
 

@@ -73,13 +73,13 @@ def test_a_cut_changes_no_token_that_another_follows(branches, size):
 def test_every_token_lies_on_one_rank_with_its_position(branches, ranks):
     micro = micro_batch(branches)
     layouts = [ContextLayout(micro, Rank(r, ranks), torch.device("cpu")) for r in range(ranks)]
-    assert len({len(layout.places) for layout in layouts}) == 1
-    places = np.concatenate([layout.places for layout in layouts])
+    assert len({len(layout.indices) for layout in layouts}) == 1
+    places = np.concatenate([layout.indices for layout in layouts])
     assert sorted(places.tolist()) == list(range(len(places))) and len(places) >= len(micro.tokens)
     for layout in layouts:
-        real = layout.places < len(micro.tokens)
-        assert (layout.tokens[real] == micro.tokens[layout.places[real]]).all()
-        assert (layout.positions.numpy()[real] == micro.positions[layout.places[real]]).all()
+        real = layout.indices < len(micro.tokens)
+        assert (layout.tokens[real] == micro.tokens[layout.indices[real]]).all()
+        assert (layout.positions.numpy()[real] == micro.positions[layout.indices[real]]).all()
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,7 +93,7 @@ def test_attention_of_all_ranks_is_that_of_one_and_gradients_of_keys_add_up(bran
     heads, groups = shape
     micro = micro_batch(branches)
     layouts = [ContextLayout(micro, Rank(r, ranks), torch.device("cpu")) for r in range(ranks)]
-    padded = sum(len(layout.places) for layout in layouts)
+    padded = sum(len(layout.indices) for layout in layouts)
     draw = torch.Generator().manual_seed(seed)
     qkv = [
         torch.randn(1, n, padded, DIM, generator=draw).double().requires_grad_()
@@ -104,15 +104,17 @@ def test_attention_of_all_ranks_is_that_of_one_and_gradients_of_keys_add_up(bran
     weights[:, :, count:] = 0
     layer = attention(heads)
     whole = BranchLayout(branches, torch.zeros(count, dtype=torch.int64))
-    expected = whole.attend_masked(layer, *(x[:, :, :count] for x in qkv))
+    expected = whole.attend_masked(*(x[:, :, :count] for x in qkv), attention=layer)
     wanted = torch.autograd.grad((expected * weights[:, :, :count]).sum(), qkv)
     found, total = torch.zeros_like(weights), [torch.zeros_like(x) for x in qkv]
     for layout in layouts:
         query, key, value = qkv
-        out = layout.attend_to(layer, query[:, :, layout.places], key, value, layout.mine)
-        found[:, :, layout.places] = out.detach()
+        out = layout.attend_to(
+            query[:, :, layout.indices], key, value, attention=layer, selected=layout.local_branches
+        )
+        found[:, :, layout.indices] = out.detach()
         for sum_, part in zip(
-            total, torch.autograd.grad((out * weights[:, :, layout.places]).sum(), qkv), strict=True
+            total, torch.autograd.grad((out * weights[:, :, layout.indices]).sum(), qkv), strict=True
         ):
             sum_ += part
     torch.testing.assert_close(found[:, :, :count], expected, rtol=0, atol=1e-12)
@@ -131,5 +133,5 @@ def test_the_ranks_attend_to_about_the_same_number_of_tokens():
     pairs = []
     for rank in range(4):
         layout = ContextLayout(micro, Rank(rank, 4), torch.device("cpu"))
-        pairs.append(int((layout.places + 1).sum()))
+        pairs.append(int((layout.indices + 1).sum()))
     assert max(pairs) < 1.01 * min(pairs)

@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_those_of_the_definition(which, temperature, 
     (weights * {"kl": kl, "reverse_kl": reverse}[which]).sum().backward()
 
     actor = logits(0).to(dtype).requires_grad_()
-    rows = divergences(actor, policy.to(dtype), temperature)
+    rows = divergences(actor, policy.to(dtype), temperature=temperature)
     (weights.to(dtype) * getattr(rows, which)[:, 0]).sum().backward()
     for found, expected in ((rows.kl, kl), (rows.reverse_kl, reverse), (rows.alpha, overlap)):
         torch.testing.assert_close(found[:, 0].double(), expected, atol=error, rtol=error)

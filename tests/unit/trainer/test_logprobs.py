@@ -42,7 +42,7 @@ def test_candidates_are_scored_as_log_softmax_scores_them(temperature):
     targets, ids = torch.randint(0, 9, (7,)), torch.randint(0, 9, (7, 4))
     ids[2, 1:] = -1  # padding
     logp, _ = token_logprobs(logits, targets, temperature=temperature)
-    found = candidate_logprobs(logits, ids, targets, logp, temperature=temperature)
+    found = candidate_logprobs(logits, ids, targets=targets, logprobs=logp, temperature=temperature)
     expected = (
         (logits / temperature).log_softmax(-1).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     )
@@ -108,11 +108,11 @@ def test_a_head_in_chunks_equals_the_logits_at_once(monkeypatch, rows_at_once):
     expected = scored(states, weight, targets, weights, by_logits)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    candidates = head.candidates(states, ids, targets, found[0])
+    candidates = head.candidates(states, ids, targets=targets, logprobs=found[0])
     logits = (states @ weight.t()).detach()
     assert not candidates.requires_grad
     torch.testing.assert_close(
-        candidates, candidate_logprobs(logits, ids, targets, expected[0], temperature=0.7)
+        candidates, candidate_logprobs(logits, ids, targets=targets, logprobs=expected[0], temperature=0.7)
     )
 
 
@@ -138,7 +138,7 @@ def head_of_a_rank(rank, size, store):
     targets, ids = targets.clamp(max=VOCAB - 2), ids.clamp(max=VOCAB - 2)
     logp, entropy = head.logprobs(states, targets)
     gradients = torch.autograd.grad(weights[0] @ logp + weights[1] @ entropy, (states, mine))
-    found = [logp, entropy, *gradients, head.candidates(states, ids, targets, logp)]
+    found = [logp, entropy, *gradients, head.candidates(states, ids, targets=targets, logprobs=logp)]
     return [x.detach().numpy() for x in found]
 
 
@@ -149,7 +149,7 @@ def test_a_head_cut_over_ranks_equals_a_whole_one(tmp_path):
     real = weight.detach()[: VOCAB - 1].requires_grad_()
     expected = scored(states, real, targets, weights, by_logits)
     logits = (states @ real.t()).detach()
-    candidates = candidate_logprobs(logits, ids, targets, expected[0], temperature=0.7)
+    candidates = candidate_logprobs(logits, ids, targets=targets, logprobs=expected[0], temperature=0.7)
     ranks = run_ranks(head_of_a_rank, 2, tmp_path / "store")
     for found in ranks:
         for mine, theirs in zip((*found[:3], found[4]), (*expected[:3], candidates), strict=True):
