@@ -1,16 +1,16 @@
-"""Everything between admission and training: which prompt is next, what waits, what is given up.
+"""Everything between admission and training: which prompt is next, what waits, what is dropped.
 
-    PromptStream -> admit -> [a worker plays it] -> finished -> GroupBuffer -> take -> trained
-                      ^ gate                           |                         |
-                      +--------- a place is free ------+-- dropped               +-> advance
+    PromptStream -> admit_next -> [a worker rolls it out] -> finished -> GroupBuffer -> take_batch -> trained
+                      ^ gate                                    |                          |
+                      +--------- a slot is free ----------------+-- dropped                +-> open_gate
 
-Owns gate, buffer and meter, and keeps the ledger true to them; the controller moves the groups. It is what
-a checkpoint must hold of rollouts: `save` writes the ledger and the finished groups of one moment, and a new
-backlog goes on from there. Prompts that were being generated are then played again from their seeds: their
-tokens so far are lost, finished siblings among them (a group is handed in whole), the prompt is not.
+Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. It
+is what a checkpoint must hold of rollouts: `save` writes the ledger and the finished groups of one moment,
+and a new backlog continues from there. Prompts that were being generated are then rolled out again from their
+seeds: their tokens so far are lost, those of finished siblings too, but the prompt is not.
 
-Waits: `admit` for the gate, `take` for groups. Invariant: every admitted prompt is in exactly one of: handed
-out, in the buffer, taken, ended; and the ledger says which.
+Waits: `admit_next` for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
+of: handed out, in the buffer, taken, ended; and the ledger records which.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Backlog:
         self._restored = {}
         await self._drop_stale()
 
-    async def admit(self) -> tuple[int, Prompt]:
-        """The next prompt to play, once staleness allows: one that was interrupted, or a new one."""
+    async def admit_next(self) -> tuple[int, Prompt]:
+        """Return the next prompt to roll out, once staleness allows: an interrupted one, or a new one."""
         if self._again:
             index = self._again.popleft()
         else:
-            await self._gate.admit(self._next)
+            await self._gate.wait_for_slot(self._next)
             index, self._next = self._next, self._next + 1
             self._ledger.admitted(index, self._prompts[index], self._gate.version)
         prompt = self._prompts[index]
@@ -121,9 +121,9 @@ class Backlog:
         else:
             await self._buffer.put(index, kept)
 
-    async def take(self) -> list[Group]:
-        """The groups of the next step, by index."""
-        self._taken = await self._buffer.take(self._settings.prompts_per_step)
+    async def take_batch(self) -> list[Group]:
+        """Wait for the groups of the next step and return them by index."""
+        self._taken = await self._buffer.take_finished_groups(self._settings.prompts_per_step)
         return [group for _, group in self._taken]
 
     def trained(self, version: int) -> None:
@@ -137,9 +137,9 @@ class Backlog:
             self._meter.trained(group)
         self._taken, self._filtered = [], 0
 
-    async def advance(self, version: int) -> list[int]:
-        """Every engine serves `version`; returns what is still played, is too stale and must be stopped."""
-        await self._gate.advance(version)
+    async def open_gate(self, version: int) -> list[int]:
+        """Admit prompts for `version`, now served everywhere; return groups in flight that are too stale."""
+        await self._gate.set_version(version)
         if self._settings.stale is not Stale.DROP:
             return []
         await self._drop_stale()
@@ -202,4 +202,4 @@ class Backlog:
         self._ledger.dropped(self._prompts[index].group_id, reason)
         self._meter.dropped(reason)
         await self._buffer.skip(index)
-        await self._gate.skip()
+        await self._gate.release_slot()

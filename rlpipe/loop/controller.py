@@ -1,19 +1,23 @@
-"""The async loop: rollout and training at the same time, staleness bounded.
+"""The async loop: rollout and training run at the same time, with bounded staleness.
 
-    Backlog.admit --> _roll --> cluster.collect --> Backlog.finished --> _train --> publish --> advance
-       ^ waits: the gate                              waits: take                                  |
-       +-------------------------------- wakes -----------------------------------------------------+
+One task admits prompts and collects their groups; another trains on batches of finished groups and publishes
+each new version. With max_staleness = 0 the same code is synchronous training.
 
-| who    | waits for                              | woken by                            |
-| _roll  | the gate to admit group n              | `backlog.advance` after a publish   |
-| _train | the next `prompts_per_step` groups     | a `_collect` task's `finished`      |
-| stop   | the step in progress                   | `request_stop` (Ctrl-C)             |
-| saves  | the checkpoint before, if it is still  | its writer, beside the next steps   |
-|        | being written: one at a time (saving)  |                                     |
+    admit_next -> cluster.collect -> finished -> take_batch -> train_step -> publish_weights -> open_gate
+        ^        (_generate_groups)                       (_train)                                  |
+        +---------------------------- a new version opens the gate ---------------------------------+
 
-Synchronous training is the same code with max_staleness = 0. When the trainer is lost, the cluster builds
-another, and the loop begins again as a resumed run does: from the newest checkpoint and its ledger. Owns the
-loop and nothing else: where components run is the cluster's business, what a step does is the trainer's.
+| loop               | waits for                                | woken by                                  |
+|--------------------|------------------------------------------|-------------------------------------------|
+| `_generate_groups` | a slot for group n (staleness gate)      | `backlog.open_gate`, or a dropped group   |
+| `_train`           | the next `prompts_per_step` groups       | `backlog.finished` of a `_collect` task   |
+| `_train`           | weights to be served, before it goes on  | `cluster.publish_weights`                 |
+| a save             | the checkpoint that is still written     | its writer, which runs during the steps   |
+| the end of the run | the step in progress                     | `request_stop` (Ctrl-C), or the last step |
+
+When the trainer is lost, the cluster starts another, and the loop begins again like a resumed run: from the
+newest checkpoint and its ledger. Owns the loop only: the cluster decides where components run, the trainer
+what a step does.
 """
 
 from __future__ import annotations
@@ -130,9 +134,12 @@ class Controller:
         )
         await self._backlog.start()
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._roll()), tasks.create_task(self._monitor.watch())]
+            background = [
+                tasks.create_task(self._generate_groups()),
+                tasks.create_task(self._monitor.watch()),
+            ]
             await self._train()
-            for task in beside:
+            for task in background:
                 task.cancel()
         if self._verdict:
             self.bus.event("run_stopped", verdict=self._verdict)
@@ -166,11 +173,11 @@ class Controller:
         """Finish the step in progress, checkpoint, return from `run`."""
         self._stop.set()
 
-    async def _roll(self) -> None:
+    async def _generate_groups(self) -> None:
         """Admit groups, as many as staleness allows; each runs as a task of its own."""
         async with asyncio.TaskGroup() as collecting:
             while True:
-                index, prompt = await self._backlog.admit()
+                index, prompt = await self._backlog.admit_next()
                 self._tasks[index] = collecting.create_task(self._collect(index, prompt))
 
     async def _collect(self, index: int, prompt: Prompt) -> None:
@@ -190,7 +197,7 @@ class Controller:
         while self.version < settings.steps:
             started = time.monotonic()
             with self._lane.span("wait", version=self.version):
-                groups = await self._unless_stopped(self._backlog.take())
+                groups = await self._unless_stopped(self._backlog.take_batch())
             if groups is None:
                 return
             waited = time.monotonic() - started
@@ -209,7 +216,7 @@ class Controller:
             self._saves.score = None
             with self._lane.span("sync", version=self.version):
                 metrics |= await self.cluster.publish_weights(self.version)
-            for index in await self._backlog.advance(self.version):
+            for index in await self._backlog.open_gate(self.version):
                 self._tasks.pop(index).cancel()
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started

@@ -3,8 +3,8 @@
 Admission order is the default on purpose: taking whatever finished first favours short, easy prompts and
 lets slow ones go stale; in order, every admitted prompt is trained, and the staleness bound is exact.
 
-Waits: the training loop, in `take`. Wakes: `put` and `skip`. Invariant: each index is taken or skipped once;
-in order, a take returns the lowest indices that were not skipped.
+Waits: the training loop, in `take_finished_groups`. Wakes: `put` and `skip`. Invariant: each index is taken
+or skipped once; in order, the lowest indices that were not skipped are returned.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class GroupBuffer:
                 self._gone.add(index)
             self._changed.notify_all()
 
-    async def take(self, count: int) -> list[tuple[int, Group]]:
-        """The next `count` groups by index, once they are finished: all of them or, on cancellation, none."""
+    async def take_finished_groups(self, count: int) -> list[tuple[int, Group]]:
+        """Wait until the next `count` groups are finished; return them by index, or none if cancelled."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._wanted(count)) == count)
             taken = self._wanted(count)

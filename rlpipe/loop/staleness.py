@@ -5,7 +5,8 @@ works < (S + 1) * groups_per_step. When groups are trained in admission order, `
 at most S steps pass between the admission of a group and the step that trains it, whatever is dropped
 meanwhile: that bounds the staleness of every one of its tokens (pipeline.stale=wait).
 
-Waits: the controller's rolling task, in `admit`. Wakes: `advance`, after weights were published, and `skip`.
+Waits: the controller's rolling task, in `wait_for_slot`. Wakes: `set_version`, after weights were
+published, and `release_slot`.
 Invariant (in admission order): max over trained tokens of (trainer version - token version) <= max_staleness.
 """
 
@@ -54,19 +55,19 @@ class StalenessGate:
         within = self._limit is None or counted < self._limit
         return within and counted - self.version * self.groups_per_step < self._room
 
-    async def admit(self, index: int) -> None:
+    async def wait_for_slot(self, index: int) -> None:
         """Return once group `index` may start."""
         async with self._advanced:
             await self._advanced.wait_for(lambda: self.is_open(index))
 
-    async def advance(self, version: int) -> None:
-        """Tell that every engine now serves `version`."""
+    async def set_version(self, version: int) -> None:
+        """Record that every engine now serves `version`."""
         async with self._advanced:
             self.version = version
             self._advanced.notify_all()
 
-    async def skip(self) -> None:
-        """Tell that a group ended untrained: another one may take its place."""
+    async def release_slot(self) -> None:
+        """Record that a group ended untrained: another one may be admitted instead."""
         async with self._advanced:
             self._skipped += 1
             self._advanced.notify_all()

@@ -93,12 +93,12 @@ class Loop:
 
         async def roll(tasks):
             while True:
-                index, prompt = await backlog.admit()
+                index, prompt = await backlog.admit_next()
                 playing[index] = tasks.create_task(collect(index, prompt))
 
         async def train():
             while self.version < self.steps and self.version != stop_at:
-                groups = await backlog.take()
+                groups = await backlog.take_batch()
                 assert len(groups) == self.pipeline.prompts_per_step
                 await asyncio.sleep(0)
                 self.trained.append([group.prompt.group_id for group in groups])
@@ -108,7 +108,7 @@ class Loop:
                 self.ages += [self.version - t.oldest_version for t in complete]
                 self.version += 1
                 backlog.trained(self.version)
-                for index in await backlog.advance(self.version):
+                for index in await backlog.open_gate(self.version):
                     playing.pop(index).cancel()
                 backlog.metrics()
                 assert self.ledger.violations() == []

@@ -39,7 +39,7 @@ def test_the_buffer_hands_out_each_group_once_in_admission_order(order, first, d
 
         async def take():
             for size in sizes:
-                groups = await buffer.take(size)
+                groups = await buffer.take_finished_groups(size)
                 assert len(groups) == size
                 assert all(index == int(g.prompt.group_id) for index, g in groups)
                 taken.extend(index for index, _ in groups)
@@ -82,15 +82,15 @@ async def play(
 
     async def roll(tasks: asyncio.TaskGroup) -> None:
         for index in range(start * per_step, (start + steps) * per_step):
-            await gate.admit(index)
+            await gate.wait_for_slot(index)
             tasks.create_task(collect(index))
 
     async def train() -> None:
         for version in range(start, start + steps):
-            for index, group in await buffer.take(per_step):
+            for index, group in await buffer.take_finished_groups(per_step):
                 trained.append(index)
                 staleness.append(version - group.trajectories[0].oldest_version)
-            await gate.advance(version + 1)
+            await gate.set_version(version + 1)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(roll(tasks))

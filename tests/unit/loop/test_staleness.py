@@ -19,11 +19,11 @@ def test_the_gate_admits_exactly_the_groups_that_cannot_become_too_stale(max_sta
 def test_admit_waits_until_advance():
     async def scenario():
         gate = StalenessGate(max_staleness=0, groups_per_step=2)
-        await gate.admit(1)
-        waiting = asyncio.create_task(gate.admit(2))
+        await gate.wait_for_slot(1)
+        waiting = asyncio.create_task(gate.wait_for_slot(2))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        await gate.advance(1)
+        await gate.set_version(1)
         await asyncio.wait_for(waiting, 1)
 
     asyncio.run(scenario())
@@ -33,11 +33,11 @@ def test_a_group_that_ended_untrained_makes_room_and_the_limit_counts_the_others
     async def scenario():
         gate = StalenessGate(max_staleness=0, groups_per_step=2, ahead=3, limit=5)
         opened = [[index for index in range(9) if gate.is_open(index)]]
-        await gate.skip()
+        await gate.release_slot()
         opened.append([index for index in range(9) if gate.is_open(index)])
-        await gate.advance(1)
+        await gate.set_version(1)
         opened.append([index for index in range(9) if gate.is_open(index)])
-        await gate.advance(2)
+        await gate.set_version(2)
         return [len(own) for own in opened] + [sum(gate.is_open(index) for index in range(9))]
 
     assert asyncio.run(scenario()) == [3, 4, 6, 6]
