@@ -305,6 +305,7 @@ def new_draft(
     config: Config,
     target: Mapping[str, Any],
     weights: Mapping[str, Tensor],
+    *,
     trajectories: Sequence[Trajectory],
 ) -> Eagle3:
     """Make an untrained draft by `config.eagle3`; target: its `config.json`, weights: by HF name."""

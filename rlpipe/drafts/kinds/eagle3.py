@@ -46,7 +46,7 @@ def make_trainer(
     if start := start or config.eagle3.start:
         draft = Eagle3.load(resolve(start), target, setting)
     else:
-        draft = new_draft(config, target, weights, trajectories)
+        draft = new_draft(config, target, weights, trajectories=trajectories)
     return train_alongside(config, draft, target, weights=weights, draft_cost=draft_cost(draft, weights))
 
 
