@@ -1,21 +1,44 @@
-"""Model families: one file each, discovered here, read by the trainer, the engines and the canary.
+"""Model families: one file and one row each, read by the trainer, the engines and the canary.
 
-A family is a module of this package that holds `FAMILY`. What all share stands in `base` (dimensions,
-refusals, the table of weights) and in `checkpoint` (the files of a Hugging Face directory). Everything here
-is data: nothing loads torch.
+A family is a module of this package that holds `FAMILY`, and a row of `FAMILIES`. Two modules hold what all
+share: `base` (dimensions, refusals, the table of weights) and `checkpoint` (the files of a Hugging Face
+directory). Everything here is data: nothing loads torch.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from rlpipe.models import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mimo,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from rlpipe.models.base import Architecture, Family
 
-_MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-FAMILIES: dict[str, Family] = {m.FAMILY.name: m.FAMILY for m in _MODULES if hasattr(m, "FAMILY")}
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "llama": llama.FAMILY,
+    "mimo": mimo.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5_moe.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
+}
+"""`model_type` of a `config.json` -> its family."""
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
