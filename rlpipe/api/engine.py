@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -112,6 +112,8 @@ class Engine:
             One generation per prompt, in order.
         """
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        batch = cast("Sequence[Prompt]", [prompts] if one else prompts)  # `one` tells the two apart
+
         requests = [
             GenerateRequest(
                 request_id=f"generate-{next(self._numbers)}",
@@ -124,8 +126,9 @@ class Engine:
                     record_drafts=True,
                 ),
             )
-            for number, prompt in enumerate([prompts] if one else prompts)
+            for number, prompt in enumerate(batch)
         ]
+
         results = run_coroutine(self._generate(requests))
         return [self._generation(*pair) for pair in zip(requests, results, strict=True)]
 

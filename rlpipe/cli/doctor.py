@@ -331,7 +331,7 @@ def show(findings: list[Finding]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check everything and print the findings; returns 1 when something required is missing."""
-    parser = argparse.ArgumentParser(prog="rlpipe doctor", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="rlpipe doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("settings", nargs="*", help="of a run, as rlpipe run takes them")
     options = parser.parse_args(arguments)

@@ -85,11 +85,14 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
     config: Config | None = None
     try:
         if composition is None:
-            composition = OmegaConf.merge(Config, OmegaConf.create(resolved))
-        config = OmegaConf.to_object(composition)
+            config = OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.create(resolved)))
+        else:
+            config = OmegaConf.to_object(composition)
         check_before(config)
         if work is None:
-            from rlpipe.launch import launch as work
+            from rlpipe.launch import launch
+
+            work = launch
         return work(config, resolved)
     except ValueError as error:
         print(f"rlpipe: {error}", file=sys.stderr)
