@@ -158,7 +158,7 @@ class Engine:
     def _generation(self, request: GenerateRequest, result: GenerateResult) -> Generation:
         ids, drafts = np.asarray(result.output_ids).tolist(), result.drafts or []
         return Generation(
-            prompt_ids=request.prompt_ids,
+            prompt_ids=request.prompt_ids.tolist(),
             text=self._chat.decode(ids),
             ids=ids,
             texts=self._chat.token_texts(ids),

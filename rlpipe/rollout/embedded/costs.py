@@ -19,7 +19,7 @@ ROUNDS = 5
 
 @torch.inference_mode()
 def measure_costs(
-    decoder: Decoder, table: RowTable, max_gamma: int, threads: int
+    decoder: Decoder, table: RowTable, *, max_gamma: int, threads: int
 ) -> dict[tuple[int, int], float]:
     """Seconds of a step by (batch, gamma), gamma 0..max_gamma, batches 1, 2, 4, .. and all rows.
 

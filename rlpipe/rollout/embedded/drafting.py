@@ -93,9 +93,11 @@ class Drafting(Protocol):
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
         """Draft `gamma` tokens deep."""
+        ...
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """choices: [A, nodes + 1, V], what the target samples from after each node."""
+        """Verify the drafts; choices: [A, nodes + 1, V], the target's distribution after each node."""
+        ...
 
 
 class _RowDrafting:
@@ -284,7 +286,7 @@ class TreeDrafting(_RowDrafting):
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
         return Judged(tokens, accepted, probs, emitted, nodes)
 
-    def _span(self, last: np.ndarray, draft: bool = False) -> Span:
+    def _span(self, last: np.ndarray, *, draft: bool = False) -> Span:
         """All nodes behind the pending tokens at `last`; `draft`: as the MTP layer sees them."""
         model, nodes = self._model, self._tree.num_drafts + 1
         root, contexts = last[:, None], last + nodes

@@ -98,17 +98,21 @@ class EmbeddedEngine:
         self._thread.start()
 
     def _build(self) -> None:
-        """What stands between the inbox and the model."""
+        """Make the parts between the inbox and the model."""
         config, spec, model = self._config, self._spec, self._model
         streams = drafting_streams(spec)
         history = spec.adaptive and spec.needs_model
-        self._table = RowTable(model, spec.depth, streams, history, routes=config.replay_routes)
+        self._table = RowTable(
+            model, depth=spec.depth, streams=streams, history=history, routes=config.replay_routes
+        )
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
         policy: GammaPolicy = FixedGamma(spec.depth)
         self.costs: dict[tuple[int, int], float] = {}
         if spec.adaptive:
-            self.costs = measure_costs(self._decoder, self._table, spec.gamma, config.threads)
+            self.costs = measure_costs(
+                self._decoder, self._table, max_gamma=spec.gamma, threads=config.threads
+            )
             policy = AdaptiveGamma(self.costs)
         self._scheduler = Scheduler(
             self._table,
@@ -161,11 +165,11 @@ class EmbeddedEngine:
 
     def pause(self) -> None:
         """Stop decoding; returns once no step is running. Updates and aborts still work."""
-        self._call(lambda: self._set_paused(True))
+        self._call(lambda: self._set_paused(paused=True))
 
     def resume(self) -> None:
         """Continue decoding."""
-        self._call(lambda: self._set_paused(False))
+        self._call(lambda: self._set_paused(paused=False))
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and MTP weights between two steps; returns when they are in use.
@@ -257,7 +261,7 @@ class EmbeddedEngine:
     def _has_work(self) -> bool:
         return not self._paused and self._scheduler.has_work()
 
-    def _set_paused(self, paused: bool) -> None:
+    def _set_paused(self, *, paused: bool) -> None:
         self._paused = paused
 
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

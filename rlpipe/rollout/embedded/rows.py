@@ -32,7 +32,7 @@ class RowTable:
     """
 
     def __init__(
-        self, model: Model, depth: int, streams: int, history: bool = False, routes: bool = False
+        self, model: Model, *, depth: int, streams: int, history: bool = False, routes: bool = False
     ) -> None:
         rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
