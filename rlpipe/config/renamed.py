@@ -48,15 +48,15 @@ def outdated_setting(name: str, value: str) -> ValueError | None:
     """Return the refusal of a name that an earlier version had; None for any other name.
 
     >>> str(outdated_setting("mtp.train", "online"))
-    'mtp.train is draft.train since version 0.2: write draft.train=online.'
+    'mtp.train is now draft.train: write draft.train=online.'
     """
     if name in REMOVED:
-        return ValueError(f"{name}={value}: there is no such setting since version 0.2: {REMOVED[name]}.")
+        return ValueError(f"{name}={value}: there is no such setting any more: {REMOVED[name]}.")
 
     current = current_name(name)
     if current != name:
         example = current if value == "..." else f"{current}={value}"
-        return ValueError(f"{name} is {current} since version 0.2: write {example}.")
+        return ValueError(f"{name} is now {current}: write {example}.")
     return None
 
 

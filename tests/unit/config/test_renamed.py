@@ -16,7 +16,7 @@ def test_no_old_name_is_a_setting_and_every_new_one_is():
 
 def test_an_old_name_is_answered_by_the_new_one():
     refusal = str(unknown_setting("mtp.train", "online"))
-    assert refusal == "mtp.train is draft.train since version 0.2: write draft.train=online."
+    assert refusal == "mtp.train is now draft.train: write draft.train=online."
 
 
 @pytest.mark.parametrize("name", REMOVED)
