@@ -1,7 +1,7 @@
 """Values that carry a whole distribution: `Histogram` (bounds known beforehand), `Sketch` (any quantile).
 
-Owns their merge and what a record shows of them. Both merge by adding counts, so a merged one equals that
-of a single process that saw everything, in any order. Flow: as in values.py.
+Owns their merge and their form in a record. Both merge by adding counts, so the result equals that of a
+single process with all observations, in any order. Flow: as in values.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Histogram:
     """Counts between fixed bounds.
 
     edges: n + 1 ascending bounds; bin i holds edges[i] <= x < edges[i + 1], the last one its upper bound too.
-    counts: n counts. Observations outside the bounds enter the first or last bin: none is lost.
+    counts: n counts. Observations outside the bounds count in the first or last bin.
     """
 
     edges: tuple[float, ...]
@@ -45,22 +45,23 @@ class Histogram:
         return cls(tuple(edges), counts)
 
     def merge(self, other: Histogram) -> Histogram:
-        """Raises ValueError when the bounds differ."""
+        """Add the counts of two histograms. Raises ValueError when the bounds differ."""
         if self.edges != other.edges:
             raise ValueError(
                 f"cannot merge histograms with edges {self.edges} and {other.edges}. Fix the edges where the "
                 "metric is emitted, or emit a Sketch."
             )
+
         return Histogram(self.edges, [a + b for a, b in zip(self.counts, other.counts, strict=True)])
 
     def value(self) -> dict[str, list[float]] | None:
-        """{"edges": [n + 1], "counts": [n]}; None when nothing was observed."""
+        """Return {"edges": [n + 1], "counts": [n]}; None without observations."""
         return {"edges": list(self.edges), "counts": list(self.counts)} if any(self.counts) else None
 
 
 SKETCH_ERROR = 0.01  # relative
 _LOG_GAMMA = log((1 + SKETCH_ERROR) / (1 - SKETCH_ERROR))
-SKETCH_TINY = 1e-9  # what is smaller counts as zero
+SKETCH_TINY = 1e-9  # smaller absolute values count as zero
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 SKETCH_PARTS = ("count", "mean", "min", *QUANTILES, "max")
 
@@ -86,7 +87,7 @@ class Sketch:
 
     @classmethod
     def of(cls, observations: Iterable[float | None]) -> Sketch:
-        """Sketch of plain observations; None entries do not count.
+        """Build the sketch of plain observations; None entries do not count.
 
         >>> sketch = Sketch.of(range(1, 101))
         >>> sketch.quantile(0.5), sketch.value()["p90"], sketch.value()["max"]
@@ -94,6 +95,7 @@ class Sketch:
         """
         seen = [float(x) for x in observations if x is not None]
         finite = [x for x in seen if isfinite(x)]
+
         sketch = cls(
             count=float(len(seen)),
             total=sum(seen),
@@ -101,15 +103,18 @@ class Sketch:
             max=extreme(seen, max),
             broken=float(len(seen) - len(finite)),
         )
+
         for x in finite:
             if abs(x) <= SKETCH_TINY:
                 sketch.zeros += 1
             else:
                 bins, n = sketch.positive if x > 0 else sketch.negative, ceil(log(abs(x)) / _LOG_GAMMA)
                 bins[n] = bins.get(n, 0) + 1
+
         return sketch
 
     def merge(self, other: Sketch) -> Sketch:
+        """Add the counts of two sketches."""
         return Sketch(
             count=self.count + other.count,
             total=self.total + other.total,
@@ -122,14 +127,17 @@ class Sketch:
         )
 
     def quantile(self, q: float) -> float | None:
-        """The value below which a share q of the finite observations lies; None without one."""
+        """Return the value below which a share q of the finite observations lies; None if there are none."""
         finite = self.count - self.broken
         if not finite:
             return None
+
+        # Walk the bins from the most negative to the largest until the rank is used up.
         rank = q * (finite - 1)
         ascending = [(-_middle(n), count) for n, count in sorted(self.negative.items(), reverse=True)]
         ascending += [(0.0, self.zeros)]
         ascending += [(_middle(n), count) for n, count in sorted(self.positive.items())]
+
         for middle, count in ascending:
             rank -= count
             if rank < 0:
@@ -137,7 +145,7 @@ class Sketch:
         return ascending[-1][0]
 
     def value(self) -> dict[str, float | None] | None:
-        """SKETCH_PARTS by name, which a record holds as `name/part`; None when nothing was observed."""
+        """Return the SKETCH_PARTS by name, stored as `name/part` in a record; None without observations."""
         if not self.count:
             return None
         return {
@@ -150,12 +158,12 @@ class Sketch:
 
 
 def _middle(n: int) -> float:
-    """The estimate of bin n: as far, relatively, from its lower bound as from its upper one."""
+    """Return the estimate of bin n, whose relative distance to both bounds is equal."""
     return 2 / (exp(_LOG_GAMMA) + 1) * exp(n * _LOG_GAMMA)
 
 
 def extreme(observations: Iterable[float | None], pick: Callable[..., float | None]) -> float | None:
-    """min or max of what was observed; NaN when one is NaN, None when there is none."""
+    """Return the min or max of the observations; NaN if one is NaN, None if there are none."""
     seen = [float(x) for x in observations if x is not None]
     if any(isnan(x) for x in seen):  # max() and min() would depend on the order
         return nan

@@ -1,8 +1,9 @@
-"""What catalogue.toml declares: every metric and event, with kind, unit and definition.
+"""The declarations of catalogue.toml: every metric and event, with kind, unit and definition.
 
-Owns reading and looking up; computes and stores nothing. Flow: `MetricsBus.emit` asks `declared(name)` and
-refuses a name that is not there, the report shows the definitions, and this module, run, prints
-docs/metrics.md. verl's name is used wherever verl has one (`*` in the page), so existing dashboards work.
+Reads the catalogue and looks up names; computes and stores no metrics. Flow: `MetricsBus.emit` looks up
+`declared(name)` and refuses an undeclared name, the report shows the definitions, and running this module
+prints docs/metrics.md. Metrics that verl has too carry verl's name (`*` in the page), so existing dashboards
+work.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Kind(StrEnum):
     LAST = "last"
     HISTOGRAM = "histogram"  # counts between fixed bounds
     SKETCH = "sketch"  # quantiles; a record holds one number for each of SKETCH_PARTS
-    SPANS = "spans"  # pieces of time; they go to the trace and never enter a record
+    SPANS = "spans"  # intervals of time; they go to the trace and never enter a record
     ANY = "any"  # a family of names whose members differ
 
     def accepts(self, value: Value) -> bool:
-        """Whether a value of this type may be emitted under a name of this kind."""
+        """Return whether a value of this type may be emitted under a name of this kind."""
         return isinstance(value, _TYPES[self])
 
 
@@ -87,10 +88,12 @@ class Level(StrEnum):
 
 
 def _read(table: Mapping[str, Any]) -> tuple[tuple[Section, ...], dict[str, tuple[Level, str]]]:
-    """Sections and events of the catalogue."""
+    """Return the sections and events of the catalogue."""
     sections = []
     for title, section in table["sections"].items():
         shared = {"source": section["source"], "produced_by": section["produced_by"]}
+
+        # A row of kind "stats" declares three metrics.
         rows = [
             Metric(name=name, kind=Kind(reduction), unit=unit, definition=definition, **shared)
             for row, kind, unit, definition in section["metrics"]
@@ -101,31 +104,33 @@ def _read(table: Mapping[str, Any]) -> tuple[tuple[Section, ...], dict[str, tupl
             )
         ]
         sections.append(Section(title=title, metrics=tuple(rows)))
+
     return tuple(sections), {kind: (Level(level), text) for kind, (level, text) in table["events"].items()}
 
 
-# An event is often raised on a failure path, so a kind that is not in EVENTS is recorded (as info, unless a
-# level is given), never refused.
+# Events are often emitted while something fails. An unknown kind is therefore recorded, never refused; its
+# level is info unless the caller passes another.
 _TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text("utf-8"))
 SECTIONS, EVENTS = _read(_TABLE)
 _extensions: list[Metric] = []
 
 
 def metrics() -> Iterator[Metric]:
-    """All declarations, in page order; those of extensions come last."""
+    """Yield all declarations in page order; those of extensions come last."""
     for section in SECTIONS:
         yield from section.metrics
     yield from _extensions
 
 
 def declare(metric: Metric) -> None:
-    """Declare a metric of an extension (an own environment, reward or policy loss) before emitting it.
+    """Declare a metric of an extension (a user's environment, reward or policy loss) before emitting it.
 
     Raises ValueError when the name is taken by a different declaration.
     """
     taken = [known for known in metrics() if known.name == metric.name]
     if taken and taken[0] != metric:
         raise ValueError(f"metric {metric.name!r} is already declared as {taken[0]}. Choose another name.")
+
     if not taken:
         _extensions.append(metric)
         declared.cache_clear()
@@ -134,9 +139,9 @@ def declare(metric: Metric) -> None:
 
 @cache
 def declared(name: str) -> Metric:
-    """The declaration a name falls under; an exact one wins over a pattern, an earlier over a later.
+    """Return the declaration of a name; an exact name wins over a pattern, an earlier pattern over a later.
 
-    Raises ValueError with the remedy when there is none.
+    Raises ValueError when there is none.
 
     >>> declared("spec/acceptance_rate/depth_2").kind
     <Kind.AVERAGE: 'average'>
@@ -144,9 +149,11 @@ def declared(name: str) -> Metric:
     exact, patterns = _index()
     if name in exact:
         return exact[name]
+
     for pattern, metric in patterns:
         if pattern.fullmatch(name):
             return metric
+
     raise ValueError(
         f"metric {name!r} is not declared. Declare it once, with unit and definition, in "
         "rlpipe/metrics/catalogue.toml (`declare` in an extension), or correct its spelling."
@@ -159,6 +166,7 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
     patterns: list[tuple[re.Pattern[str], Metric]] = []
     for metric in metrics():
         if "{" in metric.name:
+            # {k} stands for a number, every other placeholder for one segment of the name.
             literal = re.escape(metric.name).replace(r"\{", "{").replace(r"\}", "}")
             regex = re.sub(r"\{(\w+)\}", lambda m: r"\d+" if m[1] == "k" else r"[\w.\-]+", literal)
             patterns.append((re.compile(regex), metric))
@@ -166,22 +174,27 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
             exact[metric.name] = metric
             if metric.kind is Kind.SKETCH:
                 exact |= {f"{metric.name}/{part}": metric for part in SKETCH_PARTS}
+
     return exact, patterns
 
 
 def reference_page() -> str:
-    """docs/metrics.md, generated: every declaration in one table per section."""
+    """Return the text of docs/metrics.md: every declaration, in one table per section."""
     lines = [_TABLE["page"]["opening"].rstrip()]
+
     for section in SECTIONS:
         lines += ["", f"## {section.title}", "", f"Produced by: {section.metrics[0].produced_by}. "]
         lines[-1] += f"Source: {section.metrics[0].source}."
         lines += ["", "| name | kind | unit | definition |", "|---|---|---|---|"]
+
         for m in section.metrics:
             star = "\\*" if m.source == "verl" else ""
             lines.append(f"| `{m.name}`{star} | {m.kind} | {m.unit} | {m.definition} |")
+
     lines += ["", "## Events", "", _TABLE["page"]["events"]]
     lines += ["", "| kind | level | meaning |", "|---|---|---|"]
     lines += [f"| `{kind}` | {level} | {meaning} |" for kind, (level, meaning) in EVENTS.items()]
+
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """A run directory read back: series, events, settings and trajectories, for reports and analysis.
 
-Owns reading; it never fails on what a crash leaves behind (no steps, a cut line, no config), because
-that is when a report is needed most. Flow: files -> `RunData` -> figures and tables.
+Owns reading, and tolerates the files of a crashed run (no steps, a truncated line, no config), because then a
+report is needed most. Flow: files -> `RunData` -> figures and tables.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Points = tuple[list[int], list[float]]
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """path, name: of the directory. records: one per step, in order. events: in order of time.
+    """The content of one run directory.
 
-    settings: config.yaml, parsed ({} when it cannot be); config_text: as it stands.
-    trajectories: as recorded. broken_lines: lines of the JSONL files that could not be read.
+    path, name: of the directory. records: one per step, in order. events: in order of time.
+    settings: config.yaml, parsed ({} if that fails); config_text: its text. trajectories: as recorded.
+    broken_lines: lines of the JSONL files that could not be read.
     """
 
     path: Path
@@ -39,24 +40,24 @@ class RunData:
     broken_lines: int = 0
 
     def series(self, name: str) -> Points:
-        """Steps and values of a metric, where it was observed and finite."""
+        """Return the steps and values of a metric, where it was observed and finite."""
         seen = [(r[STEP], r[name]) for r in self.records if isinstance(r.get(name), (int, float))]
         return [step for step, _ in seen], [float(value) for _, value in seen]
 
     def names(self) -> list[str]:
-        """Every metric observed at least once, sorted."""
+        """Return the sorted names of the metrics observed at least once."""
         return sorted({name for record in self.records for name in record} - {STEP, "time"})
 
     def coarse(self, window: int) -> RunData:
-        """The same run with every `window` steps drawn together, for plots of long runs.
+        """Return the run with every `window` steps merged into one record, for plots of long runs.
 
         A value becomes the mean of those observed in the window (the extreme, if the name ends in /max
-        or /min) and stands at the window's last step; step 0 stays by itself.
+        or /min) at the window's last step; step 0 is not merged.
         """
         groups: dict[int, list[dict[str, Any]]] = {}
         for record in self.records:
             groups.setdefault(ceil(record[STEP] / window), []).append(record)
-        return replace(self, records=[_together(group) for group in groups.values()])
+        return replace(self, records=[_merged(group) for group in groups.values()])
 
     @property
     def steps(self) -> int:
@@ -65,32 +66,34 @@ class RunData:
 
     @property
     def planned_steps(self) -> int | None:
-        """Training steps asked for; None when the settings cannot be read."""
+        """Number of training steps in the settings; None when they cannot be read."""
         run = self.settings.get("run")
         steps = run.get("steps") if isinstance(run, dict) else None
         return steps if isinstance(steps, int) else None
 
     @property
     def outcome(self) -> str:
-        """done, stopped, interrupted or failed; "no end" of a run that was killed or still goes on."""
+        """done, stopped, interrupted or failed; "no end" of a run that was killed or is still running."""
         last = [e for e in self.events if e.get("kind") in ("start", "end")][-1:]
         return str(last[0].get("outcome", "done")) if last and last[0]["kind"] == "end" else "no end"
 
     @property
     def seconds(self) -> float:
-        """Wall-clock from each start to the last sign of life before the next one, summed."""
+        """Wall-clock seconds from each start to the last record or event before the next one, summed."""
         starts = [e["time"] for e in self.events if e.get("kind") == "start" and "time" in e]
         times = sorted(x["time"] for x in (*self.records, *self.events) if "time" in x)
+
         total, begin, previous = 0.0, None, None
         for now in times:
             if begin is None or now in starts:
                 total += previous - begin if begin is not None else 0.0
                 begin = now
             previous = now
+
         return total + (previous - begin if begin is not None else 0.0)
 
     def count(self, level: Level) -> int:
-        """Number of events of a level."""
+        """Count the events of a level."""
         return sum(e.get("level") == level for e in self.events)
 
 
@@ -106,10 +109,12 @@ def load_run(path: str | Path) -> RunData:
             f"{str(path)!r} is not a run directory: it has none of {', '.join(known)}. Name the directory "
             "that run.dir of a run was set to."
         )
+
     records, broken_records = read_jsonl(path / "metrics.jsonl")
     events, broken_events = read_jsonl(path / "events.jsonl")
     trajectories, broken_trajectories = read_jsonl(path / "trajectories.jsonl")
     text = (path / "config.yaml").read_text() if (path / "config.yaml").is_file() else ""
+
     return RunData(
         path=path,
         name=path.resolve().name,
@@ -123,22 +128,25 @@ def load_run(path: str | Path) -> RunData:
 
 
 def _one_per_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Late validation and resumed runs write a step again: the later line wins, name by name."""
+    """Merge the records of each step: late validation and resumed runs write a step again, the later wins."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:
         if isinstance(record.get(STEP), (int, float)):
             by_step.setdefault(int(record[STEP]), {}).update(record)
+
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _together(records: list[dict[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = dict(records[-1])
+def _merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = dict(records[-1])
+
     for name in {name for record in records for name in record} - {STEP, "time"}:
         values = [r[name] for r in records if isinstance(r.get(name), (int, float))]
         if values:
             pick = {"max": max, "min": min}.get(name.rsplit("/", 1)[-1], fmean)
-            whole[name] = pick(values)
-    return whole
+            merged[name] = pick(values)
+
+    return merged
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -152,5 +160,5 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def dump(data: Any) -> str:
-    """JSON that may stand inside a <script> element."""
+    """Return the data as JSON that is safe inside a <script> element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,8 +1,8 @@
 """The plots of the report, as plotly figure dicts.
 
-Owns what is plotted and the words beside it: metrics over steps are a table, plots.toml; plots of acceptance
-are in figures_acceptance.py, of adaptation in figures_adapt.py. One run: a colour per series. Several: a
-colour per run, so that a colour always means one thing on the page.
+Owns the choice of plots and their captions. Plots of metrics over steps are declared in plots.toml; those of
+acceptance are in figures_acceptance.py, of adaptation in figures_adapt.py. A page about one run has a colour
+per series, a page about several a colour per run, so that a colour always means one thing on the page.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlpipe.report.figures_adapt import adaptation_figures
 from rlpipe.report.figures_breakdown import breakdown_figures
 
 MAX_POINTS = 250  # of a curve
-SMALL = 0.01  # share of the step below which a phase is not drawn apart from "other"
-STEP_PHASES = (  # (metric, label, colour); they follow one another, and the rest of the step is "other"
+SMALL = 0.01  # share of the step below which a phase is counted as "other"
+STEP_PHASES = (  # (metric, label, colour); they run one after another; the remaining time is "other"
     ("timing_s/wait_rollout", "wait for rollouts", 0),
     ("timing_s/adv", "advantages", 3),
     ("timing_s/update_actor", "update", 4),
@@ -45,33 +45,35 @@ def _plots() -> list[dict[str, Any]]:
 
 
 def window(runs: Sequence[RunData]) -> int:
-    """Steps that one point of a plot stands for: 1, or more where a run has over MAX_POINTS steps."""
+    """Return the steps per point of a plot: 1, or more where a run has over MAX_POINTS steps."""
     return max(1, ceil(max((run.steps for run in runs), default=0) / MAX_POINTS))
 
 
 def figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Every plot for which there is data."""
-    whole = runs
+    """Return every plot that has data."""
+    # Long runs are plotted in windows of steps; analyses of acceptance need every step.
+    by_step = runs
     if (steps := window(runs)) > 1:
         runs = [run.coarse(steps) for run in runs]
-    built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, whole), _timing(runs)]
+
+    built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, by_step), _timing(runs)]
     built += adaptation_figures(runs)
     built += [_lines(plot, runs) for plot in _plots()]
-    if any((run.path / "rollouts").is_dir() for run in whole):
-        built += breakdown_figures(whole)
+    if any((run.path / "rollouts").is_dir() for run in by_step):
+        built += breakdown_figures(by_step)
+
     drawn = [figure for figure in built if figure.traces]
     return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
 
 
 def splits(*runs: RunData) -> list[str]:
-    """Held-out sets other than the one reported as val/reward."""
+    """Return the held-out sets other than the one reported as val/reward."""
     names = {n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.count("/") == 2}
     rewards = {name: [run.series(f"val/{name}/reward") for run in runs] for name in names}
     return sorted(name for name in names if rewards[name] != [run.series("val/reward") for run in runs])
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:
-
     traces = []
     one = len(runs) == 1
     for n, run in enumerate(runs):
@@ -84,9 +86,11 @@ def _reward(runs: Sequence[RunData]) -> Figure:
             traces.append(line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
+
         sets = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs))]
-        for m, (prefix, words) in enumerate(sets if one else sets[:1], 1):
-            traces += reward_line(run, f"{prefix}/reward", f"{label}{words}", colour=n + m if one else n)
+        for m, (prefix, set_name) in enumerate(sets if one else sets[:1], 1):
+            traces += reward_line(run, f"{prefix}/reward", f"{label}{set_name}", colour=n + m if one else n)
+
     return Figure(
         title="Reward",
         note="Held-out points carry 95% intervals: Wilson's, instances counted as clusters.",
@@ -97,7 +101,7 @@ def _reward(runs: Sequence[RunData]) -> Figure:
 
 
 def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
-    """Two panels on one x axis: acceptance follows entropy unless the draft drifts."""
+    """Plot entropy above acceptance on one x axis: acceptance follows entropy unless the draft drifts."""
     traces = []
     one = len(runs) == 1
     for n, run in enumerate(runs):
@@ -105,6 +109,7 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         entropy = run.series("rollout/entropy")
         if entropy[0]:
             traces.append(line(entropy, label or "entropy", n, yaxis="y2", legendgroup=label or "entropy"))
+
         depths = [d for d in run.names() if d.startswith("spec/acceptance_rate/depth_")]
         if one:
             for k, name in enumerate(sorted(depths, key=lambda d: int(d.rsplit("_", 1)[1])), 1):
@@ -115,9 +120,11 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
                     run.series("spec/acceptance_rate"), label, n, legendgroup=label, showlegend=not entropy[0]
                 )
             )
+
     title, section = "Entropy", "Training"
     note = "Of the target, per sampled token. A collapse towards 0 ends exploration."
     layout: dict[str, Any] = {"yaxis2": {"title": {"text": "entropy (nat)"}, "rangemode": "tozero"}}
+
     if any("yaxis" not in trace for trace in traces):
         title, section = "Entropy and acceptance", ACCEPTANCE
         note = (
@@ -130,15 +137,17 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         for trace in traces:
             del trace["yaxis"]
         layout = {"yaxis": layout["yaxis2"]}
+
     return Figure(title=title, note=note, traces=traces, layout=layout, wide=True, section=section)
 
 
 def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
-    """A plot of plots.toml."""
+    """Draw a plot of plots.toml; several runs are compared by its first metric."""
     title, metrics = plot["title"], plot["metrics"]
     (first, first_label), one = metrics[0], len(runs) == 1
     drawn = [(runs[0], *metric) for metric in metrics] if one else [(run, first, run.name) for run in runs]
     series = [(n, run.series(name), label) for n, (run, name, label) in enumerate(drawn)]
+
     axis = {"title": {"text": plot["unit"]}} | ({"rangemode": "tozero"} if plot["from_zero"] else {})
     return Figure(
         title=title if one or len(metrics) == 1 else f"{title}: {first_label}",
@@ -152,21 +161,27 @@ def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
 def _timing(runs: Sequence[RunData]) -> Figure:
     if len(runs) > 1:
         return _timing_of_runs(runs)
+
     run = runs[0]
-    whole = dict(zip(*run.series("timing_s/step"), strict=True))
-    steps = sorted(whole)
-    rest = dict(whole)
+    step_seconds = dict(zip(*run.series("timing_s/step"), strict=True))
+    steps = sorted(step_seconds)
+    remaining = dict(step_seconds)
     traces = []
+
+    # Subtract each phase from the step; the remaining time is drawn as "other".
     for name, label, colour in STEP_PHASES:
         phase = dict(zip(*run.series(name), strict=True))
-        if not steps or sum(phase.values()) < SMALL * sum(whole.values()):
+        if not steps or sum(phase.values()) < SMALL * sum(step_seconds.values()):
             continue
-        rest = {s: rest[s] - phase.get(s, 0.0) for s in steps}
+        remaining = {s: remaining[s] - phase.get(s, 0.0) for s in steps}
         traces.append(_area((steps, [phase.get(s, 0.0) for s in steps]), label, colour))
+
     if traces:
-        traces.append(_area((steps, [max(0.0, rest[s]) for s in steps]), "other", COLOURS - 1))
+        traces.append(_area((steps, [max(0.0, remaining[s]) for s in steps]), "other", COLOURS - 1))
+
     if (gen := run.series("timing_s/gen"))[0]:
         traces.append(line(gen, "one group's generation", 2, line={"color": "$text", "dash": "dot"}))
+
     return Figure(
         title="Where a step's time goes",
         note="The trainer's phases add up to the step; generation (dotted) runs beside them if asynchronous.",
@@ -185,13 +200,16 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
     names = ("timing_s/step", *(name for name, _, _ in STEP_PHASES))
     means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
+
     drawn = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
     traces = [
         bars(label, n, labels, values=[m[name] for m in means], across=True) for name, label, n in drawn
     ]
+
     if traces:
         other = [max(0.0, m["timing_s/step"] - sum(m[name] for name, _, _ in drawn)) for m in means]
         traces.append(bars("other", COLOURS - 1, labels, values=other, across=True))
+
     return Figure(
         title="Where a step's time goes",
         note="Mean seconds of a step, by phase of the trainer.",

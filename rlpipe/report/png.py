@@ -1,7 +1,7 @@
-"""The plots of the report as PNG files, for slides and papers: same figures, drawn by matplotlib.
+"""The plots of the report as PNG files, for slides and papers: the same figures, drawn by matplotlib.
 
-Owns the drawing of those figure dicts (lines, markers, stacked areas, horizontal bars, error bars, two panels
-on one x axis), in the light palette; figures.py owns what is in them.
+Owns the drawing of the figure dicts (lines, markers, stacked areas, horizontal bars, error bars, two panels
+on one x axis), in the light palette; figures.py owns their content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT = "#1c1f23"
 
 
 def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
-    """One file per plot of the report, named after it: `acceptance-acceptance-by-depth.png`.
+    """Write one file per plot of the report, named after the plot: `acceptance-acceptance-by-depth.png`.
 
     Raises ValueError when matplotlib is not installed.
     """
@@ -33,12 +33,15 @@ def write_pngs(runs: Sequence[RunData], directory: Path) -> list[Path]:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ValueError('--png needs matplotlib: pip install -e ".[dashboards]".') from error
+
     directory.mkdir(parents=True, exist_ok=True)
     written = []
+
     for figure in figures(runs):
         name = re.sub(r"\W+", "-", f"{figure.section} {figure.title}".lower()).strip("-")
         _draw(figure, directory / f"{name}.png")
         written.append(directory / f"{name}.png")
+
     return written
 
 
@@ -47,6 +50,7 @@ def _draw(figure: Figure, path: Path) -> None:
 
     height = figure.layout.get("height", 290) / 80
     canvas = Canvas(figsize=(9.5 if figure.wide else 6.5, height + 0.7), dpi=DPI, layout="constrained")
+
     upper = any(trace.get("yaxis") == "y2" for trace in figure.traces)
     if upper:
         top, bottom = canvas.subplots(2, 1, sharex=True)
@@ -55,23 +59,30 @@ def _draw(figure: Figure, path: Path) -> None:
     else:
         bottom = canvas.subplots()
         panels = {"y": bottom}
+
     _style(bottom, figure.layout, "yaxis")
     bottom.set_xlabel(figure.layout.get("xaxis", {}).get("title", {}).get("text", "training step"))
+
     bars = [trace for trace in figure.traces if trace["type"] == "bar"]
     if bars:
         _bars(bottom, bars, figure.layout)
+
     stacked = [trace for trace in figure.traces if trace.get("stackgroup")]
     if stacked:
         colours = [_colour(trace["fillcolor"]) for trace in stacked]
         labels = [trace["name"] for trace in stacked]
         bottom.stackplot(stacked[0]["x"], [t["y"] for t in stacked], labels=labels, colors=colours, lw=0)
+
+    # All remaining traces are lines or dots.
     for trace in figure.traces:
         if trace not in bars and trace not in stacked:
             _line(panels[trace.get("yaxis", "y")], trace)
+
     for panel in panels.values():
         _limits(panel, figure.layout, "yaxis2" if panel is panels.get("y2") else "yaxis")
         if len(figure.traces) > 1 and panel.get_legend_handles_labels()[1]:
             panel.legend(fontsize=7.5, frameon=False, ncols=2 if len(figure.traces) > 4 else 1)
+
     canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
     canvas.savefig(path)
 
@@ -80,7 +91,8 @@ def _line(panel: Axes, trace: dict[str, Any]) -> None:
     style = trace.get("line", {})
     marker = trace.get("marker", {})
     points = "markers" in trace["mode"]
-    drawn = {
+
+    options = {
         "color": _colour(marker.get("color", style.get("color", "$0"))),
         "lw": style.get("width", 2) * 0.8 if "lines" in trace["mode"] else 0,
         "ls": DASHES.get(style.get("dash"), "-"),
@@ -89,20 +101,25 @@ def _line(panel: Axes, trace: dict[str, Any]) -> None:
         "alpha": marker.get("opacity", 1.0) if points else 1.0,
         "label": trace["name"] if trace.get("showlegend", True) else None,
     }
+
     if "error_y" in trace:
-        panel.errorbar(trace["x"], trace["y"], yerr=trace["error_y"]["array"], capsize=2.5, **drawn)
+        panel.errorbar(trace["x"], trace["y"], yerr=trace["error_y"]["array"], capsize=2.5, **options)
     else:
-        panel.plot(trace["x"], trace["y"], **drawn)
+        panel.plot(trace["x"], trace["y"], **options)
 
 
 def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -> None:
-    """Series of bars, upright or across, beside or on top of one another."""
+    """Draw series of bars: vertical or horizontal, grouped or stacked."""
     across, stack = bars[0].get("orientation") == "h", layout.get("barmode") == "stack"
+
+    # Horizontal bars swap the axes, and with them the names of matplotlib's arguments.
     labels, values, error = ("y", "x", "error_x") if across else ("x", "y", "error_y")
     draw, base = (panel.barh, "left") if across else (panel.bar, "bottom")
+
     ticks = list(dict.fromkeys(label for trace in bars for label in trace[labels]))
     ends = [0.0] * len(ticks)
     thick = 0.7 if stack else 0.8 / len(bars)
+
     for n, trace in enumerate(bars):
         shift = 0 if stack else (n - (len(bars) - 1) / 2) * thick
         draw(
@@ -116,6 +133,7 @@ def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -
         )
         if stack:
             ends = [a + b for a, b in zip(ends, trace[values], strict=True)]
+
     set_ticks = panel.set_yticks if across else panel.set_xticks
     set_ticks(range(len(ticks)), [str(tick) for tick in ticks])
     if across:
@@ -138,10 +156,11 @@ def _limits(panel: Axes, layout: dict[str, Any], axis: str) -> None:
 
 
 def _colour(name: str) -> str:
-    """A colour of the page's palette: "$3", "$3a" (faint), "$text"."""
+    """Return the colour that the page's palette has for "$3", "$3a" (faint) or "$text"."""
     if not name.startswith("$"):
         return name
     if name == "$text":
         return TEXT
+
     faint = name.endswith("a")
     return PALETTE[int(name[1:].removesuffix("a")) % len(PALETTE)] + ("55" if faint else "")

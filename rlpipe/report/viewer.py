@@ -1,13 +1,15 @@
-"""Trajectories for the report's viewer: which ones, and what the page needs of each.
+"""The trajectories of the report's viewer: their selection, and the rows that the page displays.
 
 Owns reading rollouts/step_N.jsonl (docs/run_directory.md) within a budget, and trajectories.jsonl where a run
 recorded no tokens; the page does the colouring. Flow: files spread evenly over the run -> rows -> the page.
 
-A row: {run, step, instance_id, group, reward, siblings, status, turns}; the last turn may be the verifier's,
-what `info` says of the grading; where a record has no rewards of siblings, they are the other rows of its
-group. A turn: {role, text}, or, where the model wrote it
-and tokens were recorded, {role, tokens, e, p, a, v}: texts, entropies and -logprobs in 1/100 nat, depth of
-acceptance (0: sampled by the target; absent without drafts), [[version, tokens], ...].
+A row: {run, step, instance_id, group, reward, siblings, status, turns}. The last turn may be the verifier's:
+the details of the grading in `info`. Where a record has no rewards of siblings, they are the other rows of
+its group.
+
+A turn: {role, text}, or, where the model wrote it and tokens were recorded, {role, tokens, e, p, a, v}:
+texts, entropies and -logprobs in 1/100 nat, depth of acceptance (0: sampled by the target; absent without
+drafts), [[version, tokens], ...].
 """
 
 from __future__ import annotations
@@ -29,22 +31,26 @@ SHOWN_ELSEWHERE = ("turns", "token_texts", "exit_reason", "tamper", "retries", "
 
 
 def shown_trajectories(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Trajectories spread evenly over each run, as many as fit into MAX_TRAJECTORY_BYTES."""
+    """Return trajectories spread evenly over each run, as many as fit into MAX_TRAJECTORY_BYTES."""
     shown = []
     for run in runs:
         name = run.name if len(runs) > 1 else ""
         rows = [_row(t, name) for t in _recorded(run) if isinstance(t.get("turns"), list) and t["turns"]]
+
+        # Every run gets the same share of the budget.
         stride = max(1.0, sum(map(_size, rows)) / (MAX_TRAJECTORY_BYTES / len(runs)))
         shown += [rows[int(n * stride)] for n in range(int(len(rows) / stride))]
+
     return shown
 
 
 def _recorded(run: RunData) -> Iterator[dict[str, Any]]:
-    """Rollouts with tokens, from files spread evenly over the run; else the texts of trajectories.jsonl."""
+    """Yield rollouts with tokens from files spread evenly over the run, or else trajectories.jsonl."""
     files = sorted((run.path / "rollouts").glob("step_*.jsonl"))
     if not files:
         yield from run.trajectories
         return
+
     stride = max(1.0, sum(file.stat().st_size for file in files) / MAX_READ_BYTES)
     for n in range(int(len(files) / stride) or 1):
         yield from read_jsonl(files[int(n * stride)])[0]
@@ -58,9 +64,14 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         "instance_id": str(trajectory.get("prompt_id", trajectory.get("instance_id", ""))),
         "reward": reward if isinstance(reward, (int, float)) else None,
         "turns": [
-            turn for said in trajectory["turns"] if isinstance(said, dict) for turn in _said(said, trajectory)
+            turn
+            for recorded in trajectory["turns"]
+            if isinstance(recorded, dict)
+            for turn in _turns(recorded, trajectory)
         ],
     }
+
+    # Optional fields are left out of the row where they are empty.
     if trajectory.get("status", "complete") != "complete":
         row["status"] = str(trajectory["status"])
     if reason := (trajectory.get("info") or {}).get("exit_reason"):
@@ -71,15 +82,18 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         row["siblings"] = siblings
     if group := trajectory.get("group_id"):
         row["group"] = str(group)
-    told = {k: v for k, v in (trajectory.get("info") or {}).items() if k not in SHOWN_ELSEWHERE and v != ""}
-    if told:
-        text = "\n".join(f"{name}: {value}" for name, value in told.items())
+
+    info = trajectory.get("info") or {}
+    grading = {k: v for k, v in info.items() if k not in SHOWN_ELSEWHERE and v != ""}
+    if grading:
+        text = "\n".join(f"{name}: {value}" for name, value in grading.items())
         row["turns"].append({"role": "verifier", "text": _cut(text)})
+
     return row
 
 
-def _said(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A turn, recorded as {role, text, span} or as the pair {action, observation}."""
+def _turns(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the turns of a record, which is {role, text, span} or the pair {action, observation}."""
     if "action" in turn:
         yield {"role": "assistant", "text": _cut(str(turn["action"]))}
         if turn.get("observation"):
@@ -91,23 +105,26 @@ def _said(turn: dict[str, Any], trajectory: dict[str, Any]) -> Iterator[dict[str
 
 
 def _tokens(trajectory: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """The sampled tokens of a turn with everything that is known of each."""
+    """Return the sampled tokens of a turn with the data of each; keys as in the module docstring."""
     end = min(end, begin + MAX_TURN_TOKENS)
     versions = [v for v, count in trajectory["policy_versions"] for _ in range(count)][begin:end]
+
     turn = {
         "tokens": trajectory["token_texts"][begin:end],
         "e": [round(100 * h) for h in trajectory["entropies"][begin:end]],
         "p": [round(-100 * logprob) for logprob in trajectory["rollout_logprobs"][begin:end]],
         "v": [[version, len(list(same))] for version, same in groupby(versions)],
     }
+
     if trajectory.get("accepted"):
         turn["a"] = trajectory["accepted"][begin:end]
+
     return turn
 
 
 def _cut(text: str) -> str:
-    gone = len(text) - MAX_TURN_CHARS
-    return text if gone <= 0 else f"{text[:MAX_TURN_CHARS]}\n… {gone} characters left out"
+    excess = len(text) - MAX_TURN_CHARS
+    return text if excess <= 0 else f"{text[:MAX_TURN_CHARS]}\n… {excess} characters left out"
 
 
 def _size(row: dict[str, Any]) -> int:
@@ -115,11 +132,14 @@ def _size(row: dict[str, Any]) -> int:
 
 
 def viewer_html(trajectories: Sequence[dict[str, Any]]) -> str:
-    """The empty viewer; the page's script fills it. "" without trajectories."""
+    """Return the empty viewer, which the page's script fills; "" without trajectories."""
     if not trajectories:
         return ""
+
     runs = list(dict.fromkeys(t["run"] for t in trajectories))
     steps = sorted({t["step"] for t in trajectories if isinstance(t["step"], int)})
+
+    # Offer only the colours whose data was recorded.
     colours = [("", "no colour")]
     turns = [turn for t in trajectories for turn in t["turns"] if "tokens" in turn]
     if any("a" in turn for turn in turns):
@@ -130,6 +150,7 @@ def viewer_html(trajectories: Sequence[dict[str, Any]]) -> str:
             ("logprob", "colour: surprise"),
             ("version", "colour: version"),
         ]
+
     outcomes = [("", "any reward"), ("solved", "reward 1 or more"), ("not", "less")]
     return (
         '<h2 id="trajectories">Trajectories</h2><div class="viewer" id="viewer"><div class="bar">'

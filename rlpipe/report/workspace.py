@@ -1,12 +1,12 @@
 """`rlpipe workspace RUN [RUN...]`: a W&B workspace and report: reward, acceptance, entropy.
 
-Owns what the panels show (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema is that of
-wandb-workspaces, the login is sinks.py's. Offline first: `make_spec` reads run directories, `write_spec`
-checks the spec by building W&B's objects of it and writes JSON, `apply` creates what the file says once there
-is a login. From a machine that has the login but not the runs, `--spec FILE` sends a spec written before.
+Owns the choice of panels (Bebop Fig. 2, 3, 6, 7 and 8), the spec file and the command; the schema belongs to
+wandb-workspaces, the login to sinks.py. It works offline: `make_spec` reads run directories, `write_spec`
+validates the spec by building W&B's objects from it and writes JSON, and `apply` creates both on the server
+after a login. On a machine with the login but without the runs, `--spec FILE` sends a spec written earlier.
 
 Fig. 3 needs numbers that no run logs: the slope and the means of its early phase (decomposition.py). They go
-into expressions over metrics that are logged, so the panel of a run goes on with the run.
+into expressions over logged metrics, so the panel continues to update with the run.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ PHASES = tuple(name for name, _, _ in STEP_PHASES)
 
 
 def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -> dict[str, Any]:
-    """What to create, as JSON.
+    """Return the workspace and the report to create, as JSON.
 
-    entity: "" is filled in when it is sent. project: "" takes the one the runs were logged to. Returns
+    entity: "" is filled in before sending. project: "" takes the project of the runs. Returns
     {"title", "entity", "project", "runs": [{"name", "id"}], "sections": [{"name", "runs", "panels"}]}; a
-    panel is {"figure", "title", "x", "y"} with maybe "points", "area" or "expressions". A section's "runs"
-    are the ids it shows, [] for all.
+    panel is {"figure", "title", "x", "y"} with optional "points", "area" or "expressions". A section's "runs"
+    are the ids that it displays, [] for all.
 
     Raises ValueError when the runs were logged to different projects.
     """
     projects = {(run.settings.get("metrics") or {}).get("wandb_project", "rlpipe") for run in runs}
     if not project and len(projects) > 1:
         raise ValueError(f"the runs are in different W&B projects {sorted(projects)}. Choose one: --project.")
+
     depths = sorted(
         {name for run in runs for name in run.names() if name.startswith(f"{RATE}/depth_")},
         key=lambda name: int(name.rpartition("_")[2]),
     )
+
     held_out = sorted({name for run in runs for name in run.names() if HELD_OUT.fullmatch(name)})
+
     sections = [
         {
             "name": "Training",
@@ -84,6 +87,7 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
         },
         *(section for run in runs if (section := _why(run))),
     ]
+
     return {
         "title": "Reward, acceptance and entropy",
         "entity": entity,
@@ -94,13 +98,13 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
 
 
 def run_id(run: RunData) -> str:
-    """The id under which the run logs to W&B; "" when it did not."""
+    """Return the id of the run on W&B; "" when it was not logged there."""
     file = run.path / "wandb" / "run_id"
     return file.read_text().strip() if file.is_file() else ""
 
 
 def write_spec(spec: dict[str, Any], path: Path) -> None:
-    """Check against the schema of wandb-workspaces and write. Raises ValueError when it does not fit."""
+    """Write the spec. Raises ValueError when it does not match the schema of wandb-workspaces."""
     build(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(spec, indent=2) + "\n")
@@ -115,17 +119,20 @@ def apply(spec: dict[str, Any]) -> list[str]:
 
 
 def build(spec: dict[str, Any]) -> tuple[Any, Any]:
-    """W&B's Workspace and Report of a spec, not saved.
+    """Build W&B's Workspace and Report from a spec, without saving them.
 
-    Raises ValueError when wandb-workspaces is missing or the spec does not fit its schema; pydantic's
-    error is one.
+    Raises ValueError when wandb-workspaces is missing or the spec does not match its schema (pydantic's
+    ValidationError is a ValueError).
     """
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise ValueError('this needs wandb-workspaces: pip install -e ".[dashboards]".') from error
+
     entity, project = spec["entity"], spec["project"]
+
+    # The workspace shows every run; sections about single runs belong to the report only.
     workspace = workspaces.Workspace(
         entity=entity,
         project=project,
@@ -140,35 +147,41 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
             if not section["runs"]
         ],
     )
+
     blocks: list[Any] = [reports.TableOfContents()]
     for section in spec["sections"]:
         filters = f"ID in {json.dumps(section['runs'])}" if section["runs"] else ""
-        shown = reports.Runset(entity=entity, project=project, name=section["name"], filters=filters)
+        runset = reports.Runset(entity=entity, project=project, name=section["name"], filters=filters)
+
         panels = [_built(panel, reports) for panel in section["panels"]]
-        blocks += [reports.H2(section["name"]), reports.PanelGrid(runsets=[shown], panels=panels)]
+        blocks += [reports.H2(section["name"]), reports.PanelGrid(runsets=[runset], panels=panels)]
+
     report = reports.Report(entity=entity, project=project, title=spec["title"], blocks=blocks, width="fluid")
     return workspace, report
 
 
 def _panel(figure: str, title: str, y: list[str], *, x: str = STEP, **more: Any) -> dict[str, Any]:
     for name in (*y, x):
-        declared(name)  # raises when a panel shows what no run logs
+        declared(name)  # raises ValueError for a metric that no run logs
     return {"figure": figure, "title": f"{figure}: {title}" if figure else title, "x": x, "y": y, **more}
 
 
 def _why(run: RunData) -> dict[str, Any] | None:
-    """Fig. 3 for one run; None when its change cannot be split or it is not on W&B."""
+    """Return the section of Fig. 3 for one run; None if its change cannot be split or it is not on W&B."""
     try:
-        found = decompose_run(run).get("overall")
+        split = decompose_run(run).get("overall")
     except ValueError:  # the entropy does not vary
         return None
-    if found is None or not run_id(run):
+    if split is None or not run_id(run):
         return None
+
+    # Means of the early phase: every later step is compared with them.
     steps, rate, entropy = paired(run, RATE, ENTROPY)
-    early = steps <= found.early[1]
+    early = steps <= split.early[1]
     a0, h0 = float(rate[early].mean()), float(entropy[early].mean())
+
     total = f"${{{RATE}}} - {a0:.6g}"
-    by_entropy = f"{found.slope.value:.6g} * (${{{ENTROPY}}} - {h0:.6g})"
+    by_entropy = f"{split.slope.value:.6g} * (${{{ENTROPY}}} - {h0:.6g})"
     parts = (
         ("change", total),
         ("along the entropy slope", by_entropy),
@@ -193,7 +206,7 @@ def _built(panel: dict[str, Any], reports: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe workspace",
         description="Make a W&B workspace and report about acceptance and entropy.",
@@ -206,36 +219,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="spec file (wandb_workspace.json in the first run's directory)"
     )
     parser.add_argument("--offline", action="store_true", help="write the spec only")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+
     try:
-        return _make(given)
+        return _make(options)
     except (ValueError, OSError) as error:
         print(f"rlpipe workspace: {error}", file=sys.stderr)
         return 2
 
 
-def _make(given: argparse.Namespace) -> int:
-    if bool(given.runs) == bool(given.spec):
+def _make(options: argparse.Namespace) -> int:
+    if bool(options.runs) == bool(options.spec):
         raise ValueError("name run directories to make a spec of, or --spec FILE to send one.")
-    if given.spec:
-        out = given.spec
+
+    if options.spec:
+        out = options.spec
         spec = json.loads(out.read_text())
     else:
-        spec = make_spec(load_runs(given.runs), project=given.project)
-        out = given.out or given.runs[0] / NAME
+        spec = make_spec(load_runs(options.runs), project=options.project)
+        out = options.out or options.runs[0] / NAME
         write_spec(spec, out)
         print(f"spec: {out}")
-    if given.offline or not logged_in():
+
+    if options.offline or not logged_in():
         print(
             "not sent: after `wandb login` and `wandb sync` of the runs, "
             f"rlpipe workspace --spec {out} creates it."
         )
         return 0
-    return _send(spec | {"entity": given.entity or spec["entity"]}, out)
+
+    return _send(spec | {"entity": options.entity or spec["entity"]}, out)
 
 
 def _send(spec: dict[str, Any], out: Path) -> int:
-    """Create what a spec says; when the server refuses or cannot be reached, the spec can be sent again."""
+    """Create the workspace and the report of a spec; after a failure, print how to send it again."""
     try:
         spec["entity"] = spec["entity"] or default_entity()
         addresses = apply(spec)
@@ -246,5 +263,6 @@ def _send(spec: dict[str, Any], out: Path) -> int:
             file=sys.stderr,
         )
         return 1
+
     print("\n".join(f"created: {address}" for address in addresses))
     return 0

@@ -1,10 +1,10 @@
 """The report: one self-contained HTML page about one run, or comparing several.
 
-Owns what is said about runs: the summary and the tables; the plots are in figures.py, the trajectories in
-viewer.py, the look in page.html, page.css and page.js. Flow: directories -> RunData -> cards, figures, tables
+Owns the summary and the tables; the plots are in figures.py, the trajectories in viewer.py, the look in
+page.html, page.css and page.js. Flow: directories -> RunData -> cards, figures, tables
 -> page. Everything is inline, the heavy parts (plotly, trajectories) gzipped, and the content policy forbids
-every request: the file can be mailed, archived and opened offline; live.js asks the server that a live page
-came from for news. A run without steps gets a page too: it says what is missing and shows the events.
+every request, so the file can be mailed, archived and opened offline. A live page is the exception: live.js
+polls the server that delivered it. A run without steps gets a page too, with its events and a notice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
-WINDOW = 10  # steps that "at the end" refers to
+WINDOW = 10  # number of steps that a card takes as the start or the end of a run
 OUTCOMES = {
     "done": ("finished", "good"),
     "stopped": ("stopped", "warn"),
@@ -42,28 +42,36 @@ OUTCOMES = {
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
-    """Write the page about the runs in `run_dirs` to `out`, replacing it in one move.
+    """Write the page about the runs in `run_dirs` to `out`, replacing it atomically.
 
-    Raises ValueError when a directory is not a run directory, or none is given.
+    Raises ValueError when `run_dirs` is empty or one of them is not a run directory.
     """
     if not run_dirs:
         raise ValueError("no run directory given. Name at least one: rlpipe report RUN [RUN...]")
+
     runs = load_runs(run_dirs)
     content = make_content(runs)
+
+    # A reader that reloads the page never sees a half-written file.
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
     part.write_text(page(content), encoding="utf-8")
     part.replace(out)
+
     if len(runs) == 1 and out.parent.resolve() == runs[0].path.resolve():
         _split_for_tensorboard(runs[0])
 
 
 def _split_for_tensorboard(run: RunData) -> None:
-    """Put the split of acceptance beside the scalars of a run that has some; it is known only afterwards."""
+    """Add the split of acceptance to the TensorBoard scalars of a run, if it has any.
+
+    The split needs the end of the run, so the run itself cannot write it.
+    """
     folder = run.path / "tensorboard"
     if not folder.is_dir() or find_spec("tensorboardX") is None:
         return
+
     from rlpipe.diagnosis.decomposition import decompose_run, split_over_time
     from rlpipe.metrics.tensorboard import SPLIT, replace_scalars
 
@@ -71,10 +79,11 @@ def _split_for_tensorboard(run: RunData) -> None:
         end = decompose_run(run).get("overall")
     except ValueError:  # the entropy does not vary
         end = None
+
     if end is not None:
-        found = split_over_time(run, end)
+        windows = split_over_time(run, end)
         curves = {
-            f"{SPLIT}/{part}": [(d.window[1], getattr(d, part).value) for d in found]
+            f"{SPLIT}/{part}": [(d.window[1], getattr(d, part).value) for d in windows]
             for part in ("total", "entropy", "mismatch")
         }
         replace_scalars(folder / "split", curves)
@@ -82,7 +91,7 @@ def _split_for_tensorboard(run: RunData) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Content:
-    """What a page shows. body: HTML. figures, trajectories: data of the scripts."""
+    """The content of a page. body: HTML. figures, trajectories: data of the scripts."""
 
     title: str
     body: str
@@ -90,22 +99,23 @@ class Content:
     trajectories: list[dict[str, Any]]
 
     def data(self) -> dict[str, Any]:
-        """What the page's script draws the plots from."""
+        """Return the data from which the page's script draws the plots."""
         return {"figures": [{"traces": f.traces, "layout": f.layout} for f in self.figures]}
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """Read directories; runs of one name get longer ones."""
+    """Read run directories; give runs with the same name longer, unique names."""
     runs = [load_run(path) for path in run_dirs]
     _make_names_unique(runs)
     return runs
 
 
 def make_content(runs: Sequence[RunData]) -> Content:
-    """Everything that is said about the runs."""
+    """Build the body, the figures and the trajectories of the page about the runs."""
     from rlpipe.diagnosis.summary import summarize  # needs numpy, which a run can do without until here
 
     drawn, trajectories = figures(runs), shown_trajectories(runs)
+
     body = [
         _head(runs),
         navigation(drawn, trajectories=bool(trajectories)),
@@ -121,6 +131,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
         *(settings(run, several=len(runs) > 1) for run in runs),
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M')} by rlpipe. Opens offline.</footer>",
     ]
+
     return Content(
         title=" · ".join(run.name for run in runs),
         body="\n".join(part for part in body if part),
@@ -130,7 +141,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
 
 
 def page(content: Content, *, live: bool = False) -> str:
-    """The page; live: one that asks the server it came from for news, otherwise one that asks nobody."""
+    """Return the page as HTML; live: it polls its server for changes, otherwise it sends no request."""
     from plotly.offline import get_plotlyjs
 
     return Template(_file("page.html")).substitute(
@@ -146,12 +157,12 @@ def page(content: Content, *, live: bool = False) -> str:
 
 
 def _file(name: str) -> str:
-    """A part of the page that says nothing about any metric: markup, style, script."""
+    """Read a file of the page's markup, style or script; none of them depends on a metric."""
     return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def pack(text: str) -> str:
-    """gzip in base64: what the page's `unpack` reads."""
+    """Compress text with gzip and encode it in base64, as the page's `unpack` expects."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=7, mtime=0)).decode()
 
 
@@ -160,28 +171,30 @@ def pack(text: str) -> str:
 
 def _head(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
-        words = "A colour is a run, everywhere below."
-        return f'<h1 id="top">{len(runs)} runs compared</h1><p class="sub">{words}</p>'
+        legend = "A colour is a run, everywhere below."
+        return f'<h1 id="top">{len(runs)} runs compared</h1><p class="sub">{legend}</p>'
+
     run = runs[0]
-    facts = [
+    metadata = [
         run.settings.get("recipe"),
         (run.settings.get("model") or {}).get("path"),
         _speculation(run),
         str(run.path.resolve()),
     ]
-    line = " · ".join(escape(str(fact)) for fact in facts if fact)
+    line = " · ".join(escape(str(item)) for item in metadata if item)
     return f'<h1 id="top">{escape(run.name)}</h1> {_badge(run)}<p class="sub">{line}</p>'
 
 
 def _badge(run: RunData) -> str:
-    words, colour = OUTCOMES.get(run.outcome, (run.outcome, "warn"))
-    return f'<span class="badge {colour}">{escape(words)}</span>'
+    text, colour = OUTCOMES.get(run.outcome, (run.outcome, "warn"))
+    return f'<span class="badge {colour}">{escape(text)}</span>'
 
 
 def _speculation(run: RunData) -> str:
     spec = run.settings.get("spec")
     if not isinstance(spec, dict) or not spec.get("mode"):
         return ""
+
     mode = str(spec["mode"]).lower()
     drafter = Drafter(str(spec.get("drafter", "mtp"))).kind.title
     return "no speculation" if mode == "none" else f"{drafter}: {mode}, gamma {spec.get('gamma', '?')}"
@@ -203,33 +216,38 @@ def _notices(run: RunData) -> str:
             f"<b>{escape(run.name)} {how}</b>: the last recorded step is "
             f"{run.steps}{planned}. The same command continues from its newest checkpoint."
         )
-    rung: dict[str, list[Any]] = {}
+
+    steps_by_alarm: dict[str, list[Any]] = {}
     for event in run.events:
         if event.get("kind") == "alarm":
-            rung.setdefault(str(event.get("alarm")), []).append(event.get("step"))
-    if rung:
+            steps_by_alarm.setdefault(str(event.get("alarm")), []).append(event.get("step"))
+    if steps_by_alarm:
         names = "; ".join(
             f"<b>{escape(name)}</b> at step {', '.join(escape(str(s)) for s in steps[:4])}"
             + (f" and {len(steps) - 4} more" if len(steps) > 4 else "")
-            for name, steps in rung.items()
+            for name, steps in steps_by_alarm.items()
         )
         notes.append(f"Alarms of {escape(run.name)}: {names}. What to do is in docs/alarms.md.")
+
     if run.broken_lines:
         notes.append(
             f"{run.broken_lines} unreadable line(s) in the files of {escape(run.name)} were left out."
         )
+
     return "".join(f'<div class="notice">{note}</div>' for note in notes)
 
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
-    """(label, big text as HTML, small text) of everything worth a card."""
+    """Return (label, big text as HTML, small text) of every card."""
+    # Rewards and acceptance lengths come with a standard error and need a card of their own kind.
     measured = {"val/reward": "Validation reward"}
     for split in splits(run):
         measured[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
     for domain, (mode, *_) in held_out(run).items():
-        words = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
-        measured[f"adapt/{domain}/{mode}/acceptance_length"] = f"Acceptance length: {words}"
+        held_out_set = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
+        measured[f"adapt/{domain}/{mode}/acceptance_length"] = f"Acceptance length: {held_out_set}"
     cards = [_measured_card(run, name, label) for name, label in measured.items()]
+
     cards += [
         _gauge_card(
             run, "spec/acceptance_length", "Acceptance length", spec=".2f", unit="tokens a verify step"
@@ -238,6 +256,7 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
             run, "perf/tokens_per_s/rollout", "Rollout tokens / s", spec=",.0f", unit="of a busy engine"
         ),
     ]
+
     step_seconds = run.series("timing_s/step")[1]
     done = f"{run.steps}" + (
         f' <span class="from">of {run.planned_steps}</span>' if run.planned_steps else ""
@@ -245,19 +264,23 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
     pace = f"{median(step_seconds):.1f} s a step (median)" if step_seconds else "no step was timed"
     cards.append(("Training steps", done, pace))
     cards.append(("Duration", duration(run.seconds), "wall-clock"))
+
     masked, retries = (round(sum(run.series(f"env/{name}")[1])) for name in ("masked", "retries"))
     small = f"warnings {run.count(Level.WARNING)} · masked {masked} · retries {retries}"
     cards.append(("Faults", str(run.count(Level.FAULT)), small))
+
     return [card for card in cards if card is not None]
 
 
 def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
-    """First and last value of what carries a standard error, `name`_se."""
+    """Return the card of a metric that has a standard error, `name`_se: its first and last value."""
     steps, values = run.series(name)
     if not values:
         return None
+
     errors = dict(zip(*run.series(f"{name}_se"), strict=True))
     ends = [(steps[0], values[0]), (steps[-1], values[-1])] if len(values) > 1 else [(steps[0], values[0])]
+
     *before, (_, last) = ends
     big = "".join(f'<span class="from">{v:.3f} → </span>' for _, v in before) + f"{last:.3f}"
     small = " → ".join(f"±{errors[s]:.3f}" for s, _ in ends if s in errors)
@@ -266,10 +289,11 @@ def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] 
 
 
 def _gauge_card(run: RunData, name: str, label: str, *, spec: str, unit: str) -> tuple[str, str, str] | None:
-    """Medians of the first and the last values; spec: format of the number."""
+    """Return the card of a gauge: medians of the first and the last values. spec: format of the number."""
     values = run.series(name)[1]
     if not values:
         return None
+
     first, last = median(values[:WINDOW]), median(values[-WINDOW:])
     big = (
         f'<span class="from">{first:{spec}} → </span>{last:{spec}}'
@@ -291,11 +315,14 @@ def _cards(run: RunData) -> str:
 def _comparison(runs: Sequence[RunData]) -> str:
     summaries = [{label: (big, small) for label, big, small in _summary(run)} for run in runs]
     labels = list(dict.fromkeys(label for summary in summaries for label in summary))
-    smalls = {label: {s[label][1] for s in summaries if label in s} for label in labels}
-    shared = {label: next(iter(texts)) for label, texts in smalls.items() if len(texts) == 1}
+
+    # A small text that is the same in every run moves to the column's title.
+    small_texts = {label: {s[label][1] for s in summaries if label in s} for label in labels}
+    shared = {label: next(iter(texts)) for label, texts in small_texts.items() if len(texts) == 1}
     titles = [
         f'{escape(label)}<br><span class="small">{escape(shared.get(label, ""))}</span>' for label in labels
     ]
+
     rows = []
     for n, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
         row = [f'<span class="swatch" data-n="{n}"></span><b>{escape(run.name)}</b><br>{_badge(run)}']
@@ -303,6 +330,7 @@ def _comparison(runs: Sequence[RunData]) -> str:
             big, small = summary.get(label, ("–", ""))
             row.append(f'{big}<br><span class="small">{"" if label in shared else escape(small)}</span>')
         rows.append(row)
+
     return f'<div class="runs">{table(["run", *titles], rows)}</div>'
 
 
@@ -310,6 +338,7 @@ def _plots(drawn: Sequence[Figure], steps: int) -> str:
     parts = []
     if steps > 1:
         parts.append(f'<p class="note">A point stands for {steps} steps (their mean).</p>')
+
     for section in SECTIONS:
         boxes = "".join(
             f'<section class="plot{" wide" if f.wide else ""}"><h3>{escape(f.title)}</h3>'
@@ -335,7 +364,7 @@ def _anchor(title: str) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Runs of one name get their parent directory in front, and a number if that does not help."""
+    """Put the parent directory in front of names that occur twice, and append a number if still needed."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
