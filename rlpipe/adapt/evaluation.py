@@ -184,6 +184,7 @@ def evaluate(
     config: Config,
     domains: Sequence[Domain],
     step: int,
+    *,
     weights: Mapping[str, Any] | None,
     teacher_force: TeacherForced,
     on_event: OnEvent,
@@ -196,7 +197,7 @@ def evaluate(
     evaluation.domains = {d.name: DomainEvaluation(in_domain=d.in_domain) for d in domains}
 
     for mode in config.adapt.eval_modes:
-        rollouts = generate_domains(config, domains, SpecMode(mode), weights, on_event)
+        rollouts = generate_domains(config, domains, SpecMode(mode), weights=weights, on_event=on_event)
         for name, generated in rollouts.items():
             domain, counts = evaluation.domains[name], count(generated.trajectories)
             domain.by_mode[mode] = ModeCounts(
@@ -205,7 +206,9 @@ def evaluate(
 
             # The first mode that samples its drafts from q is scored too.
             if mode in FROM_Q and not domain.teacher_forced:
-                domain.teacher_forced = _teacher_forced(config, mode, generated, counts, teacher_force)
+                domain.teacher_forced = _teacher_forced(
+                    config, mode, generated, counts=counts, teacher_force=teacher_force
+                )
     return evaluation
 
 
@@ -213,6 +216,7 @@ def _teacher_forced(
     config: Config,
     mode: str,
     generated: DomainRollouts,
+    *,
     counts: Mapping[str, PromptCounts],
     teacher_force: TeacherForced,
 ) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def generate_domains(
     config: Config,
     domains: Sequence[Domain],
     mode: SpecMode,
+    *,
     weights: Mapping[str, Any] | None,
     on_event: OnEvent,
 ) -> dict[str, DomainRollouts]:
@@ -83,6 +84,7 @@ def collect(
     config: Config,
     suite: Suite,
     prompts: Sequence[Prompt],
+    *,
     on_group: Callable[[Group], None],
     stopped: Callable[[], bool],
     on_event: OnEvent,

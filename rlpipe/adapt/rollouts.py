@@ -58,7 +58,7 @@ def complete_rollouts(
         def store(group: Group) -> None:
             groups.add(missing[group.prompt.group_id], group)
 
-        collect(config, suite, prompts, store, stopped, on_event)
+        collect(config, suite, prompts, on_group=store, stopped=stopped, on_event=on_event)
 
     in_order = (t for index in wanted for t in groups.by_index.get(index, []))
     return [trajectory for trajectory in in_order if trainable(trajectory)]

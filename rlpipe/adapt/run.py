@@ -127,31 +127,33 @@ class Adaptation:
         settings, config = self.config.adapt, self.config
         if settings.data:
             source = resolve(settings.data)
-            form = ConversationFormat(resolve(config.model.path))
-            found = [
-                form.trajectory(messages, f"{source.stem}:{number}", config.rollout.max_context)
+            chat = ConversationFormat(resolve(config.model.path))
+            trajectories = [
+                chat.trajectory(messages, f"{source.stem}:{number}", config.rollout.max_context)
                 for number, messages in enumerate(read_conversations(source))
             ]
         else:
             file = resolve(settings.rollouts) if settings.rollouts else self.run_dir / "rollouts.jsonl"
             self.bus.event("phase", message=f"own rollouts on {settings.prompts} prompts ({file.name})")
-            found = complete_rollouts(
+            trajectories = complete_rollouts(
                 config,
                 self._suites[config.env.name],
                 file,
                 stopped=lambda: self._stop,
                 on_event=self.bus.event,
             )
-        tokens, cut = sum(t.response_length for t in found), sum(t.truncated for t in found)
-        self.bus.event("adapt_data", trajectories=len(found), sampled_tokens=tokens, truncated=cut)
-        return found
+
+        tokens, cut = sum(t.response_length for t in trajectories), sum(t.truncated for t in trajectories)
+        self.bus.event("adapt_data", trajectories=len(trajectories), sampled_tokens=tokens, truncated=cut)
+        return trajectories
 
     def _resume(self) -> None:
-        found = self.checkpoints.newest()
+        newest = self.checkpoints.newest()
         for broken in self.checkpoints.broken:
             self.bus.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
-        if found is not None:
-            path, state = found
+
+        if newest is not None:
+            path, state = newest
             self._trainer.load(path / "trainer")
             self.step = int(state["step"])
             self.bus.event("resumed", step=self.step, path=path.name)
@@ -161,12 +163,14 @@ class Adaptation:
         if self.step == 0 and self.config.adapt.eval_first:
             self._evaluate()
             self.bus.commit(0)
+
         while self.step < settings.steps and not self._stop:
             started = time.monotonic()
             batch = self._pack(order[self.step])
             metrics = self._trainer.adapt_step(batch)
             self.step += 1
             seconds = time.monotonic() - started
+
             self.bus.emit(self.step, metrics | _step_metrics(self.step, batch, order, seconds))
             if self._due(self.config.adapt.eval_every):
                 self._evaluate()
@@ -175,7 +179,7 @@ class Adaptation:
             self.bus.commit(self.step)
 
     def _due(self, every: int) -> bool:
-        """Whether something done every so many steps is due; after the last step it always is."""
+        """Return whether something that happens every so many steps is due; the last step is always due."""
         return self.step == self.config.run.steps or bool(every and self.step % every == 0)
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
@@ -190,28 +194,37 @@ class Adaptation:
         )
 
     def _evaluate(self) -> None:
-        """Measure the draft as it is, and tell the bus."""
+        """Evaluate the current draft and emit its metrics."""
         started = time.monotonic()
         metrics = self._measured().metrics()
         self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
 
     def _measured(self) -> Evaluation:
-        """Evaluate the current draft; what was measured before an interruption stays."""
+        """Evaluate the current draft; domains measured before an interruption are read, not run again."""
         file = evaluation_file(self.run_dir, self.step)
         known = Evaluation.read(file).domains if file.is_file() else {}
         if missing := [domain for domain in self._domains if domain.name not in known]:
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
             config, weights = self._drafting()
-            found = evaluate(config, missing, self.step, weights, self._forced, self.bus.event)
-            found.domains = known | found.domains
-            found.write(file)
+            evaluation = evaluate(
+                config,
+                missing,
+                self.step,
+                weights=weights,
+                teacher_force=self._forced,
+                on_event=self.bus.event,
+            )
+            evaluation.domains = known | evaluation.domains
+            evaluation.write(file)
         return Evaluation.read(file)
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
-        """How an engine drafts with the draft as it is: settings, and weights to give it."""
+        """Return the settings and weights by which an engine drafts with the current draft."""
         drafter = self.config.adapt.drafter
         if not drafter.kind.has_directory:
             return self.config, self._trainer.export_weights()
+
+        # A draft with a directory of its own is loaded from there.
         path = self.run_dir / "draft.evaluated"
         self._trainer.save_hf(path)
         spec = replace(self.config.spec, drafter=drafter, draft_path=str(path))
@@ -233,61 +246,73 @@ class Adaptation:
         self.bus.event("checkpoint", step=self.step, path=path.name, seconds=round(seconds, 3))
 
     def _finish(self) -> None:
-        """What engines load, and the summary."""
-        self._measured()  # of a run that was longer once, or lost the file, or has new sets, more is missing
+        """Write what engines load, and the summary."""
+        # A run that was longer once, lost a file or has new held-out sets lacks evaluations.
+        self._measured()
+
         product = self.run_dir / product_name(self.config)
         staging = product.with_suffix(".staging")
         shutil.rmtree(staging, ignore_errors=True)
         self._trainer.save_hf(staging)
         shutil.rmtree(product, ignore_errors=True)
         staging.rename(product)
+
         shutil.rmtree(self.run_dir / "draft.evaluated", ignore_errors=True)
         write_results(self.config, self.run_dir)
         print(f"{product.name}: {product}", flush=True)
 
 
 def product_name(config: Config) -> str:
-    """Directory that a finished run leaves for engines: the whole model, or a draft alone."""
+    """Return the name of the directory that a finished run leaves for engines: the model, or only a draft."""
     return "draft" if config.adapt.drafter.kind.has_directory else "model"
 
 
 def evaluations(run_dir: Path) -> Path:
-    """Where a run keeps its evaluations."""
+    """Return the directory of a run's evaluations."""
     return run_dir / "evaluations"
 
 
 def evaluation_file(run_dir: Path, step: int) -> Path:
-    """What was measured after a step; see `Evaluation`."""
+    """Return the file of the evaluation after a step; see `Evaluation`."""
     return evaluations(run_dir) / f"step_{step}.json"
 
 
 def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]]:
-    """Environments that are played and held-out sets, refused now if an evaluation would fail after training.
+    """Make the environments and held-out sets, so that an evaluation does not fail after training.
 
-    Writes nothing. Raises ValueError.
+    Writes nothing.
+
+    Raises:
+        ValueError: an environment, an engine or a held-out set cannot be used.
     """
     settings = config.adapt
     for name in settings.environments(config.env):
         check_environment(replace(config.env, name=name))
+
     modes = {config.spec.mode}
     if not settings.drafter.kind.has_directory:
         modes |= set(map(SpecMode, settings.eval_modes))
     for mode in sorted(modes):
         check_engine(replace(config, spec=replace(config.spec, mode=mode)))
+
     suites = make_suites(settings, config.env, config.run.seed)
     return suites, make_domains(settings, config.env, suites)
 
 
 def check_evaluations(config: Config, run_dir: Path) -> None:
-    """Raise ValueError if the run has evaluations under another gamma or temperature: they do not compare."""
-    asked = {"spec.gamma": config.spec.gamma, "rollout.temperature": config.rollout.temperature}
+    """Refuse a run that has evaluations under another gamma or temperature: they do not compare.
+
+    Raises:
+        ValueError: names the setting, and the value to set.
+    """
+    settings = {"spec.gamma": config.spec.gamma, "rollout.temperature": config.rollout.temperature}
     for file in sorted(evaluations(run_dir).glob("step_*.json")):
-        found = Evaluation.read(file)
-        for (name, value), known in zip(asked.items(), (found.gamma, found.temperature), strict=True):
+        earlier = Evaluation.read(file)
+        for (name, value), known in zip(settings.items(), (earlier.gamma, earlier.temperature), strict=True):
             if value != known:
                 raise ValueError(
                     f"{name}={value}, but {file} was measured with {name}={known}, and one run's evaluations "
-                    f"must compare: set {name}={known}, or give this run a directory of its own (run.dir)."
+                    f"must compare: set {name}={known}, or another run.dir."
                 )
 
 
@@ -299,12 +324,15 @@ def forget_evaluations(run_dir: Path, after: int | None) -> None:
 
 
 def write_results(config: Config, run_dir: Path) -> None:
-    """results.json: figures of every evaluation, [value, standard error], and of later ones also the
-    difference to the first and its error, paired by prompt."""
+    """Write results.json: figures of every evaluation as [value, standard error].
+
+    Later evaluations have the difference to the first and its error too, paired by prompt.
+    """
     files = sorted(evaluations(run_dir).glob("step_*.json"), key=lambda f: int(f.stem.split("_")[1]))
     measured = [Evaluation.read(file) for file in files]
+
     draft = config.draft
-    whole = {
+    results = {
         "model": config.model.path,
         "drafter": config.adapt.drafter.value,
         "objective": {
@@ -321,7 +349,7 @@ def write_results(config: Config, run_dir: Path) -> None:
             str(one.step): one.summary(measured[0] if number else None) for number, one in enumerate(measured)
         },
     }
-    (run_dir / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (run_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _objective(draft: DraftConfig) -> dict[str, str]:

@@ -25,7 +25,7 @@ def played(monkeypatch):
     """Stands in for the engine: prompts end in reverse order; every fifth trajectory is masked."""
     asked = []
 
-    def collect(config, suite, prompts, keep, stopped, on_event):
+    def collect(config, suite, prompts, *, on_group, stopped, on_event):
         asked.append([prompt.group_id for prompt in prompts])
         for prompt in reversed(prompts):
             if stopped():
@@ -34,7 +34,7 @@ def played(monkeypatch):
             group = [make_trajectory(rng, name=f"{prompt.group_id}/{i}") for i in range(2)]
             if int(prompt.group_id[1:]) % 5 == 4:
                 group[0].status = TrajectoryStatus.MASKED
-            keep(Group(prompt=prompt, trajectories=group))
+            on_group(Group(prompt=prompt, trajectories=group))
 
     monkeypatch.setattr(rollouts, "collect", collect)
     return asked
