@@ -19,7 +19,7 @@ __all__ = ["ENVIRONMENTS", "Environment", "check_environment", "make_suite"]
 class Environment:
     """One row of `ENVIRONMENTS`.
 
-    check: raises ValueError for what an episode needs and making the suite does not find missing.
+    check: raises ValueError when something is missing that episodes need and making the suite does not.
     make: makes the suite, from its settings and the run's seed; raises ValueError for a bad data file.
     """
 

@@ -1,4 +1,4 @@
-"""The environment Protocol: a suite hands out instances, an episode plays one of them.
+"""The environment Protocol: a suite lists instances, an episode is one attempt at one of them.
 
 Owns the contract between collector and environments. An `Episode` is one attempt at one instance;
 its methods may block (they run a sandbox), so the collector calls them in threads.
@@ -24,7 +24,7 @@ class StepResult:
 
     observation: text shown to the model next (empty when done).
     done: the episode is over and `reward` is set.
-    info: facts to record in the trajectory.
+    info: metadata to record in the trajectory.
     """
 
     observation: str = ""
@@ -37,11 +37,11 @@ class Episode(Protocol):
     """One attempt."""
 
     def messages(self) -> list[dict[str, str]]:
-        """Opening chat messages, [{'role': ..., 'content': ...}, ...]."""
+        """Return the opening chat messages, [{'role': ..., 'content': ...}, ...]."""
         ...
 
     def step(self, action: str) -> StepResult:
-        """Play the text the model wrote this turn (may block on a sandbox).
+        """Act on the text that the model wrote this turn (may block on a sandbox).
 
         Raises InfrastructureError when the sandbox failed."""
         ...
@@ -64,15 +64,15 @@ class Suite(Protocol):
     max_turns: int
 
     def splits(self) -> Sequence[str]:
-        """Names of the held-out sets, the first of them the primary one."""
+        """Return the names of the held-out sets, the primary one first."""
         ...
 
     def instance_ids(self, split: str) -> Sequence[str]:
-        """Ids of a split, in a fixed order."""
+        """Return the ids of a split, in a fixed order."""
         ...
 
     def episode(self, instance_id: str) -> Episode:
-        """A fresh attempt at an instance."""
+        """Start a fresh attempt at an instance."""
         ...
 
 
@@ -92,11 +92,11 @@ class SplitTable:
         self._ids = ids
 
     def splits(self) -> Sequence[str]:
-        """Names of the held-out sets, the first of them the primary one."""
+        """Return the names of the held-out sets, the primary one first."""
         return [name for name in self._ids if name != TRAIN]
 
     def instance_ids(self, split: str) -> Sequence[str]:
-        """Ids of a split, in a fixed order. Raises ValueError for a split that does not exist."""
+        """Return the ids of a split, in a fixed order. Raises ValueError for a split that does not exist."""
         if split not in self._ids:
             raise ValueError(f"no split {split!r}; there are {', '.join(self._ids)}.")
         return self._ids[split]

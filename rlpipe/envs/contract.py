@@ -1,7 +1,7 @@
 """What an environment may return: checked in one place, for rehearsals and for rollouts alike.
 
-Numbers of NumPy and torch become numbers; whatever else is not as `envs.base` says is refused with what was
-returned, its value and the remedy. Loads neither library.
+Numbers of NumPy and torch become Python numbers. Any other departure from `envs.base` raises an error with
+the method, the value it returned and a hint. Loads neither library.
 """
 
 from __future__ import annotations
@@ -16,85 +16,103 @@ from rlpipe.envs.base import StepResult
 _SHOWN = 120  # characters of a value in a message
 
 
-def messages_of(said: Any) -> list[dict[str, Any]]:
-    """The opening messages. Raises ValueError when they are none."""
-    if not isinstance(said, (list, tuple)) or not said:
+def messages_of(returned: Any) -> list[dict[str, Any]]:
+    """Return the opening messages. Raises ValueError for anything that is not a list of chat messages."""
+    if not isinstance(returned, (list, tuple)) or not returned:
         raise ValueError(
-            f"messages() returned {shown(said)}: return a list like "
+            f"messages() returned {shown(returned)}: return a list like "
             "[{'role': 'user', 'content': 'question'}], with one message or more."
         )
-    for number, message in enumerate(said):
-        right = isinstance(message, Mapping) and all(
+
+    for number, message in enumerate(returned):
+        is_valid = isinstance(message, Mapping) and all(
             isinstance(message.get(key), str) for key in ("role", "content")
         )
-        if not right:
+        if not is_valid:
             raise ValueError(
                 f"messages()[{number}] is {shown(message)}: return {{'role': 'user', 'content': TEXT}}, both "
                 "strings."
             )
-    return [dict(_text(f"messages()[{number}]", message)) for number, message in enumerate(said)]
+
+    return [dict(_text(f"messages()[{number}]", message)) for number, message in enumerate(returned)]
 
 
-def step_of(said: Any, last: bool = False) -> StepResult:
-    """An answer with its reward a float and its info what JSON holds; last: of `finish`.
+def step_of(returned: Any, *, last: bool = False) -> StepResult:
+    """Return the result with its reward as a float and its info as JSON values.
 
-    Raises ValueError for what is no such answer.
+    last: the result is of `finish`. Raises ValueError for anything that `envs.base` does not allow.
     """
     where = "finish()" if last else "step()"
-    if not isinstance(said, StepResult):
+    if not isinstance(returned, StepResult):
         raise ValueError(
-            f"{where} returned {shown(said)}: return StepResult(observation=TEXT), or "
+            f"{where} returned {shown(returned)}: return StepResult(observation=TEXT), or "
             "StepResult(done=True, reward=NUMBER)."
         )
-    if not last and not isinstance(said.done, bool) and type(said.done).__name__ not in ("bool_", "bool"):
-        raise ValueError(f"{where} returned done={shown(said.done)}: give True or False.")
-    if not isinstance(said.observation, str):
+
+    # NumPy and torch have booleans of their own, which are no `bool`.
+    if (
+        not last
+        and not isinstance(returned.done, bool)
+        and type(returned.done).__name__ not in ("bool_", "bool")
+    ):
+        raise ValueError(f"{where} returned done={shown(returned.done)}: give True or False.")
+
+    if not isinstance(returned.observation, str):
         raise ValueError(
-            f"{where} returned observation={shown(said.observation)}: give a string ('' when done)."
+            f"{where} returned observation={shown(returned.observation)}: give a string ('' when done)."
         )
-    _text(f"{where} observation", said.observation)
-    done = bool(said.done)
+    _text(f"{where} observation", returned.observation)
+
+    done = bool(returned.done)
     if last and not done:
         raise ValueError("finish() returned done=False: give StepResult(done=True, reward=NUMBER).")
-    reward = number_of(f"{where} returned reward", said.reward) if done else None
-    if not isinstance(said.info, Mapping):
-        raise ValueError(f"{where} returned info={shown(said.info)}: give a dict, {{}} for none.")
-    info = {key: _plain(value) for key, value in said.info.items()}
+
+    reward = number_of(f"{where} returned reward", returned.reward) if done else None
+
+    if not isinstance(returned.info, Mapping):
+        raise ValueError(f"{where} returned info={shown(returned.info)}: give a dict, {{}} for none.")
+
+    info = {key: _plain(value) for key, value in returned.info.items()}
+
+    # Checked now, so that the records of the run can be written later.
     for key, value in info.items():
         if not isinstance(key, str):
             raise ValueError(
                 f"{where} returned info with the key {shown(key)}: name what you record by strings."
             )
         _text(f"{where} returned info[{key!r}]", value)
-    return StepResult(observation=said.observation, done=done, reward=reward, info=info)
+
+    return StepResult(observation=returned.observation, done=done, reward=reward, info=info)
 
 
 def number_of(what: str, value: Any) -> float:
-    """A finite float of a number, one of NumPy's or torch's included. Raises ValueError for anything else."""
+    """Return a number, one of NumPy's or torch's included, as a finite float. Raises ValueError otherwise."""
     plain = _plain(value)
-    remedy = "give a finite number, as in StepResult(done=True, reward=1.0)"
+    hint = "give a finite number, as in StepResult(done=True, reward=1.0)"
+
     if not isinstance(plain, (int, float)):
-        raise ValueError(f"{what}={shown(value)}: {remedy}.")
+        raise ValueError(f"{what}={shown(value)}: {hint}.")
     try:
         number = float(plain)
     except OverflowError:
         number = math.inf
+
     if not math.isfinite(number):
-        raise ValueError(f"{what}={shown(value)}, which would make every weight it trains NaN: {remedy}.")
+        raise ValueError(f"{what}={shown(value)}, which would make every weight it trains NaN: {hint}.")
     return number
 
 
 def shown(value: Any) -> str:
-    """A value and its type, in a message."""
+    """Format a value and its type for a message."""
     try:
         text = repr(value)
-    except Exception as error:  # whatever a repr of the user's raises
+    except Exception as error:  # a repr of the user's code may raise anything
         text = f"<its repr raised {type(error).__name__}>"
     return f"{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''} ({type(value).__name__})"
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's; everything else as it is."""
+    """Convert a number of NumPy or torch to Python's; return anything else unchanged."""
     if type(value).__module__.split(".")[0] not in ("numpy", "torch"):
         return value
     single = getattr(value, "shape", None) == ()
@@ -102,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(where: str, value: Any) -> Any:
-    """The value, which JSON in UTF-8 holds. Raises ValueError."""
+    """Return the value if JSON in UTF-8 can hold it. Raises ValueError otherwise."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

@@ -15,15 +15,16 @@ from rlpipe.envs.base import TRAIN, SplitTable, StepResult
 
 
 def check_reasoning(config: EnvConfig) -> None:
-    """Raises ValueError for a task that reasoning-gym does not have."""
+    """Raise ValueError for a task that reasoning-gym does not have."""
     from reasoning_gym.factory import DATASETS
 
     for task in config.reasoning.tasks:
         if task not in DATASETS:
-            close = [name for name in sorted(DATASETS) if set(task.split("_")) & set(name.split("_"))]
+            # Names that share a word help with a misspelt one.
+            similar = [name for name in sorted(DATASETS) if set(task.split("_")) & set(name.split("_"))]
             raise ValueError(
                 f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
-                f"Similar: {', '.join(close[:8]) or 'none'}; in all {len(DATASETS)}."
+                f"Similar: {', '.join(similar[:8]) or 'none'}; in all {len(DATASETS)}."
             )
 
 
@@ -36,7 +37,7 @@ class MathEpisode:
         self._system_prompt = system_prompt
 
     def messages(self) -> list[dict[str, str]]:
-        """System prompt that asks for <answer> tags, and the question."""
+        """Return the system prompt, which requires <answer> tags, and the question."""
         return [
             {"role": "system", "content": self._system_prompt},
             {"role": "user", "content": self._entry["question"]},
@@ -52,22 +53,24 @@ class MathEpisode:
         answer = extract_answer(action)
         if answer is None:
             return self._end(0.0, submitted=False)
+
         info = {"submitted": True, "answer": answer[:200]}
         try:
             score = float(self._dataset.score_answer(answer, self._entry))
-        except Exception as error:  # whatever a scorer of 100 data sets trips over
+        except Exception as error:  # the scorers of 100 data sets raise all kinds
             score, info["unreadable"] = 0.0, repr(error)[:200]
+
         return self._end(score, **info)
 
     def finish(self) -> StepResult:
-        """No answer was given."""
+        """End the episode without an answer, for reward 0."""
         return self._end(0.0, submitted=False)
 
     def _end(self, reward: float, **info: Any) -> StepResult:
         return StepResult(done=True, reward=reward, info=info | {"family": self._task})
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an episode holds no resources."""
 
 
 class MathSuite(SplitTable):
@@ -79,22 +82,28 @@ class MathSuite(SplitTable):
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         check_reasoning(config)
+
         settings = config.reasoning
         self._system_prompt = config.system_prompt or SYSTEM_PROMPTS["default"]
+
+        # Tasks with few variants repeat questions under other seeds; a held-out one must not be trained on.
         held_out = _ids(settings.tasks, range(settings.held_out_size))
         questions = {_generate(instance_id)[1]["question"] for instance_id in held_out}
+
         first = (1 + seed) * INDEX_STRIDE
         train = _ids(settings.tasks, range(first, first + settings.train_size))
         train = [name for name in train if _generate(name)[1]["question"] not in questions]
+
         if not train:
             raise ValueError(
                 f"env.reasoning.tasks={settings.tasks} have no training question that is not held out: "
                 "lower env.reasoning.held_out_size or choose tasks with more variety."
             )
+
         super().__init__({TRAIN: train, "held_out": held_out})
 
     def episode(self, instance_id: str) -> MathEpisode:
-        """A fresh attempt."""
+        """Start a fresh attempt."""
         return MathEpisode(instance_id, self._system_prompt)
 
 
@@ -103,7 +112,7 @@ def _ids(tasks: Sequence[str], indices: range) -> list[str]:
 
 
 def _generate(instance_id: str) -> tuple[Any, dict[str, Any]]:
-    """The data set of one item, and the item."""
+    """Return a data set of one item, and the item."""
     from reasoning_gym import create_dataset
 
     task, index = instance_id.split(":")

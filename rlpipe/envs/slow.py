@@ -1,7 +1,7 @@
 """Injected slowness: a suite some of whose episodes wait before they answer an action.
 
-It wraps any suite and keeps its contract. What is slow is drawn from the run's seed, the instance and the
-number of its attempt, so a run repeats it.
+Wraps any suite and keeps its contract. Which episodes are slow depends on the run's seed, the instance and
+the number of its attempt only, so a run with the same seed repeats them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class SlowSuite:
         self._counting = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the suite has, optional attributes such as `tools` included."""
+        """Return any other attribute of the suite, optional ones such as `tools` included."""
         return getattr(self._suite, name)
 
     def episode(self, instance_id: str) -> Episode:
-        """An episode of the suite, slow or not."""
+        """Start an episode of the suite, slow or not."""
         with self._counting:
             self._attempts[instance_id] += 1
             attempt = self._attempts[instance_id]
-        drawn = random.Random(f"slow/{self._seed}/{instance_id}/{attempt}").random()
+
+        sample = random.Random(f"slow/{self._seed}/{instance_id}/{attempt}").random()
+
         episode = self._suite.episode(instance_id)
-        slow = drawn < self._config.slow_env_share
+        slow = sample < self._config.slow_env_share
         return _SlowEpisode(episode, self._config.slow_env_seconds) if slow else episode
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on a text that a model wrote, by walking its syntax tree: nothing of it is executed.
+"""Arithmetic on a text that a model wrote, by walking its syntax tree; the text is never executed.
 
 Exact: numbers are fractions. Bounded: length of the text, size of every intermediate result.
 """
@@ -29,7 +29,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of numbers joined by + - * / and parentheses.
+    """Evaluate numbers joined by + - * / and parentheses.
 
     Raises ToolError.
 
@@ -40,6 +40,7 @@ def calculate(expression: str) -> str:
         raise ToolError(f"calculate: the expression has more than {LONGEST} characters")
     if not _ALPHABET.fullmatch(expression):  # letters would have Python's parser warn, on our stderr
         raise ToolError("calculate: only numbers, + - * / and parentheses")
+
     try:
         return show(_value(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -51,7 +52,7 @@ def calculate(expression: str) -> str:
 
 
 def show(value: Fraction) -> str:
-    """A whole number as it is, another one to six significant digits."""
+    """Format an integer exactly, any other number with six significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
@@ -66,6 +67,8 @@ def _value(node: ast.expr) -> Fraction:
         value = Fraction(str(node.value)) if abs(node.value) < LARGEST else Fraction(LARGEST + 1)
     else:
         raise ToolError("calculate: only numbers, + - * / and parentheses")
+
+    # Checked at every step, so that no intermediate result gets long enough to be slow.
     if max(abs(value.numerator), value.denominator) > LARGEST:
         raise ToolError("calculate: a number is too large")
     return value

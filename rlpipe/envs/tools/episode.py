@@ -1,8 +1,8 @@
 """One attempt at a question with tools: calls in, results out, until a turn that calls nothing.
 
-Owns the protocol. A turn with calls is answered by their results, a line each; a call that is malformed, or
-that a tool refuses, by `error: ...`. The first turn without a call is the answer: reward 1.0 iff it is
-right, else 0.0. Works with any tools (see `schema.Tool`), so a suite of one's own can use it.
+Owns the protocol. The observation after a turn with calls is their results, a line each; a call that is
+malformed, or that a tool refuses, gives `error: ...`. The first turn without a call is the answer:
+reward 1.0 iff it is right, else 0.0. Works with any tools (see `schema.Tool`), so a user's suite can use it.
 """
 
 from __future__ import annotations
@@ -31,42 +31,46 @@ To call a tool, {how}. You then get its result. When you know the answer, write 
 
 
 def final_answer(text: str) -> str:
-    """The last line of an answer, without reasoning, label and full stop.
+    """Return the last line of an answer, without reasoning, label and full stop.
 
     >>> final_answer("<think>3 times 4</think>\\nAnswer: 12.")
     '12'
     """
     lines = text.rpartition("</think>")[2].strip().splitlines()
     last = lines[-1].strip() if lines else ""
-    label, colon, rest = last.partition(":")
+
+    label, colon, remaining = last.partition(":")
     if colon and label.strip().lower() in ("answer", "the answer is", "final answer"):
-        last = rest
+        last = remaining
+
     return last.strip().rstrip(".").lower()
 
 
-def same_answer(answer: str, wanted: str) -> bool:
-    """Equal as numbers, or else as texts.
+def same_answer(answer: str, expected: str) -> bool:
+    """Return whether two answers are equal, as numbers if both are, else as texts.
 
     >>> same_answer("12.0", "12"), same_answer("1e9999999", "12"), same_answer("twelve", "12")
     (True, False, False)
     >>> same_answer("1_2", "12"), same_answer("\u0661\u0662", "12")
     (False, False)
     """
-    if not (_NUMBER.fullmatch(answer) and _NUMBER.fullmatch(wanted)):
-        return answer == wanted.lower()
+    if not (_NUMBER.fullmatch(answer) and _NUMBER.fullmatch(expected)):
+        return answer == expected.lower()
+
     try:
-        return Decimal(answer) == Decimal(wanted)
+        return Decimal(answer) == Decimal(expected)
     except InvalidOperation:  # an exponent beyond Decimal's
-        return answer == wanted.lower()
+        return answer == expected.lower()
 
 
 def opening(question: str, config: EnvConfig, schemas: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The chat messages an attempt starts from; with `schema=system` the tools stand in them."""
+    """Return the chat messages an attempt starts from; with `schema=system` they describe the tools."""
     system = config.system_prompt
     if config.tools.schema is ToolSchema.SYSTEM:
         described = "\n".join(json.dumps(schema) for schema in schemas)
         prompt = SYSTEM_PROMPT.format(schemas=described, how=INSTRUCTIONS[config.tools.parser])
         system = f"{system}\n\n{prompt}" if system else prompt
+
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": question}]
 
@@ -92,11 +96,11 @@ class ToolEpisode:
         self._calls = self._refused = self._malformed = 0
 
     def messages(self) -> list[dict[str, str]]:
-        """System prompt, if any, and the question."""
+        """Return the system prompt, if any, and the question."""
         return opening(self._question, self._config, [tool.schema() for tool in self._tools])
 
     def step(self, action: str) -> StepResult:
-        """Answer the calls of a turn, or judge its answer.
+        """Run the calls of a turn, or score its answer.
 
         Raises InfrastructureError when the sandbox failed.
         """
@@ -106,9 +110,12 @@ class ToolEpisode:
         except MalformedCall as error:
             self._malformed += 1
             return StepResult(observation=self._shown([f"error: {error}"]))
+
+        # A turn without calls is the final answer.
         if not turn.calls:
             answer = final_answer(turn.content)
             return self._end(self._score(answer), submitted=True, answer=answer[:200])
+
         results = []
         for call in turn.calls[: settings.max_calls]:
             self._calls += 1
@@ -117,12 +124,14 @@ class ToolEpisode:
             except ToolError as error:
                 self._refused += 1
                 results.append(f"error: {error}")
+
         if len(turn.calls) > settings.max_calls:
             results.append(f"error: at most {settings.max_calls} calls a turn, the others were not made")
+
         return StepResult(observation=self._shown(results))
 
     def finish(self) -> StepResult:
-        """Out of turns or context: no answer, no reward."""
+        """End without an answer (out of turns or context), for reward 0."""
         return self._end(0.0, submitted=False)
 
     def close(self) -> None:

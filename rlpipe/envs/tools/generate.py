@@ -1,8 +1,8 @@
-"""Makes tool-use instances: a question about numbers that stand in a small library of documents.
+"""Makes tool-use instances: a question about numbers in a small library of documents.
 
 An instance is a function of its id, "family:index". Its library holds documents of one attribute each
-("weight of coin, fish"), with others that share the attribute or the thing, so that a search by half of the
-question finds the wrong one. A family is the shape of the question; answers follow from the values.
+("weight of coin, fish"), with others that share the attribute or the thing, so that a search by only one of
+the two returns the wrong document. A family is the shape of the question; answers follow from the values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Document:
 
     @property
     def header(self) -> str:
-        """What a search shows of it.
+        """The line that a search displays for the document.
 
         >>> Document(attribute="age", values={"fish": 3, "tree": 40}).header
         'age of fish, tree'
@@ -71,13 +71,13 @@ class Document:
 
     @property
     def text(self) -> str:
-        """What reading it shows."""
+        """The full text of the document."""
         return "\n".join([self.attribute, *(f"- {thing}: {value}" for thing, value in self.values.items())])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Instance:
-    """One question. documents: by name. facts: what it asks for, in order.
+    """One question. documents: by name. facts: the values it needs, in order.
 
     terms: the expression, numbers and operators by turns; its value is the answer.
     """
@@ -92,7 +92,7 @@ class Instance:
 
 
 def make_instance(instance_id: str) -> Instance:
-    """The instance of an id. Raises ValueError for a family that does not exist.
+    """Make the instance of an id. Raises ValueError for a family that does not exist.
 
     >>> one = make_instance("times:0")
     >>> one.question, one.terms, one.answer
@@ -101,13 +101,19 @@ def make_instance(instance_id: str) -> Instance:
     name, _, index = instance_id.partition(":")
     if name not in FAMILIES or not index.isdecimal():
         raise ValueError(f"no tool-use instance {instance_id!r}: an id is FAMILY:INDEX, of {list(FAMILIES)}.")
+
+    # The id is the only seed: the same id gives the same instance in every run.
     family, rng = FAMILIES[name], random.Random(f"tools/{instance_id}")
     facts = _facts(rng, family.facts)
     documents = _library(rng, facts)
-    held = {(d.attribute, thing): value for d in documents.values() for thing, value in d.values.items()}
-    values = [held[fact] for fact in facts]
+
+    value_by_fact = {
+        (d.attribute, thing): value for d in documents.values() for thing, value in d.values.items()
+    }
+    values = [value_by_fact[fact] for fact in facts]
     n = rng.randint(2, 9)
     terms = tuple(term.format(*values, n=n) for term in family.terms)
+
     return Instance(
         instance_id=instance_id,
         family=name,
@@ -120,10 +126,12 @@ def make_instance(instance_id: str) -> Instance:
 
 
 def _facts(rng: random.Random, count: int) -> tuple[Fact, ...]:
-    """Different facts, which may share an attribute or a thing."""
+    """Sample different facts, which may share an attribute or a thing."""
     facts: list[Fact] = []
     while len(facts) < count:
         attribute, thing = rng.choice(ATTRIBUTES), rng.choice(THINGS)
+
+        # Facts that share a part are harder to tell from each other.
         if facts and rng.random() < 0.5:
             attribute, thing = rng.choice([(facts[0][0], thing), (attribute, facts[0][1])])
         if (attribute, thing) not in facts:
@@ -132,22 +140,31 @@ def _facts(rng: random.Random, count: int) -> tuple[Fact, ...]:
 
 
 def _library(rng: random.Random, facts: tuple[Fact, ...]) -> dict[str, Document]:
-    """Homes of the facts, and for each a document of its attribute without it and one of its thing."""
-    wanted: dict[str, list[str]] = {}
+    """Make the documents of the facts, and for each attribute two misleading ones.
+
+    One shares the attribute but has other things, one shares the thing but has another attribute.
+    """
+    things_by_attribute: dict[str, list[str]] = {}
     for attribute, thing in facts:
-        wanted.setdefault(attribute, []).append(thing)
-    documents = [_document(rng, attribute, things, set()) for attribute, things in wanted.items()]
-    for attribute, things in wanted.items():
+        things_by_attribute.setdefault(attribute, []).append(thing)
+
+    documents = [
+        _document(rng, attribute, things, without=set()) for attribute, things in things_by_attribute.items()
+    ]
+    for attribute, things in things_by_attribute.items():
         taken = {thing for d in documents if d.attribute == attribute for thing in d.values}
-        documents.append(_document(rng, attribute, [], taken))
-        other = rng.choice([a for a in ATTRIBUTES if a not in wanted])
-        asked = {thing for _, thing in facts}
-        documents.append(_document(rng, other, [things[0]], asked - {things[0]}))
+        documents.append(_document(rng, attribute, [], without=taken))
+
+        other = rng.choice([a for a in ATTRIBUTES if a not in things_by_attribute])
+        needed = {thing for _, thing in facts}
+        documents.append(_document(rng, other, [things[0]], without=needed - {things[0]}))
+
     rng.shuffle(documents)
     return dict(zip(rng.sample(NAMES, len(documents)), documents, strict=True))
 
 
-def _document(rng: random.Random, attribute: str, things: list[str], without: set[str]) -> Document:
+def _document(rng: random.Random, attribute: str, things: list[str], *, without: set[str]) -> Document:
+    """Make a document with these things and two or three others, none of `without` among them."""
     others = [t for t in THINGS if t not in things and t not in without]
     chosen = things + rng.sample(others, rng.randint(2, 3))
     rng.shuffle(chosen)

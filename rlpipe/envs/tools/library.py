@@ -1,6 +1,6 @@
 """The tools of an instance: search and read its documents, calculate, run Python.
 
-Owns what each answers. Only `python` executes what the model wrote, and only in the sandbox, where the
+Owns what each returns. Only `python` executes what the model wrote, and only in the sandbox, where the
 documents are files; its work tree lasts for the episode.
 """
 
@@ -23,35 +23,40 @@ _COMMON = {"of", "the", "a", "and"}
 
 
 def search(documents: dict[str, Document], query: str) -> str:
-    """Headers of the documents that share most words with the query, best first.
+    """Return the headers of the documents that share most words with the query, best first.
 
     >>> store = Document(attribute="age", values={"fish": 3})
     >>> search({"store": store}, "age of the fish")
     'store: age of fish'
     """
     words = set(_WORD.findall(query.lower())) - _COMMON
-    found = [(len(words & set(_WORD.findall(d.header))), name) for name, d in documents.items()]
-    hits = [name for score, name in sorted(found, key=lambda x: (-x[0], x[1])) if score][:HITS]
+    scores = [(len(words & set(_WORD.findall(d.header))), name) for name, d in documents.items()]
+
+    # Equal scores are ordered by name, so that a search is repeatable.
+    hits = [name for score, name in sorted(scores, key=lambda x: (-x[0], x[1])) if score][:HITS]
     if not hits:
         raise ToolError("search: nothing found")
     return "\n".join(f"{name}: {documents[name].header}" for name in hits)
 
 
 def read(documents: dict[str, Document], document: str) -> str:
-    """The text of a document."""
+    """Return the text of a document."""
     if document not in documents:
         raise ToolError(f"read: no document {document!r:.60}")
     return documents[document].text
 
 
 def run_python(sandbox: Sandbox, code: str) -> str:
-    """What a program prints. Raises ToolError when it fails, InfrastructureError when the sandbox does."""
+    """Return what a program prints. Raises ToolError if it fails, InfrastructureError if the sandbox does."""
     if len(code) > _LONGEST_CODE:
         raise ToolError(f"python: the program has more than {_LONGEST_CODE} characters")
+
     code = code.encode(errors="replace").decode().replace("\0", "")  # no shell takes these
     result = sandbox.run(shlex.join(["python3", "-I", "-B", "-c", code]))
+
     if result.exceeded:
         raise ToolError(f"python: {result.exceeded}")
+
     text = result.output.rstrip("\n")
     if result.exit_code:
         raise ToolError(f"python: {text.splitlines()[-1] if text else f'exit status {result.exit_code}'}")
@@ -59,14 +64,14 @@ def run_python(sandbox: Sandbox, code: str) -> str:
 
 
 def files(instance: Instance) -> dict[str, str]:
-    """What a Python program finds in its folder: NAME.txt for every document."""
+    """Return the files in the folder of a Python program: NAME.txt for every document."""
     return {f"{name}.txt": document.text + "\n" for name, document in instance.documents.items()}
 
 
 def make_tools(
     names: Sequence[ToolName], documents: dict[str, Document], sandbox: Sandbox | None
 ) -> list[Tool]:
-    """The named tools over these documents. sandbox: needed to call `python`, not to describe it."""
+    """Make the named tools over these documents. sandbox: needed to call `python`, not to describe it."""
     known = {
         ToolName.SEARCH: text_tool(
             "search",

@@ -23,7 +23,7 @@ from rlpipe.config.env import ToolParser
 from rlpipe.envs.tools.schema import ToolCall
 
 LONGEST_TURN = 20_000  # characters; longer ones are not parsed
-LONGEST_NUMBER = 1000  # characters; Python refuses to show a whole number of more than 4,300 digits
+LONGEST_NUMBER = 1000  # characters; Python refuses to print an integer of more than 4,300 digits
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAGS = ("<tool_call>", "</tool_call>")
 
@@ -34,14 +34,14 @@ class MalformedCall(ValueError):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParsedTurn:
-    """calls: in order, () for an answer. content: the text beside the calls."""
+    """calls: in order, () for an answer. content: the text around the calls."""
 
     calls: tuple[ToolCall, ...]
     content: str
 
 
 def parse_turn(text: str, parser: ToolParser) -> ParsedTurn:
-    """Calls and content of a turn.
+    """Parse the calls and the content of a turn.
 
     Raises MalformedCall.
 
@@ -58,6 +58,8 @@ def parse_turn(text: str, parser: ToolParser) -> ParsedTurn:
 def _hermes(text: str) -> ParsedTurn:
     calls = tuple(_object(_load(body), ("arguments",)) for body in _HERMES.findall(text))
     content = _HERMES.sub("", text).strip()
+
+    # A tag that is left over belongs to a call that was not closed or not opened.
     if any(tag in content for tag in _TAGS):
         raise MalformedCall("every <tool_call> needs its </tool_call>")
     return ParsedTurn(calls=calls, content=content)
@@ -75,13 +77,16 @@ def _pythonic(text: str) -> ParsedTurn:
     if not text.startswith("["):
         return ParsedTurn(calls=(), content=text)
     try:
-        found = ast.parse(text, mode="eval").body
-        if not isinstance(found, ast.List) or not found.elts:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
             raise MalformedCall("expected [tool(argument=value, ...)]")
+
+        # The syntax tree no longer shows how a number was written.
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NUMBER and (len(token.string) > LONGEST_NUMBER or "_" in token.string):
                 raise MalformedCall(f"not a number: {token.string:.40}")
-        return ParsedTurn(calls=tuple(_python_call(node) for node in found.elts), content="")
+
+        return ParsedTurn(calls=tuple(_python_call(node) for node in tree.elts), content="")
     except (SyntaxError, tokenize.TokenError, ValueError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, MalformedCall):
             raise
@@ -91,9 +96,11 @@ def _pythonic(text: str) -> ParsedTurn:
 def _python_call(node: ast.expr) -> ToolCall:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
         raise MalformedCall("expected tool(argument=value, ...) with named arguments")
+
     names = [keyword.arg for keyword in node.keywords]
     if None in names or len(set(names)) < len(names):
         raise MalformedCall("every argument must be named once")
+
     return ToolCall(
         name=node.func.id, arguments={k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
     )
@@ -112,21 +119,23 @@ def _load(body: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return record
 
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _object(found: Any, keys: tuple[str, ...]) -> ToolCall:
-    given = [key for key in keys if isinstance(found, dict) and key in found]
-    if len(given) != 1 or found.keys() != {"name", given[0]}:
+def _object(record: Any, keys: tuple[str, ...]) -> ToolCall:
+    """Return the call of a JSON object; `keys` are the names its arguments may have. Raises MalformedCall."""
+    present = [key for key in keys if isinstance(record, dict) and key in record]
+    if len(present) != 1 or record.keys() != {"name", present[0]}:
         raise MalformedCall('expected {"name": ..., "arguments": {...}} and nothing else')
-    name, arguments = found["name"], found[given[0]]
+
+    name, arguments = record["name"], record[present[0]]
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise MalformedCall('"name" must be text and "arguments" an object')
     return ToolCall(name=name, arguments=arguments)

@@ -19,7 +19,7 @@ class ToolError(ValueError):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolCall:
-    """What the model asks for. arguments: by name, not checked yet."""
+    """A call that the model wrote. arguments: by name, not checked yet."""
 
     name: str
     arguments: dict[str, Any]
@@ -42,7 +42,7 @@ class Tool:
     function: Callable[..., str]
 
     def schema(self) -> dict[str, Any]:
-        """The tool as OpenAI's chat API and chat templates take it."""
+        """Return the schema that OpenAI's chat API and chat templates take."""
         return {
             "type": "function",
             "function": {
@@ -54,7 +54,7 @@ class Tool:
 
 
 def text_tool(name: str, description: str, arguments: dict[str, str], function: Callable[..., str]) -> Tool:
-    """A tool all of whose arguments are required texts. arguments: description by name."""
+    """Make a tool that takes text arguments, all of them required. arguments: description by name."""
     return Tool(
         name=name,
         description=description,
@@ -69,7 +69,7 @@ def text_tool(name: str, description: str, arguments: dict[str, str], function: 
 
 
 def call_tool(tools: Sequence[Tool], call: ToolCall) -> str:
-    """The answer to a call.
+    """Check a call and return its result.
 
     Raises ToolError for a name that does not exist, arguments that do not fit the schema, or a refusal.
 
@@ -83,6 +83,9 @@ def call_tool(tools: Sequence[Tool], call: ToolCall) -> str:
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         raise ToolError(f"no tool {call.name!r:.60}; there are {', '.join(t.name for t in tools)}")
+
+    # The first error is enough for the model to correct its call.
     for error in Draft202012Validator(tool.parameters).iter_errors(call.arguments):
         raise ToolError(f"{tool.name}: {error.message:.200}")
+
     return tool.function(**call.arguments)

@@ -19,7 +19,7 @@ from rlpipe.envs.tools.library import files, make_tools
 
 
 def check_tools(config: EnvConfig) -> None:
-    """Raises ValueError when a tool needs a sandbox that does not work, or one of another kind."""
+    """Raise ValueError when a tool needs a sandbox that does not work, or one of another kind."""
     if ToolName.PYTHON not in config.tools.names:
         return
     if config.sandbox.backend is not SandboxBackend.BUBBLEWRAP:
@@ -27,6 +27,7 @@ def check_tools(config: EnvConfig) -> None:
             f"env.tools.names has python, which runs under bubblewrap, not env.sandbox.backend="
             f"{config.sandbox.backend}: set it to bubblewrap, or leave python out."
         )
+
     check_sandbox(config.sandbox)
 
 
@@ -38,12 +39,16 @@ class ToolSuite(SplitTable):
         self._config = config
         self.max_turns = config.max_turns
         self._runner = make_tree_runner(config.sandbox) if ToolName.PYTHON in settings.names else None
+
+        # Schemas need neither documents nor a sandbox.
         described = [tool.schema() for tool in make_tools(settings.names, {}, None)]
         self.tools: list[dict[str, Any]] | None = described if settings.in_template else None
+
         if not settings.families or set(settings.families) - set(TRAIN_FAMILIES):
             raise ValueError(
                 f"env.tools.families={settings.families} must be one or more of {', '.join(TRAIN_FAMILIES)}."
             )
+
         first = (1 + seed) * INDEX_STRIDE
         super().__init__(
             {
@@ -54,7 +59,7 @@ class ToolSuite(SplitTable):
         )
 
     def episode(self, instance_id: str) -> ToolEpisode:
-        """A fresh attempt."""
+        """Start a fresh attempt."""
         instance = make_instance(instance_id)
         sandbox = self._sandbox(files(instance))
         return ToolEpisode(
@@ -69,18 +74,19 @@ class ToolSuite(SplitTable):
     def _sandbox(self, contents: dict[str, str]) -> Sandbox | None:
         if self._runner is None:
             return None
+
         from rlpipe.envs.sandbox.local import TreeSandbox
         from rlpipe.envs.sandbox.tree import tree_of
 
         return TreeSandbox(self._runner, tree_of(contents))
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        """Return (outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
         return self._runner.counts if self._runner else (0, 0)
 
 
 def ids(families: Sequence[str] | dict[str, Any], indices: range) -> list[str]:
-    """The first len(indices) ids, the families taking turns.
+    """Return the first len(indices) ids, the families taking turns.
 
     >>> ids(["sum", "value"], range(3))
     ['sum:0', 'value:0', 'sum:1']
@@ -89,5 +95,5 @@ def ids(families: Sequence[str] | dict[str, Any], indices: range) -> list[str]:
     return [f"{names[i % len(names)]}:{indices.start + i // len(names)}" for i in range(len(indices))]
 
 
-def _score(wanted: str, answer: str) -> float:
-    return float(same_answer(answer, wanted))
+def _score(expected: str, answer: str) -> float:
+    return float(same_answer(answer, expected))
