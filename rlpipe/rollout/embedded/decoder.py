@@ -1,20 +1,20 @@
-"""A decode step: draft, verify together with the prompts that join, judge, catch up.
+"""A decode step: draft, run the target together with the prompts that join, verify, catch up.
 
-Owns the order of passes; what is drafted and how it is judged is `drafting`'s, requests and threads are
-the engine's business. In one step
+Owns the order of passes. `drafting` owns how tokens are drafted and verified, the engine owns requests
+and threads. In one step
 
     draft    rows that decode: depth 1 is ready from the last step, deeper ones run the draft layer
-    verify   the target over [pending, drafts] of each of them, and over the prompts of joining rows,
+    target   the target over [pending, drafts] of each of them, and over the prompts of joining rows,
              in one pass
-    judge    emitted = accepted drafts + one token of the target. A joining row samples its first token
+    verify   emitted = accepted drafts + one token of the target. A joining row samples its first token
     catch up draft layer over the emitted tokens (and prompts) with the target's true hidden states:
              rewrites the draft's keys of the prefix, and its output at a row's last token is the next
              depth 1
 
-Keys of rejected drafts stay behind and are masked until the next tokens overwrite them. Without
-speculation only the middle remains: one token per row. Where gamma may be 0 for a while (adaptive), the
-draft does not catch up then; the target's hidden states of those steps are kept, and the gap is closed in
-one pass when drafting comes back.
+Keys of rejected drafts stay in the cache and are masked until the next tokens overwrite them. Without
+speculation only the target pass remains: one token per row. Where gamma may be 0 for a while (adaptive),
+the draft does not catch up then; the target's hidden states of those steps are stored, and the gap is
+closed in one pass when drafting resumes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rlpipe.spec.sampling import Stream, log_probs, sample_cdf
 
 @dataclass(slots=True, kw_only=True)
 class Emitted:
-    """Host arrays of what a step emitted for rows 0, 1, ...; W is 1 + the most drafts it could accept.
+    """Host arrays of what a step emitted for rows 0, 1, ...; W is 1 + the most drafts it can accept.
 
     tokens: [J, W] int32, valid up to counts [J]. logprobs, entropies: [J, W] float32, of the target.
-    verified: the leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] when asked for.
-    draft_tokens, draft_target_probs, draft_probs: [verified, N], what was drafted with p and q of it,
-    when asked for.
+    verified: the leading rows that verified drafts. top_ids, top_logprobs: [J, W, k] on request.
+    draft_tokens, draft_target_probs, draft_probs: [verified, N], the draft tokens with their p and q, on
+    request.
     """
 
     tokens: np.ndarray
@@ -68,28 +68,35 @@ class Decoder:
         """Decode all active rows by one step; the last len(starts) + len(copies) of them are new.
 
         starts: first position to process of the new rows, best ordered by how much there is to process.
-        copies: rows (among those) whose whole prompt is that of the rows after them.
+        copies: rows (among those) with the same prompt as the rows after the filled ones, one entry per
+        such row.
         gamma: drafts per row. record: return drafts with their probabilities.
         """
         table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
-        drafts_on = bool(gamma) and model.drafts  # a lookup has nothing to catch up with
+        drafts_on = bool(gamma) and model.drafts  # a lookup drafter has no keys
         if drafts_on:
             self._close_gaps(decoding)
+
         drafted = self._drafting.draft(decoding, gamma) if decoding else None
+
         fills = self._fills(decoding, starts, table.total[decoding : decoding + len(starts)])
         parts = [drafted.part, *fills] if drafted else fills
         spans = [part.span for part in parts]
+
         hidden, inputs = model.forward_to_draft(torch.cat([part.tokens.flatten() for part in parts]), spans)
         routes = None if table.routes is None else last_routes(layer.mlp for layer in model.layers)
 
-        # Rows of the target that are needed: all of a decoding row, the last of a prompt.
+        # Hidden states that are sampled from: all of a decoding row, the last of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
+
         ready = torch.cat((hidden[:nodes], self._prompt_ends(hidden, nodes, decoding, fills, copies)))
         copied = self._prompt_ends(inputs, nodes, decoding, fills, copies)[len(starts) :] if copies else None
+
         rows = np.arange(table.active)
         if drafted:
             rows = np.concatenate((rows[:decoding].repeat(drafted.part.span.width), rows[decoding:]))
+
         log_p = log_probs(model.logits(ready), table.divisor(rows))
         probs = log_p.exp()
         choices = table.sampled_from(probs, rows)
@@ -100,71 +107,91 @@ class Decoder:
             judged = self._drafting.judge(drafted, choices_after)
             accepted, parts[0] = judged.accepted, judged.part
             tokens.append(judged.tokens.flatten())
-            if judged.nodes is not None:  # a tree: go on with the rows of the accepted path alone
+            if judged.nodes is not None:  # a tree: only the states of the accepted path remain
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (judged.nodes + first).flatten(), slice(nodes, None)
                 inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
                 routes = None if routes is None else torch.cat((routes[path], routes[rest]))
+
             if record and gamma:
                 drafts = _draft_probs(drafted, choices_after)
+
         if decoding < table.active:
             uniforms = self._upload(table.uniforms[decoding : table.active, 0, Stream.RESIDUAL])
             tokens.append(sample_cdf(choices[nodes:], uniforms))
+
         new_tokens = tokens[-1]
-        if routes is not None:  # those of rejected drafts are overwritten, as their keys are
+        if routes is not None:  # routes of rejected drafts are overwritten later, as their keys are
             kept = table.routes
             kept.flatten(0, 1)[torch.from_numpy(self._slots(parts))] = routes.to("cpu", kept.dtype)
+
+        # The draft writes its own keys of the emitted tokens, and its next depth 1.
         read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
+
         if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
+
         if copies:
             read = [copied, *(states[copies] for states in read)]
             self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], read, drafts_on)
+
         self._note_draft_keys(decoding, starts, copies, gamma)
+
         emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
         emitted.verified = decoding if gamma else 0
         if drafts is not None:
             emitted.draft_tokens, emitted.draft_target_probs, emitted.draft_probs = drafts
+
         return emitted
 
     def _prompt_ends(
         self, states: torch.Tensor, nodes: int, decoding: int, fills: list[Part], copies: list[int]
     ) -> torch.Tensor:
-        """States of the last prompt token of the filled rows, then of the copied ones.
+        """Return the states of the last prompt token of the filled rows, then of the copied ones.
 
         states: [N, H] of a pass that begins with `nodes` tokens of decoding rows.
         """
         found, start = [states[:0]], nodes
+
         for part in fills:
             found.append(states[start : start + part.span.tokens].index_select(0, part.flat_last))
             start += part.span.tokens
+
         if copies:
             found.append(torch.cat(found).index_select(0, self._upload(np.asarray(copies) - decoding)))
+
         return torch.cat(found)
 
     def rebuild(self) -> None:
-        """Recompute the keys of all active rows with the present weights."""
+        """Recompute the keys of all active rows with the current weights."""
         table = self._table
         if not table.active:
             return
+
         ends = table.total[: table.active] - 1
         fills = self._fills(0, [0] * table.active, ends)
-        for part in fills:  # one by one: all rows at once may be far beyond the prefill budget
+
+        for part in fills:  # one at a time: all rows at once may exceed the prefill budget by far
             _, inputs = self._model.forward_to_draft(part.tokens.flatten(), [part.span])
             if self._model.drafts:
                 rows = np.arange(part.first, part.first + part.span.batch)
                 following = self._upload(table.tokens[rows, ends[rows]])
                 self._catch_up([part], [part], [following], None, inputs)
+
         table.draft_keys[: table.active] = self._model.slots
 
     def _close_gaps(self, decoding: int) -> None:
         """Let the draft catch up on rows that decoded without it."""
         table, rows = self._table, slice(0, decoding)
+
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():
             return
+
+        # A layer that is one depth further reads one more token before the gap.
         starts = np.minimum(table.draft_keys[rows], ends - 1) + 1 - self._model.depths
         starts = np.maximum(starts, 0)
+
         for part in self._fills(0, starts.tolist(), ends):
             hidden = table.history.flatten(0, 1)[self._places([part])]
             own = np.arange(part.first, part.first + part.span.batch)
@@ -172,21 +199,24 @@ class Decoder:
             self._catch_up([part], [part], [following], None, hidden)
 
     def _places(self, parts: list[Part]) -> torch.Tensor:
-        """Where the tokens of parts are in `RowTable.history`."""
+        """Return the indices of the tokens of parts in `RowTable.history`, on the device."""
         return self._upload(self._slots(parts))
 
     def _slots(self, parts: list[Part]) -> np.ndarray:
-        """Where the tokens of parts are among the slots of all rows."""
+        """Return the indices of the tokens of parts among the slots of all rows."""
+
         slots = self._model.slots
         rows = [np.arange(part.first, part.first + part.span.batch)[:, None] * slots for part in parts]
         return np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
 
     def _note_draft_keys(self, decoding: int, starts: list[int], copies: list[int], gamma: int) -> None:
-        """How far each row's draft keys reach after this step."""
+        """Record how far each row's draft keys reach after this step."""
         table = self._table
+
         if gamma:
             table.draft_keys[: table.active] = self._model.slots
             return
+
         new = decoding + len(starts)
         known = np.concatenate((table.total[:decoding] - 1, np.asarray(starts, np.int64)))
         table.draft_keys[:new] = np.minimum(table.draft_keys[:new], known)
@@ -203,10 +233,11 @@ class Decoder:
         """Run the draft's layers over the tokens that the target just processed, each with its next token.
 
         tokens: those emitted by the decoding rows, if any, then the first tokens of the filled rows.
-        hidden: what the draft reads of the processed tokens. Returns what each layer but the first read of
-        the last token of each row, [rows, H].
+        hidden: the states that the draft reads at the processed tokens. Returns, for each layer except the
+        first, the states that it read at the last token of each row, [rows, H].
         """
         following = [tokens[0]] if accepted is not None else []
+
         selects = [accepted] if accepted is not None else []
         start = 0
         for part in fills:
@@ -215,18 +246,23 @@ class Decoder:
             following.append(shifted)
             selects.append(part.last)
             start += part.span.batch
+
         model, token, spans = self._model, torch.cat(following), [part.span for part in parts]
         first, count, read = parts[0].first, sum(part.span.batch for part in parts), []
         ready = self._table.hidden[first : first + count]
+
         if model.depths == 1:
             ready[:, 0] = model.draft(token, hidden, spans, selects)
             return read
+
         frontier, chosen, going = ready.clone(), flat_index(spans, selects), len(parts) - len(fills)
+
         for depth in range(model.depths):
             if depth:
                 hidden = carried(hidden, frontier[:, depth - 1], parts)
                 spans = [behind(model, part, depth, joined=i >= going) for i, part in enumerate(parts)]
                 read.append(hidden.index_select(0, chosen))
+
             hidden = model.draft(token, hidden, spans, None, depth)
             ready[:, depth] = hidden.index_select(0, chosen)
         return read
@@ -234,13 +270,16 @@ class Decoder:
     def _copy(
         self, first: int, copies: list[int], tokens: torch.Tensor, read: list[torch.Tensor], draft: bool
     ) -> None:
-        """Copy the keys of rows to the rows first, first + 1, ... whose first token may be another one.
+        """Copy the keys of rows to the rows first, first + 1, ..., which may sample another first token.
 
-        read: by layer of the draft, what it read of their last tokens.
+        read: by draft layer, the states that it read at their last tokens.
         """
+
         table, model = self._table, self._model
+
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
+
         if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
@@ -249,11 +288,13 @@ class Decoder:
                 table.hidden[rows, depth] = model.draft(tokens, states, [span], None, depth)
 
     def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[Part]:
-        """The tokens [start, end) of rows first, first + 1, ..., in parts of similar lengths."""
+        """Return the tokens [start, end) of rows first, first + 1, ..., in parts of similar lengths."""
         parts, sizes = [], [int(end) - start for start, end in zip(starts, ends, strict=True)]
+
         for begin, stop in self._buckets(sizes):
             columns = np.asarray(starts[begin:stop])[:, None] + np.arange(max(sizes[begin:stop]))
-            columns = np.minimum(columns, self._model.slots - 1)  # padding goes to a slot nobody reads
+            columns = np.minimum(columns, self._model.slots - 1)  # padding goes to a slot never read
+
             rows = np.arange(first + begin, first + stop)[:, None]
             span = self._model.span(first + begin, self._upload(columns), ends[begin:stop])
             tokens = self._upload(self._table.tokens[rows, columns])
@@ -262,8 +303,9 @@ class Decoder:
         return parts
 
     def _buckets(self, sizes: list[int]) -> list[tuple[int, int]]:
-        """Split consecutive rows so that little is padded and a part stays within the token budget."""
+        """Split consecutive rows so that padding is small and a part stays within the token budget."""
         buckets, begin = [], 0
+
         for index in range(1, len(sizes) + 1):
             if index < len(sizes):
                 window = sizes[begin : index + 1]
@@ -286,10 +328,12 @@ class Decoder:
         decoding: int,
         top: int,
     ) -> Emitted:
-        """The one transfer to the host of a step."""
+        """Copy the results of a step to the host, in one transfer."""
         count = len(tokens)
+
         logprobs = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         parts = [tokens, logprobs, -torch.linalg.vecdot(probs, log_p)]
+
         if accepted is not None:
             parts.append(accepted)
         if top:
@@ -298,6 +342,7 @@ class Decoder:
         # Integers as int32 and the bits of float32 numbers share one tensor, hence one transfer.
         host = torch.cat([x.view(torch.int32) if x.is_floating_point() else x.int() for x in parts])
         host = host.cpu().numpy()
+
         counts = np.ones(self._table.active, np.int64)
         width = 1
         if accepted is not None:
@@ -305,7 +350,7 @@ class Decoder:
             width = (count - len(counts) + decoding) // decoding
 
         def by_row(flat: np.ndarray) -> np.ndarray:
-            """[N, ...] -> [rows, W, ...]; a new row has one token, the rest is padding."""
+            """[N, ...] -> [rows, W, ...]; a new row has one token, then padding."""
             split = decoding * width
             rows = np.zeros((len(counts), width, *flat.shape[1:]), flat.dtype)
             rows[:decoding] = flat[:split].reshape(decoding, width, *flat.shape[1:])
@@ -319,21 +364,25 @@ class Decoder:
             entropies=by_row(host[2 * count : 3 * count].view(np.float32)),
             verified=0,
         )
+
         if top:
             ids, values = np.split(host[-2 * best.indices.numel() :], 2)
             emitted.top_ids = by_row(ids.reshape(count, -1))
             emitted.top_logprobs = by_row(values.view(np.float32).reshape(count, -1))
+
         return emitted
 
 
 def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drafted tokens [A, N] with p and q of each, given the drafts before it; q is 1 for one not sampled.
+    """Return the draft tokens [A, N] with p and q of each; q is 1 for a token that was not sampled.
 
-    choices: [A, N + 1, V], what the target samples from after each node.
+    choices: [A, N + 1, V], the target's distribution after each node.
     """
     tokens = drafted.part.tokens[:, 1:].unsqueeze(-1)
     p = choices[:, drafted.parents].gather(-1, tokens).squeeze(-1)
+
     q = torch.ones_like(p)
     if drafted.probs is not None:
         q = drafted.probs[:, drafted.parents].gather(-1, tokens).squeeze(-1)
+
     return tuple(x.cpu().numpy() for x in (tokens.squeeze(-1), p, q))

@@ -1,14 +1,14 @@
-"""What is drafted for a step and how it is judged: a chain or a tree over the draft layer.
+"""Drafting and verification of a step: a chain or a tree over the draft layer.
 
-Owns drafts, their places in the cache and the verdict; the passes around them are the decoder's. Both
-read the row table, where `hidden` holds each row's depth-1 draft state, ready from the step before
-(with several layers those of the others, too: see `depths`).
+Owns the draft tokens, their slots in the cache and the verdict; the decoder owns the passes around them.
+Both read the row table, where `hidden` is each row's depth-1 draft state from the step before (with
+several layers also those of the others: see `depths`).
 
     chain   d_1 .. d_gamma, node i at slot and position total - 1 + i
     tree    node n of `spec.tree` at slot total - 1 + n, position total - 1 + depth(n), seen by its
-            descendants only; afterwards the accepted path's keys move behind the root's
+            descendants only; then the keys of the accepted path move next to the root's
 
-The draft's own key for node n lies one slot before the target's: it pairs the token with the state before.
+The draft's key of node n is stored one slot before the target's: it pairs the token with the state before.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Drafted:
     """Drafts of the decoding rows.
 
     part: nodes 0 (pending) .. N, to verify. uniforms: [A, >= depth, streams]. probs: [A, >= N, V], q by
-    node it was drafted after, None if nothing was sampled. parents: node before each of 1..N.
+    the node before the draft token, None if no token was sampled. parents: node before each of 1..N.
     """
 
     part: Part
@@ -73,10 +73,10 @@ class Drafted:
 
 @dataclass(slots=True)
 class Judged:
-    """What a step emits for the decoding rows.
+    """Verified tokens that a step emits for the decoding rows.
 
     tokens: [A, depth + 1], valid up to accepted + 1. accepted: [A]. accept_prob: [A, depth], of the
-    drafts on the emitted path. part: the pass that the emitted tokens would have made, for the draft to
+    drafts on the emitted path. part: the emitted tokens as a part of a target pass, for the draft to
     catch up with; its first `accepted` + 1 tokens are emitted ones. nodes: [A, depth + 1], rows of
     the verify pass where the emitted tokens were sampled, or None when they are all of its rows.
     """
@@ -89,7 +89,7 @@ class Judged:
 
 
 class Drafting(Protocol):
-    """Drafts for rows [0, decoding) and judges them."""
+    """Draft tokens for rows [0, decoding) and verify them."""
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
         """Draft `gamma` tokens deep."""
@@ -101,7 +101,7 @@ class Drafting(Protocol):
 
 
 class _RowDrafting:
-    """What chain and tree share: the rows' pending tokens, uniforms and temperatures."""
+    """Base of chain and tree: the rows' pending tokens, uniforms and temperatures."""
 
     def __init__(self, model: Model, table: RowTable) -> None:
         self._model, self._table = model, table
@@ -110,9 +110,10 @@ class _RowDrafting:
         return torch.from_numpy(array).to(self._model.device)
 
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """Positions [A] of the pending tokens, the tokens, and the uniforms of what follows, by position."""
+        """Return positions [A] of the pending tokens, the tokens, and the uniforms of later ones."""
         table, rows = self._table, np.arange(decoding)
         last = table.total[:decoding] - 1
+
         outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
         uniforms = self._upload(table.uniforms[rows[:, None], outputs])
         return last, self._upload(table.tokens[rows, last]), uniforms
@@ -129,8 +130,8 @@ class ChainDrafting(_RowDrafting):
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Start a step's rows; block verification takes all uniforms of a step from its first position.
 
-        Its deepest drafts and coins help decide how many are accepted. Drawn again for the position they
-        were meant for, they would be conditioned on having failed, and the output biased.
+        Its deepest drafts and coins help decide how many are accepted. Used again at their own position, the
+        same uniforms would be conditioned on a rejection, and the output would be biased.
         """
         last, pending, uniforms = super()._start(decoding, depth)
         if self._mode is SpecMode.BLOCK:
@@ -138,40 +139,49 @@ class ChainDrafting(_RowDrafting):
         return last, pending, uniforms
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
+        """Draft gamma tokens for every row; gamma = 0 drafts none."""
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
+
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
+
         tokens, probs, frontier, layers = [pending], [], table.hidden[:decoding], model.depths
         window = frontier[:, :1]
+
         for depth in range(gamma):
             if 0 < depth < layers:
                 window = draft_deeper(model, frontier, window, tokens[1:], last)
             elif depth:
-                more = depth - layers  # times that the last layer has drafted on its own states
+                more = depth - layers  # times that the last layer has drafted from its output states
                 column = span.columns(more, more + 1)
                 window = model.draft(tokens[-1], window[:, -1], [column], None, layers - 1).unsqueeze(1)
+
+            # A greedy chain needs no distribution, only the most likely token.
             logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
                 tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
             else:
                 tokens.append(logits.argmax(-1))
+
         stacked = torch.stack(tokens, 1)
         part = Part(0, span, stacked, torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, torch.stack(probs, 1) if probs else None, list(range(gamma)))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """Judge the drafts by the verification rule; arguments of `Drafting.judge`."""
+        """Verify the drafts by the rule of the mode; arguments of `Drafting.judge`."""
         part, uniforms = drafted.part, drafted.uniforms
         drafts, gamma = part.tokens[:, 1:], part.span.width - 1
+
         if not gamma:
             token = sample_cdf(choices[:, 0], uniforms[:, 0, Stream.RESIDUAL])
             return Judged(token.unsqueeze(1), part.last, choices.new_zeros(len(token), 0), part)
+
         verdict = self._verify(
             drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
         )
+
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
         return Judged(tokens, accepted, verdict.accept_prob, part)
@@ -195,8 +205,8 @@ class ChainDrafting(_RowDrafting):
 class LookupDrafting(ChainDrafting):
     """One path of drafts without a model; see `Drafting`.
 
-    A draft is certain given the text, so q is one at it and verification is target-only's (or greedy's),
-    lossless as ever.
+    A draft token is a function of the text, so its q is 1. Verification is target-only or greedy, and
+    lossless.
     """
 
     def __init__(self, model: Model, table: RowTable, spec: SpecConfig) -> None:
@@ -206,15 +216,18 @@ class LookupDrafting(ChainDrafting):
         self._guess = DRAFTERS[spec.drafter].guess
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """Draft gamma tokens for every row; gamma = 0 drafts nothing."""
+        """Draft gamma tokens for every row; gamma = 0 drafts none."""
         table, model = self._table, self._model
         last, pending, uniforms = self._start(decoding, gamma)
+
         guesses = np.zeros((decoding, gamma), np.int64)
         if gamma:
             for row, total in enumerate(table.total[:decoding]):
                 guesses[row] = self._guess(table.tokens[row, :total], gamma, self._spec)
+
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
+
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
         part = Part(0, span, tokens, torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, None, list(range(gamma)))
@@ -232,16 +245,19 @@ class TreeDrafting(_RowDrafting):
         more = range(len(Stream), tree_streams(tree), 2)
         self._draft_streams = [int(Stream.DRAFT), *more]
         self._coin_streams = [int(Stream.COIN), *(stream + 1 for stream in more)]
-        mask = tree.ancestor_mask()  # and a column for slots beyond the tree, which nobody sees
+
+        mask = tree.ancestor_mask()  # and a column for slots beyond the tree, which no node sees
         self._sees = torch.cat((mask, torch.zeros_like(mask[:, :1])), 1).to(model.device)
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
-        """Draft a tree for every row; its shape takes the place of gamma."""
+        """Draft a tree for every row; its shape replaces gamma."""
         table, model, tree = self._table, self._model, self._tree
         last, pending, uniforms = self._start(decoding, tree.max_depth)
+
         rows, own = slice(0, decoding), self._span(last, draft=True)
         hidden = table.hidden[rows]  # [A, nodes of the level, H]
         tokens, probs = [pending.unsqueeze(1)], []
+
         for depth, level in enumerate(self._levels[1:]):
             if depth:
                 nodes = self._levels[depth]
@@ -249,20 +265,26 @@ class TreeDrafting(_RowDrafting):
                 state = hidden.repeat_interleave(len(nodes) // hidden.shape[1], 1)
                 hidden = model.draft(tokens[-1].flatten(), state.flatten(0, 1), [span])
                 hidden = hidden.unflatten(0, (decoding, -1))
+
             logits = model.draft_logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
             q = table.choices(logits, rows)
             probs.append(q)
+
             noise = uniforms[:, depth, self._draft_streams[: len(level)]]
             tokens.append(_siblings(q, noise.unflatten(1, (q.shape[1], -1))).flatten(1))
+
+        # Leaves have no children: their distribution is never read.
         leaves = q.new_zeros(decoding, len(self._levels[-1]), q.shape[-1])
+
         positions = last[:, None] + self._depths
         part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, torch.cat([*probs, leaves], 1), list(tree.parents[1:]))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
-        """Judge the tree, and move the accepted path's keys into place."""
+        """Verify the tree, and move the keys of the accepted path next to the root's."""
         tree, part, uniforms = self._tree, drafted.part, drafted.uniforms
         coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
+
         verdict = verify_tree(
             tree,
             part.tokens[:, 1:],
@@ -272,26 +294,36 @@ class TreeDrafting(_RowDrafting):
             uniforms[:, 0, Stream.RESIDUAL],
             replacement=False,
         )
+
         batch, accepted = len(part.tokens), verdict.num_accepted
         last = part.positions[:, 0]
         rearrange_kv(self._model.target_cache[:, :, :batch], self._upload(last), verdict.kv_source)
+
         path = verdict.path.clamp(min=0)
         next_token = verdict.next_token.unsqueeze(1)
+
         tokens = torch.cat((part.tokens.gather(1, path), next_token), 1)
         tokens.scatter_(1, accepted.unsqueeze(1), next_token)
+
         nodes = torch.cat((torch.zeros_like(path[:, :1]), path), 1)
+
         positions = last[:, None] + np.arange(tree.max_depth + 1)
         chain = self._model.span(0, self._upload(positions), last + tree.max_depth + 1, decoding=True)
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
+
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
         return Judged(tokens, accepted, probs, emitted, nodes)
 
     def _span(self, last: np.ndarray, *, draft: bool = False) -> Span:
-        """All nodes behind the pending tokens at `last`; `draft`: as the MTP layer sees them."""
+        """Return the span of all nodes from the pending tokens at `last`; draft: as seen by the MTP layer."""
         model, nodes = self._model, self._tree.num_drafts + 1
+
         root, contexts = last[:, None], last + nodes
+
+        # A token sees all slots before the root, and its ancestors in the tree.
         node = model.slot_ids[: contexts.max()] - self._upload(root - draft)  # [A, slots], node in each
         seen = self._sees[:, node.clamp(0, nodes)].transpose(0, 1) | (node < 0).unsqueeze(1)
+
         return model.span(
             0,
             self._upload(root + self._depths - draft),
@@ -303,19 +335,21 @@ class TreeDrafting(_RowDrafting):
 
 
 def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Children of each node, drawn without replacement: q [A, n, V], uniforms [A, n, c] -> [A, n, c].
+    """Sample the children of each node without replacement: q [A, n, V], uniforms [A, n, c] -> [A, n, c].
 
-    When q has fewer tokens than a node has children, the last one drawn is repeated.
+    When q has fewer tokens than a node has children, the last sampled one is repeated.
     """
     left, drawn = q.flatten(0, 1), []
     for column in uniforms.flatten(0, 1).unbind(-1):
         token = sample_cdf(left, column)
         drawn.append(token)
+
         without = left.scatter(1, token.unsqueeze(1), 0.0)
         left = torch.where(without.sum(1, keepdim=True) > 0, without, left)
+
     return torch.stack(drawn, -1).unflatten(0, q.shape[:2])
 
 
 def tree_streams(tree: Tree) -> int:
-    """Uniforms of a position: a draft and a coin for each node that may stand there, and the residual."""
+    """Return the uniforms per position: a draft and a coin for each node of a depth, and the residual."""
     return len(Stream) + 2 * (max(map(tree.depths.count, set(tree.depths))) - 1)

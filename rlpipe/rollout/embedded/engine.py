@@ -1,15 +1,15 @@
 """The embedded engine: a thread that owns the model and decodes all running requests together.
 
-Owns threads, the inbox and weights; requests are the scheduler's, passes the decoder's. The thread:
+Owns the thread, the inbox and the weights. The scheduler owns requests, the decoder owns forward passes.
 
     inbox (requests, aborts, updates) -> scheduler.round: admit, prefill, one decode step -> inbox ...
 
 | who                       | waits for                     | woken by                                |
 | the engine thread         | the inbox, when nothing runs  | any public method                       |
 | `generate`                | its future                    | the thread, `loop.call_soon_threadsafe` |
-| `update_weights`, `pause` | the end of the step under way | the thread, between two steps           |
+| `update_weights`, `pause` | the end of the current step     | the thread, between two steps           |
 
-Nothing but the inbox is shared, so there is no lock around the model. An exception in the thread
+Only the inbox is shared, so there is no lock around the model. An exception in the thread
 fails every pending and later call with that exception.
 """
 
@@ -56,26 +56,33 @@ class EmbeddedEngine:
         hf_config = read_config(model_path)
         arch = read_architecture(hf_config)
         check_embedded(str(model_path), hf_config)
+
         drafts = spec.needs_mtp
         if drafts:
             require_mtp(hf_config, model_path, spec.mode)
+
         if config.max_context > arch.max_position:
             raise ValueError(
                 f"rollout.max_context={config.max_context} exceeds the model's longest context of "
                 f"{arch.max_position}: set rollout.max_context to at most {arch.max_position}."
             )
+
         draft = read_draft_model(spec, hf_config)
         weights = read_weights(model_path)
+
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
         self._draft = draft
-        # A tied head may be left out of an update, and a draft that is not used may be sent or not.
+
+        # A tied head may be left out of an update, and so may the weights of a draft that is not used.
         self._optional = frozenset(n for n in weights if is_mtp_weight(n) and not drafts)
         if arch.tied:
             self._optional |= {"lm_head.weight"}
         check_weights(weights, self._shapes, self._optional)
         self._spec = spec
+
         device = torch.device(_pick_device(config.device))
+
         self._model = Model(
             arch,
             weights,
@@ -87,26 +94,31 @@ class EmbeddedEngine:
             draft=draft,
             graphs=config.cuda_graphs and device.type == "cuda",
         )
+
         self._build()
         self._busy_seconds = 0.0
+
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], None], Future | None]] = deque()
         self._pending: dict[str, Pending] = {}
         self._paused = self._closed = False
         self._failure: BaseException | None = None
+
         self._thread = threading.Thread(target=self._main, name="rlpipe-engine", daemon=True)
         self._thread.start()
 
     def _build(self) -> None:
-        """Make the parts between the inbox and the model."""
+        """Make the row table, the decoder and the scheduler."""
         config, spec, model = self._config, self._spec, self._model
         streams = drafting_streams(spec)
         history = spec.adaptive and spec.needs_model
         self._table = RowTable(
             model, depth=spec.depth, streams=streams, history=history, routes=config.replay_routes
         )
+
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
+
         policy: GammaPolicy = FixedGamma(spec.depth)
         self.costs: dict[tuple[int, int], float] = {}
         if spec.adaptive:
@@ -114,6 +126,7 @@ class EmbeddedEngine:
                 self._decoder, self._table, max_gamma=spec.gamma, threads=config.threads
             )
             policy = AdaptiveGamma(self.costs)
+
         self._scheduler = Scheduler(
             self._table,
             self._decoder,
@@ -132,13 +145,16 @@ class EmbeddedEngine:
 
         A prompt that fills the context returns no token and finish_reason LENGTH. At temperature 0
         logprobs and entropies are of the distribution at temperature 1. Raises ValueError for an
-        impossible request, RuntimeError after `close` or a failure of the engine.
+        invalid request, RuntimeError after `close` or a failure of the engine.
         """
         check_request(request, self._arch.vocab, self._spec.mode)
+
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         pending = (loop, future)
+
         job = Job(request, lambda result: self._answer(pending, result))
+
         with self._wake:
             self._require_running()
             if request.request_id in self._pending:
@@ -146,6 +162,8 @@ class EmbeddedEngine:
             self._pending[request.request_id] = pending
             self._inbox.append((lambda: self._scheduler.submit(job), None))
             self._wake.notify()
+
+        # A caller that goes away leaves no request behind: the row is freed at the next step.
         try:
             return await future
         except asyncio.CancelledError:
@@ -174,24 +192,27 @@ class EmbeddedEngine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Replace target and MTP weights between two steps; returns when they are in use.
 
-        A draft apart that is not among them stays: what it drafts is verified against the new target.
+        A separate draft model that is not among them stays in use; its drafts are verified against the
+        new target.
 
-        Raises ValueError naming missing, unknown or misshapen weights; the old ones stay in use then.
+        Raises ValueError naming missing, unknown or misshapen weights; the old ones then stay in use.
         """
         draft = self._draft
         sent = draft is not None and any(name.startswith(draft.prefix) for name in weights)
         check_weights(weights, self._shapes | (draft.shapes if sent else {}), self._optional)
+
         self._call(lambda: self._load(weights, version))
 
     def stats(self) -> EngineStats:
-        """Counters since start."""
+        """Return the counters since the start."""
         return self._scheduler.stats(self._busy_seconds)
 
     def close(self) -> None:
-        """Stop the thread; pending requests return what they have, with ABORT."""
+        """Stop the thread; pending requests return the tokens generated so far, with ABORT."""
         with self._wake:
             self._closed = True
             self._wake.notify()
+
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -215,6 +236,7 @@ class EmbeddedEngine:
             self._require_running()
             self._inbox.append((action, done))
             self._wake.notify()
+
         done.result()
 
     # ---- the engine thread ----
@@ -228,24 +250,29 @@ class EmbeddedEngine:
                     self._scheduler.round()
                     self._busy_seconds += time.perf_counter() - started
                 self._scheduler.abort(None)
-        except BaseException as error:  # whatever ends the thread must reach those who wait for it
+        except BaseException as error:  # any error that ends the thread must reach the waiting callers
             self._fail(error)
 
     def _take_inbox(self) -> bool:
-        """Run what was asked for, waiting while there is nothing to decode; False when closed."""
+        """Run the queued actions, waiting while no row decodes; return False when closed."""
         while True:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
                     self._wake.wait()
-                closed = self._closed  # nothing is added to the inbox any more once this is set
+
+                closed = self._closed  # no action is added to the inbox once this is set
+
+            # Actions run without the lock: they may take as long as a weight update.
             while self._inbox:
                 action, done = self._inbox.popleft()
                 if done is None:
                     action()
                 else:
                     self._run_call(action, done)
+
             if closed:
                 return False
+
             if self._has_work():
                 return True
 
@@ -255,7 +282,8 @@ class EmbeddedEngine:
             action()
         except BaseException as error:
             done.set_exception(error)
-            raise  # the model may be half replaced
+            raise  # the weights may be partly replaced
+
         done.set_result(None)
 
     def _has_work(self) -> bool:
@@ -267,6 +295,8 @@ class EmbeddedEngine:
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._model.load(weights)
         self._scheduler.version = version
+
+        # Cached keys were computed with the old weights.
         if self._config.kv_on_update is KvOnUpdate.RECOMPUTE:
             self._table.drop_idle()
             self._decoder.rebuild()
@@ -275,6 +305,7 @@ class EmbeddedEngine:
         with self._wake:
             if self._pending.get(result.request_id) is pending:  # else its caller was cancelled
                 del self._pending[result.request_id]
+
         _settle(pending, lambda future: future.set_result(result))
 
     def _fail(self, error: BaseException) -> None:
@@ -283,9 +314,11 @@ class EmbeddedEngine:
             pending, inbox = list(self._pending.values()), list(self._inbox)
             self._pending.clear()
             self._inbox.clear()
+
         for _, done in inbox:
             if done is not None:
                 done.set_exception(error)
+
         for one in pending:
             _settle(one, lambda future: future.set_exception(error))
 
@@ -300,4 +333,5 @@ def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:
 def _pick_device(device: str) -> str:
     if device != "auto":
         return device
+
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,14 +1,14 @@
 """The forward pass of target and draft over a row-wise KV cache: plain torch ops, no modules.
 
-Owns fused weights, RoPE and the order of operations; knows nothing of requests or sampling. A pass
+Owns fused weights, RoPE and the order of operations, independent of requests and sampling. A pass
 joins spans: a span is B consecutive cache rows with q new tokens each. All products run over the
-tokens of all spans at once, only attention goes span by span, so prompts ride along with decoding.
+tokens of all spans at once, only attention goes span by span, so prompts share a pass with decoding rows.
 
     x [N, H] -> per layer: norm, fused qkv, RoPE, cache write, attention per span, output, SwiGLU
 
-With latent attention (`latent`) one key a token is cached, of which all heads make their scores and values.
+With latent attention (`latent`) one key per token is cached, from which all heads compute scores and values.
 
-Equal to transformers' logits (the tests compare), with two re-arrangements: q, k, v and gate, up are
+Equal to transformers' logits (the tests compare), with two rearrangements: q, k, v and gate, up are
 fused, and the q, k channels are stored interleaved so that RoPE is one complex product. Scores do
 not change, because q and k are permuted alike.
 """
@@ -39,10 +39,10 @@ from rlpipe.rollout.embedded.span import Span, flat_index, join
 
 
 class DraftModel(Protocol):
-    """A draft apart from the checkpoint, over the cache of a model; `eagle3.Eagle3Draft` is one.
+    """A draft model outside the checkpoint, over the cache of a model; `eagle3.Eagle3Draft` is one.
 
-    layers: of the target whose outputs it reads. prefix: before the names of its weights where they travel
-    with the target's. shapes: of its weights, by those names.
+    layers: indices of the target layers that it reads outputs of. prefix: of the names of its weights in an
+    update of the target. shapes: of its weights, by those names.
     """
 
     layers: Sequence[int]
@@ -50,7 +50,7 @@ class DraftModel(Protocol):
     shapes: Mapping[str, tuple[int, ...]]
 
     def attach(self, model: Model) -> None:
-        """Bring the weights to the model's device and layout."""
+        """Copy the weights to the model's device and layout."""
 
     def load(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights, by the names of the draft's checkpoint."""
@@ -63,22 +63,22 @@ class DraftModel(Protocol):
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Draft one token a row; see `Model.draft`."""
+        """Draft one token per row; see `Model.draft`."""
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[N, H] of each layer in `layers` -> what the first step reads."""
+        """Fuse the outputs [N, H] of each layer in `layers` into the input of the first step."""
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V] of the target's vocabulary."""
+        """Compute logits [N, V] over the target's vocabulary from states [N, H]."""
 
 
 class Model:
-    """Target and (optionally) one draft, the MTP layers or one apart, over one KV cache.
+    """Target and (optionally) one draft, the MTP layers or a separate model, over one KV cache.
 
     The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values; with
-    latent attention there is one head whose keys are its values, and 1 in place of 2.
-    The draft's are the last ones. mtp: layers that draft, one per depth if several; 0 where none does.
-    depths: the same of any draft.
+    latent attention there is one head with its keys as values, and 1 instead of 2.
+    The draft's layers are the last ones. mtp: number of MTP layers, one per depth if several; 0 without them.
+    depths: the same for any draft.
     graphs: run passes over decoding rows by `Graphs`, which adds a row.
     """
 
@@ -96,48 +96,60 @@ class Model:
         graphs: bool = False,
     ) -> None:
         self.arch, self.draft_model, self.device, self.dtype = arch, draft, device, dtype
+
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
+
         self.depths, sides = 1 if draft is not None else int(mtp), 1 if arch.latent else 2
         layers, kv_heads, head_dim = arch.layers + self.depths, arch.cached_heads, arch.cached_dim
-        graphs = graphs and arch.experts is None  # how many tokens an expert gets is known on the host alone
+        graphs = graphs and arch.experts is None  # only the host knows how many tokens an expert gets
+
         kept = rows + graphs
         self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
+
         self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
+
         heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
+
         self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
-        # in float32, as trainer and servers: exact angles would differ from theirs by 2e-3 behind 32k tokens
+
+        # in float32, as trainer and servers: exact angles would differ from theirs by 2e-3 after 32k tokens
         angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
         self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
+
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # rotations are scaled
+
         self.load(weights)
         if draft is not None:
             draft.attach(self)
 
     @property
     def drafts(self) -> bool:
-        """Whether a layer drafts, which has keys to keep up."""
+        """Whether the model has a draft, with keys of its own."""
         return self.depths > 0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights; the cache stays, and a draft apart whose weights are not among them.
+        """Replace all weights; keep the cache, and a separate draft model without weights among them.
 
-        Check names and shapes before.
+        The caller has checked names and shapes.
         """
         self._graphs.clear()
+
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
         self.final_norm = get("model.norm.weight")
+
         self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
         if self.draft_model is None:
             self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
+
         if self.draft_model is not None:
             prefix = self.draft_model.prefix
             draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -154,25 +166,29 @@ class Model:
         unseen: torch.Tensor | None = None,
         decoding: bool = False,
     ) -> Span:
-        """A span of rows first, first + 1, ...
+        """Make the span of rows first, first + 1, ...
 
-        first: first cache row. positions: [B, q] int64, RoPE position of each token. context: slots
-        seen, more than any that matters; of all rows, or of each [B]. slots: [B, q], where keys go; unseen:
-        [B, q, most slots seen] bool, what a token must not attend to. Without them a token's slot is its
-        position, and it sees no later one. decoding: see `Span`.
+        first: first cache row. positions: [B, q] int64, RoPE position of each token. context: number of
+        slots read, at least those attended to; of all rows, or of each [B]. slots: [B, q], slot of each
+        token's key; unseen: [B, q, max(context)] bool, the slots that a token must not attend to. Without
+        them a token's slot is its position, and it sees no later one. decoding: see `Span`.
         """
         batch, width = positions.shape
         arch, products = self.arch, use_products(width, self.device)
+
         contexts, context = np.broadcast_to(context, batch), int(np.max(context))
         slots = positions if slots is None else slots
         if unseen is None:
             unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
+
         mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
         mask.masked_fill_(unseen, float("-inf"))
+
         seen = self.cache[:, :, first : first + batch, :, :context]
         if products:
             mask = expand_mask(mask, arch.cached_heads, arch.heads // arch.cached_heads)
             seen = seen.flatten(2, 3)
+
         places = slots + self._row_offsets[first : first + batch]
         return Span(
             batch=batch,
@@ -187,13 +203,13 @@ class Model:
         )
 
     def forward(self, tokens: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Backbone: tokens [N] int64, span after span -> final-norm hidden states [N, H]; writes keys."""
+        """Run the backbone: tokens [N] int64, span after span -> final-norm states [N, H]; writes keys."""
         return self._backbone(tokens, spans, ())[0]
 
     def forward_to_draft(
         self, tokens: torch.Tensor, spans: Sequence[Span]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `forward`; returns also what `draft` reads of these tokens [N, H]: the same, or features."""
+        """Run `forward`; return also the input of `draft` at these tokens [N, H]: the same, or features."""
         return self._graphs.run("target", self._forward_to_draft, tokens, spans)
 
     def _forward_to_draft(
@@ -202,26 +218,29 @@ class Model:
         if self.draft_model is None:
             hidden = self.forward(tokens, spans)
             return hidden, hidden
+
         hidden, features = self._backbone(tokens, spans, self.draft_model.layers)
         return hidden, self.draft_model.fuse(features)
 
     def features(
         self, tokens: torch.Tensor, spans: Sequence[Span], layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `forward`; returns also the outputs of some layers side by side [N, len(layers) * H]."""
+        """Run `forward`; return also the outputs of some layers concatenated [N, len(layers) * H]."""
         hidden, found = self._backbone(tokens, spans, layers)
         return hidden, torch.cat(found, -1)
 
     def _backbone(
         self, tokens: torch.Tensor, spans: Sequence[Span], kept: Sequence[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final-norm hidden states, and outputs of the kept layers in their order."""
+        """Return final-norm hidden states, and the outputs of the chosen layers in their order."""
         x, found = self.embedding.index_select(0, tokens), {}
+
         shared = join(spans)
         for index, layer in enumerate(self.layers):
             x = self._run(layer, index, x, spans, shared)
             if index in kept:
-                found[index] = x  # the next layer writes elsewhere
+                found[index] = x  # the next layer makes a new tensor
+
         return self.norm(x, self.final_norm), [found[index] for index in kept]
 
     def draft(
@@ -232,11 +251,11 @@ class Model:
         selects: Sequence[torch.Tensor] | None = None,
         depth: int = 0,
     ) -> torch.Tensor:
-        """Draft layer: the token after each position and the state at it -> next state.
+        """Run a draft layer: the token after each position and the state at it -> next state.
 
         tokens: [N] int64. hidden: [N, H], from `forward_to_draft` or of the depth before. selects: per span
-        [B] int64, the one token of each row to carry on from (keys of all tokens are written all the same).
-        depth: which of several layers. Returns [N, H], or [sum B, H].
+        [B] int64, the one token of each row to continue from (keys of all tokens are written anyway).
+        depth: index of the layer if several. Returns [N, H], or [sum B, H].
         """
         run = partial(self._draft, depth)
         return self._graphs.run(f"draft {depth}", run, tokens, spans, hidden, selects)
@@ -262,18 +281,18 @@ class Model:
         read: torch.Tensor | None = None,
         depth: int = 0,
     ) -> torch.Tensor:
-        """A draft's layer over x [N, H], with the keys of its depth behind the target's; see `draft`.
+        """Run a draft's layer over x [N, H]; its keys are stored after the target's layers; see `draft`.
 
-        read: what attention reads in place of the normed x, of any width.
+        read: the input of attention instead of the normed x, of any width.
         """
         return self._run(layer, self.arch.layers + depth, x, spans, join(spans), selects, read)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V], of the target."""
+        """Compute the target's logits [N, V] from states [N, H]."""
         return self.head(hidden)
 
     def draft_logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V], of states that `draft` returned."""
+        """Compute the draft's logits [N, V] from states [N, H] that `draft` returned."""
         return self.head(state) if self.draft_model is None else self.draft_model.logits(self, state)
 
     def _run(
@@ -288,17 +307,23 @@ class Model:
     ) -> torch.Tensor:
         arch, (slots, rotation) = self.arch, shared
         heads = arch.heads
+
         read = self.norm(x, layer.input_norm) if read is None else read
+
         if arch.latent:
             qkv = layer.qkv(read, lambda part: self._rotate(part, rotation))
         else:
             qkv = self._grouped(layer, read, rotation)
+
         self._flat[index].index_copy_(0, slots, qkv[:, heads:].reshape(-1, arch.cached_dim))
         masks = [span.mask for span in spans]
+
+        # Keys of all tokens are in the cache now; only the selected tokens are carried on.
         if selects is not None:
             chosen = flat_index(spans, selects)
             x, qkv = x.index_select(0, chosen), qkv.index_select(0, chosen)
             masks = [span.selected_mask(select) for span, select in zip(spans, selects, strict=True)]
+
         attended, start = [], 0
         for span, mask in zip(spans, masks, strict=True):
             stop = start + (span.batch if selects is not None else span.tokens)
@@ -309,30 +334,34 @@ class Model:
             else:
                 attended.append(attend(query, keys, values, mask, self._scale))
             start = stop
+
         x = x + layer.output(attended[0] if len(attended) == 1 else torch.cat(attended))
         return x.add_(layer.mlp(self.norm(x, layer.post_norm)))
 
     def _grouped(self, layer: Layer, read: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Queries, then keys, then values: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
+        """Compute queries, then keys, then values: [N, H] -> [N, heads + 2 * kv_heads, head_dim]."""
         arch, heads, turned = self.arch, self.arch.heads, self.arch.heads + self.arch.kv_heads
         qkv = layer.qkv(read).view(len(read), -1, arch.head_dim)
+
         if layer.q_norm is not None:
             shape, keys = (arch.head_dim,), qkv[:, heads:turned]
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], shape, layer.q_norm, arch.norm_eps)
             keys.copy_(F.rms_norm(keys, shape, layer.k_norm, arch.norm_eps))
+
         self._rotate(qkv[:, :turned, : arch.rotary_dim], rotation)
         return qkv
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm; F.rms_norm runs about nine kernels on a CPU, this five."""
+        """Apply RMSNorm, with five kernels on a CPU where F.rms_norm runs about nine."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
+
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return (x * torch.add(self._eps, squares, alpha=1 / self.arch.hidden).rsqrt_()).mul_(weight)
 
     @staticmethod
     def _rotate(x: torch.Tensor, rotation: torch.Tensor) -> None:
-        """RoPE in place: x [N, heads, R] with interleaved pairs, rotation [N, 1, R/2] complex64."""
+        """Apply RoPE in place: x [N, heads, R] with interleaved pairs, rotation [N, 1, R/2] complex64."""
         if x.dtype == torch.float32:
             torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotation)
         else:
@@ -340,7 +369,7 @@ class Model:
             x.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
     def getter(self, weights: Mapping[str, torch.Tensor]):
-        """name -> a copy of the weight, on the device, in the model's dtype."""
+        """Return a function from a name to a copy of its weight, on the device, in the model's dtype."""
         return lambda name: (
             weights[name].detach().to(device=self.device, dtype=self.dtype, copy=True).contiguous()
         )
@@ -348,5 +377,5 @@ class Model:
     def layer(
         self, get, weights: Mapping[str, torch.Tensor], prefix: str, *, qk_norm: bool | None = None
     ) -> Layer:
-        """A layer's weights as `_run` wants them; get: from `getter`. qk_norm: None for the target's."""
+        """Make a layer in the form of `_run`; get: from `getter`. qk_norm: None for the target's."""
         return make_layer(self.arch, get, weights, prefix, qk_norm=qk_norm)

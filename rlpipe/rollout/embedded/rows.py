@@ -1,11 +1,11 @@
-"""The KV rows of the engine: who holds which row, and everything known per row.
+"""The KV rows of the engine: the owner and the state of each row.
 
-Invariant: rows [0, active) run requests, rows [active, used) hold idle conversations, the rest are
-free. So every pass works on a contiguous slice and no keys are gathered; the price is that a row's
+Invariant: rows [0, active) run requests, rows [active, used) hold idle conversations, the remaining
+rows are free. So every pass works on a contiguous slice and no keys are gathered; the price is that a row's
 contents move when a request joins or leaves.
 
-Only keys, values and the draft's hidden state live on the device. The rest is arrays on the host,
-which a pass uploads as it needs them: the host has seen every token anyway. A row with `total` tokens
+Only keys, values and the draft's hidden state are on the device. Other state is in arrays on the
+host, uploaded by a pass as needed: every token passes through the host anyway. A row with `total` tokens
 has keys for the first total - 1 of them; the last one is the next pass's input.
 """
 
@@ -26,9 +26,9 @@ from rlpipe.types import routes_type
 class RowTable:
     """State of all rows of a model's cache.
 
-    depth: most drafts a step accepts, 0 without speculation. streams: uniforms of a position.
-    history: keep the target's hidden states, for a draft that is not always run. routes: keep the experts
-    that read each token.
+    depth: the most draft tokens a step accepts, 0 without speculation. streams: uniforms per position.
+    history: store the target's hidden states, for a draft that does not run in every step. routes: store
+    the experts that read each token.
     """
 
     def __init__(
@@ -37,59 +37,69 @@ class RowTable:
         rows, slots = model.rows, model.slots
         self.rows, self.active, self.used = rows, 0, 0
         self.cache = model.cache
+
         self._device = model.device
         # [rows, depths, H]: the draft's states at a row's frontier, see `decoder`
         frontier = rows, max(1, model.depths), model.arch.hidden
         self.hidden = torch.zeros(frontier, dtype=model.dtype, device=model.device)
-        # [rows, slots, H], what the target made of the tokens that the draft has not caught up with
+        # [rows, slots, H]: the target's hidden states of the tokens that the draft has not caught up with
         self.history = self.hidden.new_zeros(rows, slots, model.arch.hidden) if history else None
         # [rows, slots, layers with experts, experts per token], on the host
         self.routes = _empty_routes(model) if routes else None
+
         self.draft_keys = np.full(rows, slots)  # keys of the draft's first layer are right before this one
+
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
         self.end = np.zeros(rows, np.int64)  # total at which the request's length is exhausted
+
         self.logprobs = np.zeros((rows, slots), np.float32)
         self.entropies = np.zeros((rows, slots), np.float32)
         self.versions = np.zeros((rows, slots), np.int32)
+
         self.uniforms = np.zeros((rows, slots, streams))  # by index among the output tokens
+
         self.drafted = np.zeros((rows, depth), np.int64)  # verify steps that reached a depth
         self.accepted = np.zeros((rows, depth), np.int64)  # those of them that accepted it
         self.verify_steps = np.zeros(rows, np.int64)
         self.proposed = np.zeros(rows, np.int64)  # drafted tokens
+
         self.temperature = np.ones(rows, np.float32)  # 1 for greedy rows
         self.greedy = np.zeros(rows, bool)
         self.stops = np.full((rows, 1), -1, np.int64)
+
         self.jobs: list[Any] = [None] * rows
         self._owner: list[str | None] = [None] * rows
         self._sessions: OrderedDict[str, int] = OrderedDict()  # idle ones, least recently used first
 
     def divisor(self, rows: np.ndarray | slice) -> torch.Tensor | None:
-        """Temperatures of the rows, None when all are 1; greedy rows have 1."""
+        """Return the temperatures of the rows, None when all are 1; greedy rows have 1."""
         temperature = self.temperature[rows]
         return torch.from_numpy(temperature).to(self._device) if (temperature != 1).any() else None
 
     def sampled_from(self, probs: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
-        """What the rows sample from: probs [N, ..., V], but a one at the argmax of greedy rows."""
+        """Return probs [N, ..., V] with the rows that are greedy replaced by a one at their argmax."""
         greedy = self.greedy[rows]
         return greedy_rows(probs, torch.from_numpy(greedy).to(self._device)) if greedy.any() else probs
 
     def choices(self, logits: torch.Tensor, rows: np.ndarray | slice) -> torch.Tensor:
-        """The distributions that rows sample from, of logits [N, ..., V]."""
+        """Return the distributions that rows sample from, by their logits [N, ..., V]."""
         return self.sampled_from(softmax(logits, self.divisor(rows)), rows)
 
     def idle_row(self, session_id: str | None) -> int | None:
-        """The row an idle conversation holds."""
+        """Return the row of an idle conversation, or None."""
         return self._sessions.get(session_id) if session_id is not None else None
 
     def take(self, session_id: str | None) -> tuple[int, bool]:
         """Make row `active` the row of a joining request; needs active < rows.
 
-        Returns (row, whether it holds the conversation's keys).
+        Returns (row, whether it has the conversation's keys).
         """
         target, row = self.active, self.idle_row(session_id)
+
         known = row is not None
+
         if known:
             del self._sessions[session_id]
             self._exchange(row, target)
@@ -101,6 +111,7 @@ class RowTable:
             _, oldest = self._sessions.popitem(last=False)
             if oldest != target:
                 self._move(target, oldest)
+
         self.active += 1
         self._owner[target] = session_id
         return target, known
@@ -116,26 +127,34 @@ class RowTable:
         stops: tuple[int, ...],
         uniforms: np.ndarray,
     ) -> None:
-        """Write a request into its row; its keys are the caller's business."""
+        """Write a request into its row; the caller fills its keys."""
         self.jobs[row] = job
+
         self.tokens[row, : len(prompt)] = prompt
         self.total[row] = self.prompt[row] = len(prompt)
         self.end[row] = end
         self.uniforms[row, : len(uniforms)] = uniforms
+
         for counter in (self.drafted, self.accepted, self.verify_steps, self.proposed):
             counter[row] = 0
+
         self.greedy[row] = temperature == 0
         self.temperature[row] = temperature or 1.0
+
+        # The stop table is as wide as the longest list of stop tokens so far.
         missing = len(stops) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
+
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
 
     def release(self, row: int) -> None:
         """End the request of an active row; its keys stay for its conversation, if it has one."""
         session, last = self._owner[row], self.active - 1
+
         self.jobs[row], self._owner[row] = None, None
+
         if session is None:
             if row != last:
                 self._move(last, row)
@@ -149,15 +168,18 @@ class RowTable:
             self._sessions[session] = last
 
     def tidy(self) -> None:
-        """Bring one long row before the others, so that rows which attend together have similar lengths.
+        """Move one long row before the shorter ones, so that rows which attend together have similar lengths.
 
-        Does nothing where attention does not go by pieces of rows, on a GPU.
+        Returns without a change on a GPU, where attention does not group rows.
         """
         if self.active < 4 * PIECE_ROWS or not use_products(1, self._device):
             return
+
         totals = self.total[: self.active]
         long = totals > 1.5 * np.median(totals)
         split = np.count_nonzero(long)
+
+        # The long rows belong before `split`; exchange one that is behind it.
         behind = np.flatnonzero(long[split:])
         if len(behind):
             self._exchange(int(np.flatnonzero(~long[:split])[0]), split + int(behind[0]))
@@ -165,6 +187,7 @@ class RowTable:
     def end_session(self, session_id: str) -> None:
         """Free a conversation's row: now if it is idle, else when its request ends."""
         self._drop(session_id)
+
         for row in range(self.active):
             if self._owner[row] == session_id:
                 self._owner[row] = None
@@ -180,7 +203,7 @@ class RowTable:
             to.copy_(of)
 
     def _tensors(self, row: int, length: int) -> list[torch.Tensor]:
-        """What is held of a row's first `length` tokens; slices, which copy fast."""
+        """Return the stored tensors of a row's first `length` tokens as slices, which copy fast."""
         keys = self.cache[:, :, row, :, :length]
         return [keys, *(x[row, :length] for x in (self.history, self.routes) if x is not None)]
 
@@ -191,7 +214,7 @@ class RowTable:
             self._vacate(row)
 
     def _vacate(self, row: int) -> None:
-        """Close the hole that a freed row leaves before `used`."""
+        """Fill the gap that a freed row leaves before `used`."""
         self.used -= 1
         if row != self.used:
             self._move(self.used, row)
@@ -199,9 +222,11 @@ class RowTable:
     def _move(self, source: int, target: int) -> None:
         """Overwrite a row with another one, which becomes free."""
         self.copy_keys(source, target, int(self.total[source]))
+
         self.hidden[target] = self.hidden[source]
         for array in self._arrays():
             array[target] = array[source]
+
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         self._set_owner(target, self._owner[source])
         self._owner[source] = None
@@ -210,13 +235,16 @@ class RowTable:
         if a == b:
             return
         pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))
+
         kept = [tensor.clone() for tensor in self._tensors(a, length)]
         self.copy_keys(b, a, length)
         for to, of in zip(self._tensors(b, length), kept, strict=True):
             to.copy_(of)
+
         self.hidden[pair] = self.hidden[swapped]
         for array in self._arrays():
             array[pair] = array[swapped]
+
         self.jobs[a], self.jobs[b] = self.jobs[b], self.jobs[a]
         owners = self._owner[b], self._owner[a]
         for row, owner in zip(pair, owners, strict=True):
@@ -237,5 +265,6 @@ class RowTable:
 
 def _empty_routes(model: Model) -> torch.Tensor:
     experts = model.arch.experts
+
     shape = (model.rows, model.slots, model.arch.layers - experts.dense, experts.per_token)
     return torch.from_numpy(np.zeros(shape, routes_type(experts.count)))

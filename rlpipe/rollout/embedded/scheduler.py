@@ -1,10 +1,10 @@
-"""Which request runs in which row: admission, bookkeeping of what was emitted, and the end of requests.
+"""Request scheduling: admission to rows, bookkeeping of emitted tokens, and the end of requests.
 
 Owns the waiting queue and the answers; runs on the engine thread only. One round: admit what fits, run
-one step of everything, answer the requests that ended and give their rows back.
+one step of everything, answer the requests that ended and release their rows.
 
-Seats: a conversation whose keys are still cached processes only what it has not seen; requests with
-equal prompts that join together are processed once, and the keys copied.
+A conversation whose keys are still cached processes only its new tokens. Requests with equal prompts
+that join in one round are processed once, and their keys are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlpipe.types import DraftStep, FinishReason, GenerateRequest, GenerateResul
 class Job:
     """A request on its way through the engine.
 
-    finish: called once, on the engine thread, with the answer. top, drafts: collected when asked for.
+    finish: called once, on the engine thread, with the answer. top, drafts: collected on request.
     """
 
     request: GenerateRequest
@@ -39,10 +39,10 @@ class Job:
 
 
 class Scheduler:
-    """Requests over a row table.
+    """Run requests over a row table.
 
-    policy: chooses gamma. depth, drafts: most drafts a step accepts, and proposes, per row. streams:
-    uniforms of a position. prefill_tokens: budget of one admission.
+    policy: chooses gamma. depth, drafts: the most draft tokens that a step accepts and proposes per row.
+    streams: uniforms per position. prefill_tokens: budget of one admission.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scheduler:
         self._table, self._decoder, self._policy = table, decoder, policy
         self._depth, self._drafts, self._streams = depth, drafts, streams
         self._max_context, self._prefill_tokens = max_context, prefill_tokens
-        self._gamma = 0  # of the round under way
+        self._gamma = 0  # of the current round
         self._waiting: deque[Job] = deque()
         self._stats = EngineStats()
         self.version = 0
@@ -70,20 +70,26 @@ class Scheduler:
         self._waiting.append(job)
 
     def has_work(self) -> bool:
-        """Whether a round would do anything."""
+        """Return whether a request is waiting or running."""
         return bool(self._waiting or self._table.active)
 
     def round(self) -> None:
         """Admit what fits and run one step of everything."""
+
         decoding = self._table.active
         self._gamma = self._policy.choose(min(self._table.rows, decoding + len(self._waiting)))
         self._table.tidy()
+
         starts, copies = self._admit()
+
         jobs = self._table.jobs[: self._table.active]
         if not jobs:
             return
+
         sampling = [job.request.sampling for job in jobs]
-        plain = decoding == len(jobs)  # nobody joined
+
+        plain = decoding == len(jobs)  # no request joined
+
         started = time.perf_counter()
         emitted = self._decoder.step(
             starts,
@@ -92,33 +98,41 @@ class Scheduler:
             top=max(s.top_logprobs for s in sampling),
             record=any(s.record_drafts for s in sampling),
         )
+
         seconds = time.perf_counter() - started
         tokens = self._record(emitted)
+
         self._stats.row_steps += decoding
+
+        # A step with prefill in it would distort the measured cost of decoding.
         if plain and isinstance(self._policy, AdaptiveGamma):
             self._policy.timed(decoding, self._gamma, seconds)
             if self._gamma:
+                # Time that the same tokens would have taken at one token per row and step.
                 without = tokens * self._policy.seconds(decoding, 0) / decoding
                 self._stats.decode_seconds += seconds
                 self._stats.plain_seconds += without
                 self._stats.predicted_seconds += without / self._policy.speedup(decoding, self._gamma)
 
     def abort(self, chosen: frozenset[str] | None) -> None:
-        """Answer the named requests (None: all) with what they have."""
+        """Answer the named requests (None: all) with the tokens generated so far."""
 
         def hit(job: Job) -> bool:
             return chosen is None or job.request.request_id in chosen
 
+        # From the end, because finishing a row moves the last active row into its position.
         for row in reversed(range(self._table.active)):
             if hit(self._table.jobs[row]):
                 self._finish(self._table.jobs[row], row, FinishReason.ABORT)
+
         aborted = [job for job in self._waiting if hit(job)]
         self._waiting = deque(job for job in self._waiting if not hit(job))
+
         for job in aborted:
             self._finish(job, None, FinishReason.ABORT)
 
     def stats(self, busy_seconds: float) -> EngineStats:
-        """Counters since start."""
+        """Return the counters since the start."""
         return replace(
             self._stats,
             policy_version=self.version,
@@ -129,35 +143,42 @@ class Scheduler:
         )
 
     def _admit(self) -> tuple[list[int], list[int]]:
-        """Give waiting requests rows, oldest first; returns what `Decoder.step` needs to know of them."""
+        """Give waiting requests rows, oldest first; return `starts` and `copies` of `Decoder.step`."""
         leaders, followers = self._choose()
         table = self._table
+
         first, copies = table.active, []
         leaders.sort(key=lambda item: item[0])
+
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
             for job in followers[leader.request.prompt_ids.tobytes()]:
                 self._seat(job)
                 copies.append(row)
+
         self._stats.prefill_tokens += int(table.total[first : first + len(starts)].sum()) - sum(starts)
         return starts, copies
 
     def _choose(self) -> tuple[list[tuple[int, Job]], dict[bytes, list[Job]]]:
-        """Pop requests that fit: [(tokens to process, job)], and by prompt those that copy its keys."""
+        """Pop requests that fit: [(tokens to process, job)], and by prompt the jobs that copy its keys."""
         room, budget = self._table.rows - self._table.active, self._prefill_tokens
+
         leaders: list[tuple[int, Job]] = []
         followers: dict[bytes, list[Job]] = {}
+
         while self._waiting and room:
             job = self._waiting[0]
+
             prompt = job.request.prompt_ids
             if len(prompt) >= self._max_context:
                 self._finish(self._waiting.popleft(), None, FinishReason.LENGTH)
                 continue
+
             row, key = self._table.idle_row(job.request.session_id), prompt.tobytes()
             if key in followers and row is None:
                 followers[key].append(job)
             elif key in followers:
-                break  # a conversation with keys of its own: next round
+                break  # a conversation with cached keys waits for the next round
             else:
                 size = len(prompt) - self._start(row, prompt)
                 if leaders and size > budget:
@@ -165,31 +186,38 @@ class Scheduler:
                 budget -= size
                 leaders.append((size, job))
                 followers[key] = []
+
             self._waiting.popleft()
             room -= 1
+
         return leaders, followers
 
     def _start(self, row: int | None, prompt: np.ndarray) -> int:
-        """First prompt position to process, given the row of the conversation (None: a fresh one)."""
+        """Return the first prompt position to process; row: of the conversation, None for a new one."""
         if row is None:
             return 0
+
         table, length, depths = self._table, len(prompt), self._table.hidden.shape[1]
         keys = max(0, min(int(table.total[row]) - 1, length))
+
         differ = np.flatnonzero(table.tokens[row, :keys] != prompt[:keys])
         common = int(differ[0]) if len(differ) else keys
+
         start = min(common, length - 1)
         if self._depth:
-            # A key of the draft's last layer needs the tokens up to `depths` places after it.
+            # A key of the draft's last layer needs the tokens up to `depths` positions after it.
             start = min(start, common - depths)
         if self._gamma:
             start = min(start, int(table.draft_keys[row]) + 1 - depths)
+
         return max(0, start)
 
     def _seat(self, job: Job) -> int:
-        """Write a request into a row; returns the first position to process."""
+        """Write a request into a row; return the first position to process."""
         table, request, sampling = self._table, job.request, job.request.sampling
         row, known = table.take(request.session_id)
         start = self._start(row if known else None, request.prompt_ids)
+
         length = len(request.prompt_ids)
         end = min(length + sampling.max_new_tokens, self._max_context)
         table.seat(
@@ -204,26 +232,31 @@ class Scheduler:
         return start
 
     def _record(self, emitted: Emitted) -> int:
-        """Append what a step emitted, cut at stop tokens and limits, and finish what has ended.
+        """Append emitted tokens up to stop tokens and limits, and finish the requests that ended.
 
         Returns the number of tokens appended.
         """
         table, (batch, width) = self._table, emitted.tokens.shape
         rows = slice(0, batch)
         columns = np.arange(width)
+
+        # A row stops at its first stop token or at the limit of its length.
         counts = np.minimum(emitted.counts, table.end[rows] - table.total[rows])
         stop = (emitted.tokens[:, :, None] == table.stops[rows][:, None, :]).any(-1)
         stop &= columns < counts[:, None]
         stopped = stop.any(1)
         counts = np.where(stopped, stop.argmax(1) + 1, counts)
+
         row, column = np.nonzero(columns < counts[:, None])
         place = row, table.total[row] + column
         table.tokens[place] = emitted.tokens[row, column]
         table.logprobs[place] = emitted.logprobs[row, column]
         table.entropies[place] = emitted.entropies[row, column]
         table.versions[place] = self.version
+
         if emitted.verified:
             self._count(emitted, counts)
+
         if emitted.top_ids is not None:
             for index, count in enumerate(counts):
                 job = table.jobs[index]
@@ -232,27 +265,34 @@ class Scheduler:
                 job.top += [
                     list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
                 ]
+
         table.total[rows] += counts
         total = int(counts.sum())
         self._stats.generated_tokens += total
+
+        # From the end, as in `abort`.
         ended = stopped | (table.total[rows] >= table.end[rows])
         for index in np.flatnonzero(ended)[::-1].tolist():
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             self._finish(table.jobs[index], index, reason)
+
         return total
 
     def _count(self, emitted: Emitted, counts: np.ndarray) -> None:
-        """Count drafts of the verified rows; tell the policy what was of use, keep records asked for."""
+        """Count the drafts of the verified rows, update the policy, and record drafts on request."""
         table, rows = self._table, slice(0, emitted.verified)
         kept = emitted.counts[rows, None] - 1
+
         depths = np.arange(self._depth)
         gamma = min(self._gamma, self._depth)
         reached, accepted = (kept >= depths) & (depths < gamma), kept > depths
         proposed = self._drafts if gamma == self._depth else gamma
+
         table.drafted[rows] += reached
         table.accepted[rows] += accepted
         table.verify_steps[rows] += 1
         table.proposed[rows] += proposed
+
         spec = SpecCounts(
             drafted=reached.sum(0).tolist(),
             accepted=accepted.sum(0).tolist(),
@@ -260,11 +300,13 @@ class Scheduler:
             proposed=emitted.verified * proposed,
         )
         self._stats.spec.add(spec)
-        useful = counts[rows, None] - 1  # accepted drafts behind a stop token speed nothing up
+
+        useful = counts[rows, None] - 1  # accepted drafts after a stop token save no time
         self._policy.observe(
             ((useful >= depths) & (depths < gamma)).sum(0).tolist()[:gamma],
             (useful > depths).sum(0).tolist()[:gamma],
         )
+
         if emitted.draft_tokens is None:
             return
         for row, job in enumerate(table.jobs[rows]):
@@ -279,10 +321,12 @@ class Scheduler:
                 job.drafts.append(step)
 
     def _finish(self, job: Job, row: int | None, reason: FinishReason) -> None:
-        """Answer a request and give its row back (row None: it never had one)."""
+        """Answer a request and release its row (None: it never had one)."""
         table, request = self._table, job.request
+
         output = slice(0, 0) if row is None else slice(len(request.prompt_ids), int(table.total[row]))
         row_or_any = row or 0
+
         result = GenerateResult(
             request_id=request.request_id,
             output_ids=table.tokens[row_or_any, output].astype(np.int32),
@@ -298,18 +342,20 @@ class Scheduler:
         )
         if row is not None:
             table.release(row)
+
         job.finish(result)
 
     def _routes(self, row: int | None, start: int) -> np.ndarray | None:
-        """The experts of the request in a row from a token on; its last token has been read by none."""
+        """Return the experts of a row's tokens from `start` on; no expert has read the last token yet."""
         if row is None or self._table.routes is None:
             return None
+
         routes = self._table.routes[row, start : int(self._table.total[row])].numpy().copy()
         routes[-1] = unrecorded(routes)
         return routes
 
     def _spec(self, row: int) -> SpecCounts:
-        """Counts of the request in a row; no depths when nothing was drafted."""
+        """Return the counts of the request in a row; without depths when no token was drafted."""
         table = self._table
         if not table.verify_steps[row]:
             return SpecCounts()
