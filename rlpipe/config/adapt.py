@@ -22,41 +22,60 @@ def _both() -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class AdaptConfig:
-    """What is adapted, its data and its evaluation.
-
-    drafter: mtp, the checkpoint's MTP layer, or eagle3, a draft beside it (settings: `eagle3`).
-    data: JSONL of conversations to train on; empty: the model's own rollouts on the prompts of `env`.
-    rollouts: file that keeps own rollouts, so that none is sampled twice; empty: rollouts.jsonl in the
-        run directory. Runs on one backbone may share it.
-    prompts, samples: of own rollouts: prompts played, trajectories of each.
-    batch: trajectories of an optimizer step. warmup: share of the steps in which the learning rate rises
-        linearly; it is constant afterwards (Bebop §6.1: 0.03).
-    context_weight: 0..1, how much tokens the model did not write count (prompt, tool output), against 1
-        for those it did. A draft that never saw them fails as soon as a model goes on by itself.
-    in_domain, out_of_domain: held-out sets: an environment (`swe`: all its held-out sets), one set of it
-        (`swe.held_families`), or a JSONL file of conversations, whose last assistant turns are played.
-        in_domain empty: the held-out sets of `env`.
-    eval_modes: verification rules to play under. eval_every: steps between evaluations (0: none between
-        the first and the last). eval_first: evaluate before the first step.
-    eval_prompts: of each held-out set (0: all), after the first eval_offset. eval_samples: of each prompt.
-    """
+    """Data and evaluation of pre-RL adaptation."""
 
     drafter: Drafter = Drafter.MTP
+    """mtp, the checkpoint's MTP layer, or eagle3, a separate draft model (settings: `eagle3`)."""
+
     data: str = ""
+    """JSONL of conversations to train on; empty: the model's own rollouts on the prompts of `env`."""
+
     rollouts: str = ""
+    """File that stores the model's own rollouts, so that none is sampled twice; empty: rollouts.jsonl in the
+    run directory. Runs on one backbone may share it."""
+
     prompts: int = 512
+    """Prompts of the model's own rollouts."""
+
     samples: int = 4
+    """Trajectories of each prompt."""
+
     batch: int = 32
+    """Trajectories of an optimizer step."""
+
     warmup: float = 0.03
+    """Share of the steps in which the learning rate rises linearly; it is constant afterwards (Bebop §6.1:
+    0.03)."""
+
     context_weight: float = 0.3
+    """Weight, 0..1, of tokens that the model did not write (prompt, tool output); those it wrote have weight
+    1. A draft that never saw the former fails as soon as a model continues without a prompt."""
+
     in_domain: list[str] = field(default_factory=list)
+    """In-domain held-out sets: an environment (`swe`: all its held-out sets), one set of it
+    (`swe.held_families`), or a JSONL file of conversations, of which the last assistant turns are generated.
+    Empty: the held-out sets of `env`."""
+
     out_of_domain: list[str] = field(default_factory=list)
+    """Out-of-domain held-out sets, in the same form."""
+
     eval_modes: list[str] = field(default_factory=_both)
+    """Verification rules to generate under."""
+
     eval_every: int = 0
+    """Steps between evaluations; 0: none between the first and the last."""
+
     eval_first: bool = True
+    """Evaluate before the first step."""
+
     eval_prompts: int = 80
+    """Prompts of each held-out set, after the first `eval_offset`; 0: all."""
+
     eval_offset: int = 0
+    """Prompts of each held-out set that are left out at its start."""
+
     eval_samples: int = 2
+    """Samples of each prompt."""
 
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.drafter)

@@ -24,19 +24,28 @@ class AlarmTest(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class AlarmRule:
-    """metric: its name in metrics.jsonl. test, threshold: see `AlarmTest`.
-
-    over: values that a median is of. patience: observations in a row that must fail before the alarm rings.
-    against: the other metric of `diverge`. enabled: false silences the rule.
-    """
+    """One alarm: a metric, its test and threshold."""
 
     metric: str
+    """Name of the metric in metrics.jsonl."""
+
     test: AlarmTest = AlarmTest.ABOVE
+    """See `AlarmTest`."""
+
     threshold: float = 0.0
+    """See `AlarmTest`."""
+
     over: int = 10
+    """Number of values that a median is computed from."""
+
     patience: int = 1
+    """Observations in a row that must fail before the alarm rings."""
+
     against: str = ""
+    """The other metric of test=diverge."""
+
     enabled: bool = True
+    """False silences the rule."""
 
     def __post_init__(self) -> None:
         self.test = AlarmTest(self.test)
@@ -88,13 +97,13 @@ def default_rules() -> dict[str, AlarmRule]:
 
 @dataclass(slots=True, kw_only=True)
 class AdviceConfig:
-    """enabled: say in words what the run's numbers advise (events of kind `advice`).
-
-    draft_cost: of one draft pass in plain decode steps, for advice on gamma; `scripts/bench` measures it.
-    """
+    """Advice from the run's numbers."""
 
     enabled: bool = True
+    """Write advice in plain text (events of kind `advice`)."""
+
     draft_cost: float = 0.1
+    """Cost of one draft pass in plain decode steps, for advice on gamma; `scripts/bench` measures it."""
 
     def __post_init__(self) -> None:
         remedy = "it is the time of a draft pass over that of a decode step, e.g. 0.1"
@@ -103,15 +112,17 @@ class AdviceConfig:
 
 @dataclass(slots=True, kw_only=True)
 class AlarmsConfig:
-    """enabled: false silences all. rules: by name, `metrics.alarms.rules.policy_kl.threshold=0.5`.
-
-    stall_minutes: without a finished step for so long the alarm `stall` rings; 0 never. The first step is
-    given three times as long.
-    """
+    """Alarms of a run."""
 
     enabled: bool = True
+    """False silences all alarms."""
+
     stall_minutes: float = 30.0
+    """Minutes without a finished step after which the alarm `stall` rings; 0: never. The first step has three
+    times as long."""
+
     rules: dict[str, AlarmRule] = field(default_factory=default_rules)
+    """Rules by name: `metrics.alarms.rules.policy_kl.threshold=0.5`."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.alarms", "stall_minutes", remedy="0 is never")

@@ -97,22 +97,30 @@ class ObrsCalibration(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class ObrsConfig:
-    """Optimal budgeted rejection sampling, for correction=obrs.
-
-    lam: lambda of the acceptance min(1, p / (lam q)). 1 accepts all while policies agree; above it even
-        equal policies lose tokens, and the kept ones come closer to the target.
-    c1: bound of the weight Z max(lam, p / q). c2: bound of p_proximal / p_target, which is 1 unless the
-        target is the current policy and a batch has several optimizer steps.
-    top_k: candidates the engine returns with each token. target, normalizer, calibration: see there.
-    """
+    """Optimal budgeted rejection sampling, for correction=obrs."""
 
     lam: float = 1.0
+    """Lambda of the acceptance min(1, p / (lam q)). 1 accepts all tokens while policies agree; above it even
+    equal policies lose tokens, and the accepted ones come closer to the target."""
+
     c1: float = 3.0
+    """Bound of the weight Z max(lam, p / q)."""
+
     c2: float = 3.0
+    """Bound of p_proximal / p_target, which is 1 unless the target is the current policy and a batch has
+    several optimizer steps."""
+
     top_k: int = 20
+    """Candidates that the engine returns with each token."""
+
     target: ObrsTarget = ObrsTarget.CURRENT
+    """See `ObrsTarget`."""
+
     normalizer: ObrsNormalizer = ObrsNormalizer.TOPK_TAIL
+    """See `ObrsNormalizer`."""
+
     calibration: ObrsCalibration = ObrsCalibration.PROBABILITY
+    """See `ObrsCalibration`."""
 
     def __post_init__(self) -> None:
         positive(self, "algo.obrs", "lam", remedy="1.0 is usual")
@@ -123,49 +131,79 @@ class ObrsConfig:
 
 @dataclass(slots=True, kw_only=True)
 class AlgoConfig:
-    """GRPO unless told otherwise.
-
-    advantage: a verl advantage estimator. normalize_std: divide by the group's standard deviation
-        (off: Dr. GRPO); only the grpo family reads it.
-    policy_loss: a verl policy loss. clip_low, clip_high: clip the ratio to [1 - low, 1 + high].
-    clip_dual: dual-clip bound c > 1 for negative advantages. loss_agg: see LossAgg.
-    loss_scale_factor: divisor of seq-mean-token-sum-norm, in tokens (required there, else ignored).
-    kl_coef, kl_kind: penalty to the start weights (0: no reference is kept). entropy_coef: bonus.
-    proximal: see Proximal. correction: see Correction; obrs: its settings. correction_threshold: C of TIS and
-        the upper bound of IcePop, whose lower one is correction_low.
-    user_correction: "module:function" or "module:class" for correction=user, see `rlpipe.algo.rule`.
-    mask: see MaskRule, on top of any correction. mask_high: bound of its statistic; for k1 of
-        pi_rollout / pi_trainer, whose lower bound is mask_low (default 1 / mask_high).
-    ppo_epochs, minibatches: passes over a batch, and optimizer steps in each pass.
-    skip_zero_advantage: leave out trajectories whose advantages are all 0; with a loss that is
-        linear in the advantage and neither KL nor entropy term their gradient is 0, so this saves
-        their compute and changes only which tokens actor/entropy and rollout_corr/* are measured on.
-        Their tokens still count in the loss normalisation. Ignored when kl_coef or entropy_coef is not 0.
-    """
+    """Settings of the algorithm; the defaults are GRPO."""
 
     advantage: str = "grpo"
+    """A verl advantage estimator."""
+
     normalize_std: bool = True
+    """Divide by the group's standard deviation (off: Dr. GRPO); only the grpo family reads it."""
+
     policy_loss: str = "vanilla"
+    """A verl policy loss."""
+
     clip_low: float = 0.2
+    """Clip the ratio to at least 1 - clip_low."""
+
     clip_high: float = 0.2
+    """Clip the ratio to at most 1 + clip_high."""
+
     clip_dual: float = 3.0
+    """Dual-clip bound c > 1 for negative advantages."""
+
     loss_agg: LossAgg = LossAgg.TOKEN_MEAN
+    """See `LossAgg`."""
+
     loss_scale_factor: int | None = None
+    """Divisor of seq-mean-token-sum-norm, in tokens; required there, ignored otherwise."""
+
     kl_coef: float = 0.0
+    """Weight of the KL penalty to the start weights; 0: no reference is kept in memory."""
+
     kl_kind: KlKind = KlKind.K3
+    """Estimator of that penalty; see `KlKind`."""
+
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
     correction: Correction = Correction.TIS_TOKEN
+    """See `Correction`."""
+
     correction_threshold: float = 2.0
+    """C of TIS, and the upper bound of IcePop."""
+
     correction_low: float = 0.5
+    """Lower bound of IcePop."""
+
     user_correction: str = ""
+    """"module:function" or "module:class" for correction=user; see `rlpipe.algo.rule`."""
+
     proximal: Proximal = Proximal.START
+    """See `Proximal`."""
+
     mask: MaskRule = MaskRule.NONE
+    """Mask applied on top of any correction; see `MaskRule`."""
+
     mask_high: float | None = None
+    """Bound of the mask's statistic; for k1 the upper bound of pi_rollout / pi_trainer."""
+
     mask_low: float | None = None
+    """Lower bound of pi_rollout / pi_trainer for k1; default 1 / mask_high."""
+
     obrs: ObrsConfig = field(default_factory=ObrsConfig)
+    """Settings of correction=obrs."""
+
     ppo_epochs: int = 1
+    """Passes over a batch."""
+
     minibatches: int = 1
+    """Optimizer steps in each pass."""
+
     skip_zero_advantage: bool = True
+    """Leave out trajectories whose advantages are all 0. With a loss that is linear in the advantage and has
+    neither KL nor entropy term their gradient is 0, so this saves their compute and changes only which tokens
+    actor/entropy and rollout_corr/* are measured on. Their tokens still count in the loss normalisation.
+    Ignored when kl_coef or entropy_coef is not 0."""
 
     def __post_init__(self) -> None:
         self.correction = Correction(self.correction)

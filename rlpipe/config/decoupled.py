@@ -25,29 +25,44 @@ class DistillKl(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class DecoupledConfig:
-    """The actor: the model that generates, trained beside the policy from the same trajectories.
+    """The actor: the model that generates, trained together with the policy from the same trajectories.
 
-        loss of the actor = ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)              Jackpot Eq. 8
-
-    path: its checkpoint directory, with the policy's tokenizer; empty: the policy generates itself.
-    ppo_coef: weight of PPO on the actor's own tokens (0: the actor is distilled only). distill_coef: the
-        paper's lambda_distill (0: no distillation). distill_kl: see DistillKl.
-    correction, correction_threshold: F of Eq. 6, for the actor's own staleness: none, tis_token,
-        tis_sequence or icepop; its clips, loss and optimizer steps are those of `algo`.
-    lr, min_lr, warmup_steps, lr_schedule, clip_grad: of its optimizer; the rest is the `trainer`'s.
+    loss of the actor = ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)              Jackpot Eq. 8
     """
 
     path: str = ""
+    """Checkpoint directory of the actor, with the policy's tokenizer; empty: the policy itself generates."""
+
     ppo_coef: float = 1.0
+    """Weight of PPO on the actor's own tokens; 0: the actor is distilled only."""
+
     distill_coef: float = 1.0
+    """The paper's lambda_distill; 0: no distillation."""
+
     distill_kl: DistillKl = DistillKl.FORWARD
+    """See `DistillKl`."""
+
     correction: Correction = Correction.TIS_TOKEN
+    """F of Eq. 6, for the actor's own staleness: none, tis_token, tis_sequence or icepop. The actor's clips,
+    loss and optimizer steps are those of `algo`."""
+
     correction_threshold: float = 2.0
+    """Threshold of that correction."""
+
     lr: float = 1e-5
+    """Learning rate of the actor's optimizer. Settings that are not listed here are those of `trainer`."""
+
     min_lr: float = 0.0
+    """Learning rate at the end of a decaying schedule."""
+
     warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises."""
+
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    """See `LrSchedule`."""
+
     clip_grad: float = 1.0
+    """Bound on the actor's gradient norm."""
 
     def __post_init__(self) -> None:
         self.distill_kl, self.correction = DistillKl(self.distill_kl), Correction(self.correction)

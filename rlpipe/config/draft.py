@@ -22,27 +22,38 @@ class DraftTrain(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
-    """The MTP layer's objective and its own parameter group.
-
-    train: whether it learns in RL (off, online); mtp_adapt trains it in any case.
-    objective: how it learns, in RL and before. anchors: see the enum; not used on windows.
-    depths: drafted tokens trained for; best spec.gamma. Of several MTP layers each trains for its
-        own depth, the last one for those beyond it too.
-    interval: co-train in every n-th optimizer step only.
-    lr, min_lr, warmup_steps, lr_schedule: its learning rate, over its own updates.
-    clip_grad: bound on its own gradient norm, apart from the policy's (0: unbounded).
-    """
+    """The MTP layer's objective and its own parameter group."""
 
     train: str = DraftTrain.OFF.value  # a DraftTrain: read as text, so that an error can name the remedy
+    """Whether the draft learns in RL (off, online); mtp_adapt trains it in any case."""
+
     objective: DraftObjective = DraftObjective.E2E_TV
+    """Objective of the draft, in RL and before it."""
+
     anchors: AnchorWeighting = AnchorWeighting.UNIFORM
+    """See `AnchorWeighting`; not used on windows."""
+
     depths: int = 3
+    """Number of draft tokens trained for; best equal to spec.gamma. Of several MTP layers each trains for its
+    own depth, the last one for those beyond it too."""
+
     interval: int = 1
+    """Co-train in every n-th optimizer step only."""
+
     lr: float = 1e-4
+    """Learning rate of the draft, over its own updates."""
+
     min_lr: float = 0.0
+    """Learning rate at the end of a decaying schedule."""
+
     warmup_steps: int = 0
+    """Updates of the draft in which the learning rate rises."""
+
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    """See `LrSchedule`."""
+
     clip_grad: float = 1.0
+    """Bound on the draft's gradient norm, separate from the policy's; 0: unbounded."""
 
     def __post_init__(self) -> None:
         self.train = read_train(self.train)

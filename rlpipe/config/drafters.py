@@ -21,38 +21,41 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServedDraft:
-    """Where an SGLang server keeps the weights of a draft model, as the canary compares them.
-
-    prefix: before the names of its weights where they travel with the target's.
-    tables: (family and config.json of the target) -> rows of three: prefix of a module on the draft's server,
-        its prefix in the draft's checkpoint, the module's weights.
-    shared: tensors of the target that the draft holds too.
-    fixed: names of tensors that a server reads when it starts; they are never sent.
-    """
+    """Where an SGLang server keeps the weights of a draft model, as the canary compares them."""
 
     prefix: str
+    """Prefix of the names of its weights when they travel with the target's."""
+
     tables: Callable[[Family, HfConfig], Iterable[tuple[str, str, Iterable[Part]]]]
+    """(family and config.json of the target) -> rows of three: prefix of a module on the draft's server, its
+    prefix in the draft's checkpoint, the module's weights."""
+
     shared: tuple[Part, ...] = ()
+    """Tensors of the target that the draft holds too."""
+
     fixed: tuple[str, ...] = ()
+    """Names of tensors that a server reads when it starts; they are never sent."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class DrafterKind:
-    """Properties of one drafter.
-
-    title: its name in reports and on the console.
-    has_model: whether a model drafts; otherwise drafts are looked up in the text.
-    has_directory: whether that model has a directory (`spec.draft_path`) and a trainer of its own; otherwise
-        it is the checkpoint's MTP layer, which the policy's trainer trains.
-    sglang: value of SGLang's `--speculative-algorithm`; empty where SGLang cannot draft this way.
-    served: where an SGLang server keeps its weights.
-    """
+    """Properties of one drafter."""
 
     title: str
+    """Name in reports and on the console."""
+
     has_model: bool = True
+    """Whether a model drafts; otherwise drafts are looked up in the text."""
+
     has_directory: bool = False
+    """Whether that model has its own directory (`spec.draft_path`) and trainer; otherwise it is the
+    checkpoint's MTP layer, which the policy's trainer trains."""
+
     sglang: str = ""
+    """Value of SGLang's `--speculative-algorithm`; empty where SGLang cannot draft this way."""
+
     served: ServedDraft | None = None
+    """Where an SGLang server keeps its weights."""
 
 
 class Drafter(Choice):

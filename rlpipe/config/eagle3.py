@@ -24,17 +24,17 @@ REFUSED += ("norm_before_residual", "tie_word_embeddings")
 
 @dataclass(slots=True, kw_only=True)
 class Eagle3Config:
-    """What `adapt.drafter=eagle3` builds and trains.
-
-    layers: of the target, counted from 0, whose outputs are fused; empty: a low, a middle and a high one
-        (see `default_layers`). One entry is no fusion; the number of layers minus 1 is the top alone.
-    draft_vocab: tokens the draft knows, the most frequent of its training data; 0: all.
-    start: directory of a draft to train further, which settles layers and draft_vocab; empty: a new one.
-    """
+    """The draft model that `adapt.drafter=eagle3` builds and trains."""
 
     layers: list[int] = field(default_factory=list)
+    """Layers of the target, counted from 0, whose outputs are fused; empty: a low, a middle and a high one
+    (see `default_layers`). One entry is no fusion; the number of layers minus 1 is the top layer only."""
+
     draft_vocab: int = 0
+    """Number of tokens that the draft knows, the most frequent of its training data; 0: all."""
+
     start: str = ""
+    """Directory of a draft to train further, which determines layers and draft_vocab; empty: a new one."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "eagle3", "draft_vocab", remedy="0 takes all tokens")
@@ -47,22 +47,40 @@ class Eagle3Config:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Eagle3Shape:
-    """Dimensions of a draft: one Llama layer of its target's size.
-
-    layers: of the target whose outputs it reads. vocab: of the target; draft_vocab: of its own head.
-    """
+    """Dimensions of a draft: one Llama layer of its target's size."""
 
     layers: tuple[int, ...]
+    """Layers of the target whose outputs the draft reads."""
+
     hidden: int
+    """Width of the hidden states."""
+
     intermediate: int
+    """Width of the MLP."""
+
     heads: int
+    """Attention heads."""
+
     kv_heads: int
+    """Key and value heads."""
+
     head_dim: int
+    """Width of one attention head."""
+
     vocab: int
+    """Vocabulary size of the target."""
+
     draft_vocab: int
+    """Vocabulary size of the draft's own head."""
+
     norm_eps: float
+    """Epsilon of the norms."""
+
     rope: Rope
+    """Rotary position embedding."""
+
     max_position: int
+    """Longest context in tokens."""
 
     @property
     def reduced(self) -> bool:

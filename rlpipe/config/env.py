@@ -62,26 +62,40 @@ class SandboxBackend(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class SandboxConfig:
-    """Limits of one command; one that exceeds a limit is ended, and the observation says so.
-
-    timeout_s: wall-clock seconds. cpu_s: CPU seconds of each process. memory_mb: of each process and of
-        all of them together. processes: alive at once. file_mb: largest file. tree_mb, tree_files: all
-        files of the work tree and /tmp. output_kb: of stdout and stderr together.
-    memo: reuse the outcome of the same command on the same file tree (bubblewrap only).
-    image: container image for all instances; empty takes the instance's own.
-    """
+    """Limits of one command. A command that exceeds a limit is ended, and the observation reports it."""
 
     backend: SandboxBackend = SandboxBackend.BUBBLEWRAP
+    """See `SandboxBackend`."""
+
     timeout_s: float = 10.0
+    """Wall-clock seconds."""
+
     cpu_s: int = 10
+    """CPU seconds of each process."""
+
     memory_mb: int = 512
+    """Memory of each process, and of all processes together."""
+
     processes: int = 64
+    """Processes alive at once."""
+
     file_mb: int = 16
+    """Size of the largest file."""
+
     tree_mb: int = 64
+    """Size of all files of the work tree and /tmp."""
+
     tree_files: int = 2000
+    """Number of all files of the work tree and /tmp."""
+
     output_kb: int = 256
+    """Size of stdout and stderr together."""
+
     memo: bool = True
+    """Reuse the outcome of the same command on the same file tree (bubblewrap only)."""
+
     image: str = ""
+    """Container image for all instances; empty takes the instance's own."""
 
     def __post_init__(self) -> None:
         names = ("timeout_s", "cpu_s", "memory_mb", "processes", "file_mb", "tree_mb", "tree_files")
@@ -101,14 +115,16 @@ def _check_sizes(settings: ReasoningConfig | ToolsConfig, section: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ReasoningConfig:
-    """Tasks of reasoning-gym.
-
-    tasks: dataset names. train_size, held_out_size: instances of each task.
-    """
+    """Tasks of reasoning-gym."""
 
     tasks: list[str] = field(default_factory=lambda: ["chain_sum", "basic_arithmetic", "gcd"])
+    """Names of datasets."""
+
     train_size: int = 2000
+    """Training instances of each task."""
+
     held_out_size: int = 100
+    """Held-out instances of each task."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -118,20 +134,28 @@ class ReasoningConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ToolsConfig:
-    """The environment `tools`.
-
-    names: tools on offer. parser: how calls are written. schema: where their schemas are shown.
-    families: kinds of question in training and held_instances (see `rlpipe.envs.tools.generate`).
-    max_calls: calls of one turn that are made. train_size, held_out_size: instances, of each held-out set.
-    """
+    """Settings of the environment `tools`."""
 
     names: list[ToolName] = field(default_factory=lambda: list(ToolName))
+    """Tools on offer."""
+
     parser: ToolParser = ToolParser.HERMES
+    """Syntax in which calls are written."""
+
     schema: ToolSchema = ToolSchema.TEMPLATE
+    """Where the schemas of the tools are displayed."""
+
     families: list[str] = field(default_factory=lambda: ["value", "times", "sum", "difference"])
+    """Kinds of question in training and held_instances; see `rlpipe.envs.tools.generate`."""
+
     max_calls: int = 4
+    """Calls of one turn that are carried out."""
+
     train_size: int = 4000
+    """Training instances."""
+
     held_out_size: int = 200
+    """Instances of each held-out set."""
 
     def __post_init__(self) -> None:
         self.names = [ToolName(name) for name in self.names]
@@ -156,38 +180,59 @@ def _shipped_held_out() -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class EnvConfig:
-    """The environment.
-
-    train_file, held_out_files: JSONL of SWE instances; a held-out set is named by its file (without
-        .jsonl), the first is the primary one.
-    max_turns: actions an episode may take. max_observation_chars: of one observation, before the marker.
-    system_prompt: replaces the action mode's own (plain mode has none).
-    test_command: how an image's Python is started on its tests; `{runner}` becomes the grader's program, what
-        follows it goes to pytest. test_timeout_s: for the whole run.
-    retries: attempts after a failure of the sandbox, then the trajectory is masked.
-    threads: commands that run at once in one rollout worker.
-    suite: "module:function" that makes a suite of your own, in place of what `name` says:
-        function(config, seed) -> Suite, see `rlpipe.envs.base`. The module is imported from where the run
-        was started, or as installed.
-    options: whatever a suite of your own wants to be told.
-    """
+    """Settings of the environment."""
 
     name: EnvName = EnvName.SWE
+    """The environment; see `EnvName`."""
+
     train_file: str = "shipped:data/swe/train.jsonl"
+    """JSONL of SWE instances to train on."""
+
     held_out_files: list[str] = field(default_factory=_shipped_held_out)
+    """JSONL files of held-out SWE instances. A set is named by its file (without .jsonl); the first is the
+    primary one."""
+
     action_mode: ActionMode = ActionMode.PLAIN
+    """See `ActionMode`."""
+
     max_turns: int = 8
+    """Actions that an episode may take."""
+
     max_observation_chars: int = 400
+    """Characters of one observation, before the truncation marker."""
+
     system_prompt: str = ""
+    """Replaces the system prompt of the action mode (plain mode has none)."""
+
     test_command: str = "python {runner}"
+    """Command that starts an image's Python on its tests. `{runner}` becomes the grader's program; pytest
+    receives the arguments after it."""
+
     test_timeout_s: float = 10.0
+    """Seconds for the complete test run."""
+
     retries: int = 2
+    """Attempts after a failure of the sandbox; then the trajectory is masked."""
+
     threads: int = 2
+    """Commands that run at once in one rollout worker."""
+
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Limits of one command."""
+
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    """Settings of the environment `reasoning`."""
+
     tools: ToolsConfig = field(default_factory=ToolsConfig)
+    """Settings of the environment `tools`."""
+
     suite: str = ""
+    """"module:function" that makes a user's suite, used instead of the one that `name` selects:
+    function(config, seed) -> Suite, see `rlpipe.envs.base`. The module is imported from the folder where the
+    run was started, or as installed."""
+
     options: dict[str, Any] = field(default_factory=dict)
+    """Values for a user's suite, in any form that it reads."""
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)

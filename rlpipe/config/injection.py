@@ -9,23 +9,28 @@ from rlpipe.config.limits import at_least, share
 
 @dataclass(slots=True, kw_only=True)
 class InjectionConfig:
-    """Faults for study, all off by default. They strike training rollouts alone; validation stays clean.
-
-    stale_steps: rollouts decode with weights that are this many training steps old, on top of what
-        pipeline.max_staleness allows. Engines keep as many copies of the weights in memory.
-    weight_noise: relative standard deviation of normal noise on every weight of the rollout engine, new with
-        each policy version; 0.001 is about what rounding to bfloat16 does. Logprobs are of the noisy weights.
-    slow_env_share, slow_env_seconds: this share of episodes waits so long before each answer of theirs.
-    long_turn_share, long_turn_tokens: this share of turns decodes so many more tokens (as far as the context
-        has room), which are thrown away: the time of long answers, without their effect on the policy.
-    """
+    """Faults for study, all off by default. They affect training rollouts only; validation stays clean."""
 
     stale_steps: int = 0
+    """Age in training steps of the weights that rollouts decode with, on top of what pipeline.max_staleness
+    allows. Engines keep as many copies of the weights in memory."""
+
     weight_noise: float = 0.0
+    """Relative standard deviation of normal noise on every weight of the rollout engine, new with each policy
+    version; 0.001 is about what rounding to bfloat16 does. Logprobs are those of the noisy weights."""
+
     slow_env_share: float = 0.0
+    """Share of episodes that wait before each answer of their environment."""
+
     slow_env_seconds: float = 0.0
+    """Seconds of that wait."""
+
     long_turn_share: float = 0.0
+    """Share of turns that decode additional tokens, which are thrown away: the time of long answers, without
+    their effect on the policy."""
+
     long_turn_tokens: int = 0
+    """Number of those additional tokens, as far as the context has capacity."""
 
     def __post_init__(self) -> None:
         amounts = ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens")

@@ -20,14 +20,16 @@ class LoraTargets(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: W + (alpha / rank) B A, of which A and B learn and W does not.
-
-    rank: rows of A (0: off, all weights are trained). alpha: see the equation. targets: see `LoraTargets`.
-    """
+    """Low-rank adapters: W + (alpha / rank) B A, of which A and B learn and W does not."""
 
     rank: int = 0
+    """Rows of A; 0: off, all weights are trained."""
+
     alpha: float = 16.0
+    """Numerator of the scale in the equation."""
+
     targets: LoraTargets = LoraTargets.ALL
+    """See `LoraTargets`."""
 
     def __post_init__(self) -> None:
         self.targets = LoraTargets(self.targets)

@@ -25,31 +25,46 @@ class WandbMode(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class MetricsConfig:
-    """console: show progress on the terminal (one plain line per step when it is not a terminal).
-    wandb: where W&B records go. wandb_project: its project.
-    tensorboard: write tensorboard/ in the run directory (needs rlpipe[dashboards]).
-    prometheus_port: serve the newest values to Prometheus; 0 does not (needs rlpipe[dashboards]).
-    prometheus_host: address that it listens on; 0.0.0.0 for a scraper on another machine.
-    trace: write trace.json.gz, which Perfetto opens: what every actor did and when.
-    rollouts_per_step: trajectories of every step written token by token (docs/run_directory.md); 0 none.
-    probe, alarms, advice: see their dataclasses.
-    report: write report.html when the run ends, also after an interruption or a failure.
-    report_every: additionally every this many steps; 0 means only at the end.
-    """
+    """Where a run records and displays its measurements."""
 
     console: bool = True
+    """Show progress on the terminal (one plain line per step when it is not a terminal)."""
+
     wandb: WandbMode = WandbMode.AUTO
+    """Where W&B records go."""
+
     wandb_project: str = "rlpipe"
+    """Project of the W&B records."""
+
     tensorboard: bool = False
+    """Write tensorboard/ in the run directory (needs rlpipe[dashboards])."""
+
     prometheus_port: int = 0
+    """Port that serves the newest values to Prometheus (needs rlpipe[dashboards]); 0: none."""
+
     prometheus_host: str = "127.0.0.1"
+    """Address on which that port listens; 0.0.0.0 for a scraper on another machine."""
+
     trace: bool = True
+    """Write trace.json.gz, which Perfetto opens: the activities of every actor over time."""
+
     rollouts_per_step: int = 4
+    """Trajectories of every step written token by token (docs/run_directory.md); 0: none."""
+
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """See `ProbeConfig`."""
+
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """See `AlarmsConfig`."""
+
     advice: AdviceConfig = field(default_factory=AdviceConfig)
+    """See `AdviceConfig`."""
+
     report: bool = True
+    """Write report.html when the run ends, also after an interruption or a failure."""
+
     report_every: int = 0
+    """Additionally write the report every this many steps; 0: only at the end."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")

@@ -19,25 +19,31 @@ class Stale(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class PipelineConfig:
-    """prompts_per_step: groups of one training step. group_size: sibling trajectories of a group.
-
-    max_staleness: how many training steps a trajectory's oldest token may lag behind the trainer;
-        0 is synchronous. With stale=keep it bounds how far rollouts run ahead, not the age of a token.
-    stale: see Stale.
-    oversample: groups in the works for each one a step needs, with stale=drop: a step trains on the first
-        to finish, and what is too stale when its version is published is stopped.
-    filter_equal_rewards: give up groups whose rewards are all equal (they have no advantage) and play other
-        prompts in their place. filter_limit: at most so many batches' worth of groups for one step; then
-        equal groups are trained on as they are.
-    """
+    """Groups of a training step, and the age that their tokens may have."""
 
     prompts_per_step: int = 8
+    """Groups of one training step."""
+
     group_size: int = 8
+    """Sibling trajectories of a group."""
+
     max_staleness: int = 1
+    """Training steps that a trajectory's oldest token may lag behind the trainer; 0 is synchronous. With
+    stale=keep it bounds how far rollouts run ahead, not the age of a token."""
+
     stale: Stale = Stale.WAIT
+    """See `Stale`."""
+
     oversample: float = 1.0
+    """With stale=drop: groups in flight for each one that a step needs. A step trains on the first to finish;
+    groups that are too stale when their version is published are stopped."""
+
     filter_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal (they have no advantage) and roll out other prompts instead."""
+
     filter_limit: int = 4
+    """Limit of the filter, in batches of groups for one step; beyond it equal groups are trained on
+    unchanged."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "pipeline", "prompts_per_step", "filter_limit")

@@ -13,34 +13,42 @@ from rlpipe.config.limits import at_least, positive, share
 
 @dataclass(slots=True, kw_only=True)
 class PpowConfig:
-    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `draft.depths` drafts, the paper's K.
-
-    group_size: windows drafted from each prefix, G_roll. Ours.
-    clip: epsilon_clip of the ratio, PPO's customary value. Windows are drafted anew for every update, so the
-        ratio is 1 where the gradient is taken, and the clip binds nowhere.
-    kl_coef: beta, weight of KL(draft || target). Ours.
-    draft_cost: what a drafted token costs against a verify step, the paper's gamma; it takes the ratio of
-        non-embedding parameters, and 0 here means that.
-    proximity: eta, what a window earns that is close to the target's though nothing of it is accepted; 0
-        turns R_dist off. tolerance: epsilon, how close in nats. Ours.
-    windows: drawn per trajectory and step. Ours.
-    hard_start, hard_end: share of windows drawn by their score (ADAW), at the first step and at the last;
-        the rest is drawn evenly. The paper raises it over training and does not say from where to where.
-        Both 0: no ADAW.
-    expected_reward: reward a drafted window with the expectation over the coins of its verification, exact,
-        in place of one draw. Not in the paper.
-    """
+    """Hyperparameters of PPOW (arXiv 2605.14978). A window is `draft.depths` drafts, the paper's K."""
 
     group_size: int = 8
+    """Windows drafted from each prefix, G_roll. The default is ours."""
+
     clip: float = 0.2
+    """epsilon_clip of the ratio, PPO's customary value. Windows are drafted anew for every update, so the
+    ratio is 1 where the gradient is taken, and the clip never binds."""
+
     kl_coef: float = 0.02
+    """beta, weight of KL(draft || target). The default is ours."""
+
     draft_cost: float = 0.0
+    """Cost of a drafted token relative to a verify step, the paper's gamma. The paper takes the ratio of
+    non-embedding parameters, and 0 here means that ratio."""
+
     proximity: float = 0.1
+    """eta, the reward of a window that is close to the target's although none of it is accepted; 0 turns
+    R_dist off."""
+
     tolerance: float = 1.0
+    """epsilon, the distance in nats that counts as close. The default is ours."""
+
     windows: int = 4
+    """Windows sampled per trajectory and step. The default is ours."""
+
     hard_start: float = 0.3
+    """Share of windows sampled by their score (ADAW) at the first step; the remaining ones are sampled
+    evenly. The paper raises the share over training and does not give its range. Both shares 0: no ADAW."""
+
     hard_end: float = 0.8
+    """The same share at the last step."""
+
     expected_reward: bool = False
+    """Reward a drafted window with the exact expectation over the coins of its verification, instead of one
+    sample. Not in the paper."""
 
     def __post_init__(self) -> None:
         at_least(2, self, "ppow", "group_size", remedy="a window is compared with its siblings")

@@ -10,19 +10,19 @@ from rlpipe.config.limits import at_least
 
 @dataclass(slots=True, kw_only=True)
 class ProbeConfig:
-    """Contexts that the trainer reads again and again with its newest target and draft.
-
-    every: steps between two readings; 0 never. Only runs that draft with an MTP layer are probed.
-    contexts: positions of the fixed set, and as many of the step's own rollouts besides, in whole
-    trajectories (three at least); the cost of a reading is a forward pass over them (`timing_s/probe`).
-    slope: change of the first draft's acceptance rate per nat of the target's entropy, measured by
-    intervention, with its 95% interval: [value, low, high]. The summary splits by it in place of slopes that
-    it reads off the run. [] where none was measured (recipes/mtp_adapt/interventional.py measures one).
-    """
+    """Contexts that the trainer reads repeatedly with its newest target and draft."""
 
     every: int = 5
+    """Steps between two readings; 0: never. Only runs that draft with an MTP layer are probed."""
+
     contexts: int = 256
+    """Positions of the fixed set, and as many of the step's own rollouts in addition, in full trajectories
+    (at least three). A reading costs a forward pass over them (`timing_s/probe`)."""
+
     slope: list[float] = field(default_factory=list)
+    """Change of the first draft's acceptance rate per nat of the target's entropy, measured by intervention,
+    with its 95% interval: [value, low, high]. The summary splits by it instead of by slopes that it estimates
+    from the run. [] where none was measured (recipes/mtp_adapt/interventional.py measures one)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "metrics.probe", "every", remedy="0 is never")

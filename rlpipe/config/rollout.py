@@ -36,43 +36,58 @@ class Dtype(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class RolloutConfig:
-    """Settings of the rollout side.
-
-    engine: implementation. workers: engines, one process each.
-    concurrent_groups: groups one worker plays at a time (0: as many as are admitted).
-    max_running: KV rows of an engine; running requests and idle conversations share them.
-    max_context: tokens of a conversation, prompt included (at most the model's
-        max_position_embeddings). max_new_tokens: per turn.
-    temperature: of training rollouts; 0 is greedy.
-    ignore_eos: every turn runs to max_new_tokens (for benchmarks).
-    device: "auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ...
-    threads: CPU threads of an engine. prefill_tokens: prompt tokens processed between two decode
-        steps (one request is always admitted).
-    cuda_graphs: on a GPU the embedded engine captures its passes over decoding rows, once for each of a few
-        shapes, and replays them; not with experts.
-    kv_on_update: see `KvOnUpdate`.
-    replay_routes: of a mixture of experts, send each token in the trainer to the experts that read it here
-        (R3): rounding makes the two choose differently otherwise. A byte or two for each token, layer with
-        experts and expert per token travel with a trajectory.
-    sglang: of the server, engine sglang only.
-    """
+    """Settings of the rollout side."""
 
     engine: EngineKind = EngineKind.EMBEDDED
+    """Implementation of the rollout engine."""
+
     workers: int = 1
+    """Number of engines; each runs in its own process."""
+
     concurrent_groups: int = 0
+    """Groups that one worker generates at a time; 0: as many as are admitted."""
+
     max_running: int = 64
+    """KV rows of an engine; running requests and idle conversations share them."""
+
     max_context: int = 512
+    """Tokens of a conversation, prompt included; at most the model's max_position_embeddings."""
+
     max_new_tokens: int = 48
+    """Maximum number of tokens of one turn."""
+
     temperature: float = 1.0
+    """Sampling temperature of training rollouts; 0 is greedy."""
+
     ignore_eos: bool = False
+    """Run every turn to max_new_tokens (for benchmarks)."""
+
     device: str = "auto"
+    """"auto" (cuda if there is one), "cpu", "cuda", "cuda:1", ..."""
+
     dtype: Dtype = Dtype.FLOAT32
+    """Number type of the engine; see `Dtype`."""
+
     threads: int = 1
+    """CPU threads of an engine."""
+
     prefill_tokens: int = 4096
+    """Prompt tokens processed between two decode steps; one request is always admitted."""
+
     cuda_graphs: bool = True
+    """On a GPU the embedded engine captures its passes over decoding rows, once for each of a few shapes, and
+    replays them. Not used with experts."""
+
     kv_on_update: KvOnUpdate = KvOnUpdate.KEEP
+    """See `KvOnUpdate`."""
+
     replay_routes: bool = False
+    """MoE only: in the trainer, send each token to the experts that read it in the rollout (R3). Otherwise
+    rounding makes the two choose differently. A trajectory then carries a byte or two for each token, layer
+    with experts and expert per token."""
+
     sglang: SglangConfig = field(default_factory=SglangConfig)
+    """Settings of the server; read with engine=sglang only."""
 
     def __post_init__(self) -> None:
         self.engine = EngineKind(self.engine)

@@ -51,31 +51,46 @@ class Resume(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class RunSettings:
-    """Settings everyone uses.
-
-    dir: run directory. steps: optimizer steps of the trainer loop. seed: of data order and sampling.
-    save_every: steps between checkpoints (0: only the last). keep_last: how many of the newest stay on disk.
-    keep_best: how many of those with the highest val/reward stay besides (of steps that were validated).
-    save_async: checkpoints are written while training goes on, from a copy of the trainer's state in host
-        memory.
-    max_masked_share, masked_window: the run stops, with a checkpoint and exit status 1, when at least this
-        share of the last attempts, so many, were masked because something other than the model failed.
-    half: see RunMode. dump: folder of the batches, read with half=train, otherwise written (empty: RUN/dump
-        with half=rollout, none with half=both).
-    """
+    """Settings that every run uses."""
 
     dir: str = "runs/default"
+    """Run directory."""
+
     steps: int = 40
+    """Optimizer steps of the trainer loop."""
+
     seed: int = 0
+    """Seed of data order and sampling."""
+
     resume: Resume = Resume.AUTO
+    """See `Resume`."""
+
     save_every: int = 20
+    """Steps between checkpoints; 0: only the last."""
+
     keep_last: int = 2
+    """Number of the newest checkpoints that stay on disk."""
+
     keep_best: int = 0
+    """Number of checkpoints with the highest val/reward that stay in addition (of steps that were validated).
+    """
+
     save_async: bool = True
+    """Write checkpoints while training continues, from a copy of the trainer's state in host memory."""
+
     max_masked_share: float = 0.5
+    """The run stops, with a checkpoint and exit status 1, when at least this share of the last
+    `masked_window` attempts was masked because something other than the model failed."""
+
     masked_window: int = 64
+    """Number of the last attempts that `max_masked_share` is measured on."""
+
     half: RunMode = RunMode.BOTH
+    """See `RunMode`."""
+
     dump: str = ""
+    """Folder of the batches: read with half=train, otherwise written. Empty: RUN/dump with half=rollout, none
+    with half=both."""
 
     def __post_init__(self) -> None:
         if self.half is RunMode.ROLLOUT and not self.dump:
@@ -90,23 +105,27 @@ class RunSettings:
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
-    """path: a Hugging Face checkpoint directory, or `shipped:models/tiny`."""
+    """The model that is trained."""
 
     path: str = "shipped:models/tiny"
+    """A Hugging Face checkpoint directory, or `shipped:models/tiny`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ValConfig:
-    """Validation on held-out instances.
-
-    every: steps between validations (0: never); always also before the first and after the last step.
-    instances: of each held-out split (fixed, the first ones; 0: all). samples: attempts per instance.
-    """
+    """Validation on held-out instances."""
 
     every: int = 20
+    """Steps between validations (0: never); always also before the first and after the last step."""
+
     instances: int = 200
+    """Instances of each held-out split: always the first ones; 0: all."""
+
     samples: int = 1
+    """Attempts per instance."""
+
     temperature: float = 1.0
+    """Sampling temperature of validation; 0 is greedy."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "val", "every", "instances", "temperature")
@@ -115,27 +134,34 @@ class ValConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
-    """mode: ray or inline. address: of a running Ray cluster; empty starts a local one.
-
-    gpu_gb: memory of one GPU in GiB, for the estimate of memory; 0: that of this machine's first one.
-    share_gpus: rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each.
-    max_workers: rollout workers up to which the run adds some by itself while its trainer waits for them and
-        each makes it faster, and takes them out again (0: rollout.workers, as they are).
-    max_restarts: how often a dead rollout worker is replaced before the run gives up.
-    max_trainer_restarts: how often a dead trainer is built again and continues from the newest checkpoint.
-    hang_s: seconds after which a rollout worker that does not answer (a group, an evaluation, a weight
-        update), or a trainer rank (a step, a checkpoint), is killed and replaced; it must exceed the slowest
-        group and step. 0: never.
-    """
+    """Processes of a run, the machines and GPUs they use, and their restarts."""
 
     mode: ClusterMode = ClusterMode.RAY
+    """Ray or inline; see `ClusterMode`."""
+
     address: str = ""
+    """Address of a running Ray cluster; empty starts a local one."""
+
     gpu_gb: float = 0.0
+    """Memory of one GPU in GiB, for the estimate of memory; 0: that of this machine's first one."""
+
     share_gpus: bool = False
+    """Put rollout worker n and trainer rank n on one GPU, half of it each, instead of a GPU each."""
+
     max_workers: int = 0
+    """Number of rollout workers up to which the run adds some while its trainer waits for them and each makes
+    it faster. It removes them again. 0: rollout.workers throughout."""
+
     max_restarts: int = 3
+    """Number of times a dead rollout worker is replaced before the run gives up."""
+
     max_trainer_restarts: int = 2
+    """Number of times a dead trainer is built again; it continues from the newest checkpoint."""
+
     hang_s: float = 0.0
+    """Seconds after which a rollout worker that does not answer (a group, an evaluation, a weight update), or
+    a trainer rank (a step, a checkpoint), is killed and replaced. It must exceed the slowest group and step.
+    0: never."""
 
     def __post_init__(self) -> None:
         at_least(

@@ -33,49 +33,67 @@ class CanaryReaction(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class SglangConfig:
-    """Settings of `rollout.engine=sglang`; unused otherwise.
-
-    python: interpreter of SGLang's own virtual environment. Empty: $RLPIPE_SGLANG_VENV/bin/python, else
-        .venv-sglang beside the installed rlpipe (what scripts/install_sglang makes).
-    host, port: where the server listens; port 0 takes a free one.
-    tp: GPUs of one server (tensor parallel).
-    start_timeout: seconds until a server that is started must answer.
-    request_timeout: seconds a turn may be without new tokens; a turn that still streams never ends for it.
-    update_timeout: seconds one request of a weight update may take, and the whole of a broadcast.
-    health_timeout: seconds until the server must answer a health request; one that answers neither of two
-        hangs, and is killed and replaced. Requests are a third of it apart, at most 10 seconds.
-    max_restarts: dead or hung servers that are replaced between two weight updates; one more ends the run.
-    weight_transfer: see `WeightTransfer`. bucket_mb: most megabytes of weights in one request, and, with
-        collective, of those that the trainer's ranks gather at once.
-    abort_on_update: requests that run when weights change end with what they have and are continued as new
-        ones. Off: they go on inside the server, by rollout.kv_on_update.
-    on_canary_failure: see `CanaryReaction`.
-    attention_backend: empty lets SGLang choose (on a CPU: torch_native). memory_fraction: of a GPU for
-        weights and KV; 0 lets SGLang choose. deterministic: --enable-deterministic-inference, which makes
-        SGLang honour the seed of each request; it needs a GPU attention backend.
-    plugin: rlpipe's own part of the server (sglang_env/plugin), which returns exact entropies, and packed
-        numbers in place of JSON by the token. Off: SGLang as it is, and entropies are estimates.
-    extra_arguments: appended to the command line as they are.
-    """
+    """Settings of `rollout.engine=sglang`; unused otherwise."""
 
     python: str = ""
+    """Interpreter of SGLang's own virtual environment. Empty: $RLPIPE_SGLANG_VENV/bin/python, else
+    .venv-sglang next to the installed rlpipe (the one that scripts/install_sglang makes)."""
+
     host: str = "127.0.0.1"
+    """Address on which the server listens."""
+
     port: int = 0
+    """Port on which the server listens; 0 takes a free one."""
+
     tp: int = 1
+    """GPUs of one server (tensor parallel)."""
+
     start_timeout: float = 300.0
+    """Seconds until a server that is started must answer."""
+
     request_timeout: float = 600.0
+    """Seconds that a turn may take without new tokens; a turn that still streams is never ended by it."""
+
     update_timeout: float = 300.0
+    """Seconds that one request of a weight update may take, and the limit of a full broadcast."""
+
     health_timeout: float = 30.0
+    """Seconds until the server must answer a health request. A server that answers neither of two requests
+    hangs, and is killed and replaced. The requests are a third of this time apart, at most 10 seconds."""
+
     max_restarts: int = 3
+    """Dead or hung servers that are replaced between two weight updates; one more ends the run."""
+
     weight_transfer: WeightTransfer = WeightTransfer.AUTO
+    """See `WeightTransfer`."""
+
     bucket_mb: int = 256
+    """Maximum megabytes of weights in one request. With collective transfer it also limits the weights that
+    the trainer's ranks gather at once."""
+
     abort_on_update: bool = False
+    """Requests that run when weights change end with the tokens they have and are continued as new requests.
+    Off: they continue inside the server, by rollout.kv_on_update."""
+
     on_canary_failure: CanaryReaction = CanaryReaction.RETRY
+    """See `CanaryReaction`."""
+
     attention_backend: str = ""
+    """Attention backend of SGLang; empty lets SGLang choose (on a CPU: torch_native)."""
+
     memory_fraction: float = 0.0
+    """Share of a GPU's memory for weights and KV; 0 lets SGLang choose."""
+
     deterministic: bool = False
+    """Pass --enable-deterministic-inference, which makes SGLang honour the seed of each request. It needs a
+    GPU attention backend."""
+
     plugin: bool = True
+    """Load rlpipe's part of the server (sglang_env/plugin), which returns exact entropies, and packed numbers
+    instead of JSON for each token. Off: SGLang is unchanged, and entropies are estimates."""
+
     extra_arguments: list[str] = field(default_factory=list)
+    """Arguments appended to the command line unchanged."""
 
     def __post_init__(self) -> None:
         self.weight_transfer = WeightTransfer(self.weight_transfer)

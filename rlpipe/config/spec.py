@@ -23,13 +23,6 @@ class SpecMode(Choice):
 class SpecConfig:
     """Settings of speculative decoding.
 
-    mode: verification rule. gamma: drafted tokens per verify step (gamma = 3 verifies 4 tokens).
-    adaptive: choose 0..gamma before each step from measured costs and acceptance; outputs keep their law,
-        but equal seeds no longer give equal tokens. tree: children of every node by depth, mode tree only.
-    drafter: what drafts. Looked-up drafts are certain, so rejection and block judge them as target_only does.
-    draft_path: directory of a draft that has its own (eagle3); where draft.train=online starts from.
-    suffix: most tokens of the text's end that drafter suffix looks up.
-
     >>> SpecConfig(mode="target_only").mode
     <SpecMode.TARGET_ONLY: 'target_only'>
     >>> SpecConfig(mode="tree", tree=[2, 2, 1]).drafts
@@ -37,12 +30,27 @@ class SpecConfig:
     """
 
     mode: SpecMode = SpecMode.REJECTION
+    """Verification rule."""
+
     gamma: int = 3
+    """Draft tokens per verify step (gamma = 3 verifies 4 tokens)."""
+
     adaptive: bool = False
+    """Choose 0..gamma before each step from measured costs and acceptance. Outputs keep their distribution,
+    but equal seeds no longer give equal tokens."""
+
     tree: list[int] = field(default_factory=lambda: [2, 2, 1])
+    """Children of every node by depth; mode tree only."""
+
     drafter: Drafter = Drafter.MTP
+    """Source of the draft tokens. Looked-up drafts are certain, so rejection and block verify them as
+    target_only does."""
+
     draft_path: str = ""
+    """Directory of a separate draft model (eagle3); draft.train=online starts from it."""
+
     suffix: int = 4
+    """Maximum number of tokens at the text's end that drafter suffix looks up."""
 
     def __post_init__(self) -> None:
         self.mode, self.drafter = SpecMode(self.mode), Drafter(self.drafter)

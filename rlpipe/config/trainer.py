@@ -44,45 +44,79 @@ class LayerSpec(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class TrainerConfig:
-    """One trainer of tp * cp * dp ranks.
-
-    tp, dp: tensor and data parallel sizes. pp: pipeline stages, each with some of the layers; the head and an
-        MTP layer are the last one's.
-    sp: tensor parallel ranks also share the tokens of what they do not cut: norms, residuals (not layers=te).
-    cp: context parallel ranks, which share the tokens of each micro-batch (not layers=te).
-    ep: data and context parallel ranks that share a mixture's experts, each holding some; divides dp * cp.
-    precision, layers, recompute: see the enums. distributed_optimizer: shard its state over dp.
-    micro_batch_tokens: of one forward pass, of which cp ranks hold a share each. A prefix that siblings share
-        counts once; layers of TransformerEngine share none and read rows * padded length.
-    lr, min_lr, warmup_steps, lr_schedule: learning rate over optimizer steps.
-    weight_decay, beta1, beta2, eps: AdamW. clip_grad: bound on the gradient norm (0: none).
-    threads: CPU threads per rank (0: torch's default). seed: of everything random in the trainer.
-    lora: low-rank adapters, in place of training all weights.
-    """
+    """One trainer of tp * cp * pp * dp ranks."""
 
     tp: int = 1
+    """Tensor parallel size."""
+
     dp: int = 1
+    """Data parallel size."""
+
     pp: int = 1
+    """Pipeline stages. Each has some of the layers; the last one has the head and an MTP layer."""
+
     sp: bool = False
+    """Tensor parallel ranks also share the tokens of the parts that they do not split: norms, residuals (not
+    with layers=te)."""
+
     cp: int = 1
+    """Context parallel ranks, which share the tokens of each micro-batch (not with layers=te)."""
+
     ep: int = 1
+    """Data and context parallel ranks that share the experts of an MoE; each holds some. It divides dp * cp.
+    """
+
     precision: Precision = Precision.FP32
+    """See `Precision`."""
+
     layers: LayerSpec = LayerSpec.AUTO
+    """See `LayerSpec`."""
+
     recompute: Recompute = Recompute.NONE
+    """See `Recompute`."""
+
     distributed_optimizer: bool = False
+    """Shard the optimizer's state over dp."""
+
     micro_batch_tokens: int = 2048
+    """Tokens of one forward pass; each of the cp ranks holds a share. A prefix that siblings share counts
+    once; layers of TransformerEngine share no prefix and read rows * padded length."""
+
     lr: float = 1e-5
+    """Learning rate after warm-up."""
+
     min_lr: float = 0.0
+    """Learning rate at the end of a decaying schedule."""
+
     warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises."""
+
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    """Schedule over optimizer steps; see `LrSchedule`."""
+
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
+
     beta1: float = 0.9
+    """Decay rate of AdamW's first moment."""
+
     beta2: float = 0.99
+    """Decay rate of AdamW's second moment."""
+
     eps: float = 1e-8
+    """Epsilon of AdamW."""
+
     clip_grad: float = 1.0
+    """Bound on the gradient norm; 0: none."""
+
     threads: int = 1
+    """CPU threads per rank; 0: torch's default."""
+
     seed: int = 0
+    """Seed of everything random in the trainer."""
+
     lora: LoraConfig = field(default_factory=LoraConfig)
+    """LoRA adapters, which are trained instead of all weights."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
