@@ -63,8 +63,9 @@ def follow(page, folder, home):
             words = shlex.split(line)
             if words[0] == "hf" or "+recipe=eagle3" in words or "+recipe=swe_rl" in words:
                 continue  # a download; and drafts, whose own recipe is tested
+            command = words[1:] if words[0] == "python" else ["-m", *words]
             done = subprocess.run(
-                [sys.executable, "-m", *words],
+                [sys.executable, *command],
                 cwd=folder,
                 env=env,
                 capture_output=True,
