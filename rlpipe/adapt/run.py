@@ -378,7 +378,7 @@ def _make_trainer(
         config.trainer,
         config.algo,
         draft,
-        str(resolve(config.model.path)),
+        model_path=str(resolve(config.model.path)),
         total_steps=config.run.steps,
         adapt_only=True,
         ppow=config.ppow,

@@ -15,9 +15,9 @@ import functools
 import queue
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -123,6 +123,8 @@ def begin_save(trainer: Resumable, directory: Path) -> Saving:
         request = dist_checkpointing.save(
             state, str(unfinished), sharded_strategy=strategy, async_sharded_save=True
         )
+        assert request is not None  # an asynchronous save returns one
+
         return Saving(request, unfinished, directory)
     finally:
         trainer.optimizer.write_steps(updates)
@@ -138,8 +140,10 @@ def load(trainer: Resumable, directory: Path) -> None:
             f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part."
         )
     with nothing_executed(directory):
-        state = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
+        restored = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
         common = dist_checkpointing.load_common_state_dict(str(directory))
+    state = cast("dict[str, Any]", restored)  # a tuple only where mismatches are to be returned
+
     trainer.model.load_state_dict(state["model"], strict=trainer.model.adapters is None)
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     trainer.optimizer.set_updates(common["updates"])
@@ -170,7 +174,7 @@ def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
     return copies
 
 
-def _tensors(trainer: Resumable, loading: bool) -> dict[str, Any]:
+def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:
     """Sharded state of model and optimizer."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -196,20 +200,26 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer._set_main_param_and_optimizer_states = functools.partial(
-                _set_states_keeping_step, optimizer, optimizer._set_main_param_and_optimizer_states
+            # The instance's attribute hides the method until the state is loaded.
+            optimizer._set_main_param_and_optimizer_states = _with_step(  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer
             )
+
     chained.load_state_dict(state)
     for optimizer in chained.chained_optimizers:
         vars(optimizer).pop("_set_main_param_and_optimizer_states", None)
 
 
-def _set_states_keeping_step(
-    optimizer: DistributedOptimizer, set_states: Any, parameter: torch.nn.Parameter, tensors: dict[str, Any]
-) -> None:
-    group, order = optimizer.model_param_group_index_map[parameter]
-    main = optimizer.optimizer.param_groups[group]["params"][order]
-    set_states(parameter, {"step": optimizer.optimizer.state[main]["step"], **tensors})
+def _with_step(optimizer: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
+    """Return the optimizer's setter of a parameter's state, which keeps its `step` where none was saved."""
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def set_states_and_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
+        set_states(parameter, {"step": optimizer.optimizer.state[main_parameter]["step"], **tensors})
+
+    return set_states_and_step
 
 
 def _random_states() -> dict[str, Any]:
@@ -229,14 +239,16 @@ class _WriteInProcess(TorchDistSaveShardedStrategy):
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
         if request.async_fn is None:  # nothing to write on this rank
             return request
-        return request._replace(async_fn=functools.partial(_write, [writer.transforms]))
+        return request._replace(async_fn=functools.partial(_write, transforms=[writer.transforms]))
 
 
-def _write(transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue) -> None:
+def _write(rank: int, buckets: list[Any], results: queue.Queue, *, transforms: list[Any]) -> None:
     """Stand-in for `write_preloaded_data_multiproc`: same writer, no processes."""
     written = {}
     for number, bucket in enumerate(buckets):
-        answer, pending = queue.Queue(), queue.Queue()
+        # Queues of threads in place of those of processes, which the types of Megatron name.
+        answer: Any = queue.Queue()
+        pending: Any = queue.Queue()
         pending.put(number)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, answer, pending, use_fsync=True

@@ -183,9 +183,13 @@ class GatedDeltaNet(MegatronModule):
     Rows of the input projections and of the convolution go by key head: q, k, v, z and b, a of one together.
     """
 
+    in_proj_qkvz: ColumnParallelLinear
+    in_proj_ba: ColumnParallelLinear
+
     def __init__(
         self,
         config: TransformerConfig,
+        *,
         delta: DeltaNet,
         pg_collection: ProcessGroupCollection,
         layer_number: int | None = None,
@@ -195,6 +199,9 @@ class GatedDeltaNet(MegatronModule):
         self._tp = pg_collection.tp
         self._delta, ranks = delta, self._tp.size()
         self._heads, self._served = delta.key_heads // ranks, delta.value_heads // delta.key_heads
+        # Megatron's configuration fills them in where they are not set.
+        assert config.init_method is not None and config.output_layer_init_method is not None
+
         options = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": self._tp}
         for name, rows in (
             ("in_proj_qkvz", 2 * delta.keys + 2 * delta.values),
@@ -218,7 +225,7 @@ class GatedDeltaNet(MegatronModule):
         )
         self.norm_weight = torch.nn.Parameter(torch.ones(delta.value_dim))
         for parameter in (self.conv_weight, self.A_log, self.dt_bias):
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
@@ -247,7 +254,8 @@ class GatedDeltaNet(MegatronModule):
         q, k, v = qkv.split([d.key_dim, d.key_dim, self._served * d.value_dim], dim=-1)
         wide = torch.promote_types(qkv.dtype, torch.float32)
         g = -decay.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide))
-        return delta_rule(q, k, v.reshape(tokens, -1, d.value_dim), g, b.sigmoid(), succession)
+        v = v.reshape(tokens, -1, d.value_dim)
+        return delta_rule(q, k, v, g=g, beta=b.sigmoid(), succession=succession)
 
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, succession: Succession) -> torch.Tensor:
         """silu of each channel's causal convolution, [N, channels] -> the same; weight [channels, 1, w]."""
@@ -279,6 +287,7 @@ def delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     g: torch.Tensor,
     beta: torch.Tensor,
     succession: Succession,
@@ -291,8 +300,11 @@ def delta_rule(
     repeats = v.shape[1] // k.shape[1]
     q, k = (_l2_normed(x.to(wide)).repeat_interleave(repeats, dim=1) for x in (q, k))
     if fla_kernel is not None and v.is_cuda:
-        return _by_generations(q.to(v.dtype), k.to(v.dtype), v, g, beta, succession)
-    return _by_chunks(q / math.sqrt(q.shape[-1]), k, v.to(wide), g, beta.to(wide), succession, CHUNK)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        return _by_generations(q, k, v, g=g, beta=beta, succession=succession)
+
+    q, v, beta = q / math.sqrt(q.shape[-1]), v.to(wide), beta.to(wide)
+    return _by_chunks(q, k, v, g=g, beta=beta, succession=succession, size=CHUNK)
 
 
 def _l2_normed(x: torch.Tensor) -> torch.Tensor:
@@ -303,6 +315,7 @@ def _by_chunks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     g: torch.Tensor,
     beta: torch.Tensor,
     succession: Succession,
@@ -348,11 +361,13 @@ def _by_generations(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     g: torch.Tensor,
     beta: torch.Tensor,
     succession: Succession,
 ) -> torch.Tensor:
     """The same by the kernel of `fla`, which reads segments of any lengths and the states they start from."""
+    assert fla_kernel is not None
     outputs: list[torch.Tensor] = []
     order: list[np.ndarray] = []
     place: dict[int, int] = {}  # of a segment among those of its generation

@@ -76,7 +76,7 @@ class LayerReplay:
         """
         recorded = (self.chosen != self.replay.unrecorded).all(-1, keepdim=True)
         numbers = self.chosen.long().masked_fill(~recorded, 0)
-        replayed = torch.where(recorded, torch.zeros_like(chosen).scatter(1, numbers, True), chosen)
+        replayed = torch.where(recorded, torch.zeros_like(chosen).scatter(1, numbers, value=True), chosen)
         differ = (replayed != chosen).any(-1)
         counts = torch.full_like(recorded.sum(), len(recorded)), recorded.sum(), differ.sum()
         self.replay.counts.append(torch.stack(counts))
@@ -98,8 +98,10 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
-        self.weight.sequence_parallel = False  # it reads all tokens on every rank
+        # It reads all tokens on every rank.
+        self.weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
         if config.moe_router_score_function == "sigmoid":
+            assert config.num_moe_experts is not None
             del self.expert_bias  # None, as without a bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
 
@@ -149,6 +151,7 @@ class MixtureOfExperts(MoELayer):
     replay: of the next pass.
     """
 
+    router: Router
     replay: LayerReplay | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -20,8 +20,10 @@ class RmsNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self._centred = getattr(config, "layernorm_zero_centered_gamma", False)
-        # Megatron sums its gradient over the ranks then
-        self.weight.sequence_parallel = getattr(config, "sequence_parallel", False)
+
+        # With sequence parallelism Megatron sums its gradient over the ranks.
+        sequence_parallel = getattr(config, "sequence_parallel", False)
+        self.weight.sequence_parallel = sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._centred:

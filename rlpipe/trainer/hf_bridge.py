@@ -105,7 +105,7 @@ def load_hf_weights(
             full = entry.merge([weights[hf] for hf in entry.hf])
             if entry.vocab:
                 full = torch.nn.functional.pad(full, (0, 0, 0, model.vocab_size - full.shape[0]))
-            shard = _cut(full, entry, group.rank(), group.size())
+            shard = _cut(full, entry, rank=group.rank(), size=group.size())
             if shard.shape != parameter.shape:
                 raise ValueError(
                     f"{entry.hf} make {tuple(shard.shape)} but {piece.name} is {tuple(parameter.shape)}: "
@@ -132,19 +132,21 @@ def weight_buckets(
     Adapters are merged.
     """
     groups = model.pg_collection
-    for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
+    for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
         experts = parts[0].experts
         if groups.ep.rank() and not experts:
             continue  # the first of these ranks has the same
         full, stage = None, parts[0].stage
         if stage == groups.pp.rank():
             shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
-            dims, group = [part.entry.shard_dim for part in parts], groups.tp_ep if experts else groups.tp
-            full = _gather(shards, dims, group, groups.tp.size())
+            dims = [part.entry.shard_dim for part in parts]
+            group = groups.tp_ep if experts else groups.tp
+            full = _gather(shards, dims, group=group, tp=groups.tp.size())
             del shards
         if stage and groups.tp_ep.rank() == 0:
             blank = _blank(parts, groups.tp.size(), dtype)
-            full = hand_over(full, blank, stage, groups.pp, next(model.parameters()).device)
+            device = next(model.parameters()).device
+            full = hand_over(full, blank, stage=stage, stages=groups.pp, device=device)
         if full is not None:
             yield _as_hf(full, _in_turn(parts), model.vocab_real)
 
@@ -158,7 +160,7 @@ def bucket_plan(
 ) -> list[Bucket]:
     """What `weight_buckets` will yield: names, types and shapes, as tensors on the meta device."""
     size, plan = model.pg_collection.tp.size(), []
-    for parts in _cut_into_buckets(model, hf_config, megabytes, dtype):
+    for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
         plan.append(_as_hf(_blank(parts, size, dtype), _in_turn(parts), model.vocab_real))
     return plan
 
@@ -180,15 +182,15 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
     return weights
 
 
-def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, Entry]:
+def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str, Entry]:
     """Megatron parameter name (local or TransformerEngine spec) -> Entry, from the family's table."""
     family, arch = family_of(hf_config), read_architecture(hf_config)
     layer, table = family.layer_parts(hf_config), {}
 
-    def add(parts: Iterable[Part], ours: str = "", theirs: str = "") -> None:
+    def add(parts: Iterable[Part], megatron_prefix: str = "", hf_prefix: str = "") -> None:
         for part in parts:
-            entry = _entry(part, theirs, arch, tp)
-            table.update({ours + name: entry for name in part.megatron})
+            entry = _entry(part, prefix=hf_prefix, arch=arch, tp=tp)
+            table.update({megatron_prefix + name: entry for name in part.megatron})
 
     add([EMBEDDING, FINAL_NORM] + ([] if tied else [HEAD]))
     for i in range(arch.layers):
@@ -199,7 +201,7 @@ def name_table(hf_config: Mapping[str, Any], tp: int, tied: bool) -> dict[str, E
     return table
 
 
-def _entry(part: Part, prefix: str, arch: Architecture, tp: int) -> Entry:
+def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
     hf = [prefix + name for name in part.hf]
     if part.layout is Layout.QKV:
         merge, split = _by_query_group(arch)
@@ -279,7 +281,7 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
     """Every parameter of this rank's pipeline, in order, by stage; of each the routers' buffers last."""
     groups, pieces = model.pg_collection, []
     tied = model.share_embeddings_and_output_weights
-    table = name_table(hf_config, groups.tp.size(), tied)
+    table = name_table(hf_config, groups.tp.size(), tied=tied)
     table |= {TIED_HEAD: table[EMBEDDING_COPY]} if tied else {}
     kept = family_of(hf_config).float32
     everywhere = chain.from_iterable(
@@ -318,12 +320,12 @@ def _swap_halves(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
-def _cut(full: torch.Tensor, entry: Entry, rank: int, size: int) -> torch.Tensor:
+def _cut(full: torch.Tensor, entry: Entry, *, rank: int, size: int) -> torch.Tensor:
     return full if entry.shard_dim is None else full.chunk(size, dim=entry.shard_dim)[rank]
 
 
 def _cut_into_buckets(
-    model: PolicyModel, hf_config: Mapping[str, Any], megabytes: int, dtype: torch.dtype | None
+    model: PolicyModel, hf_config: Mapping[str, Any], *, megabytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[_Piece]]:
     """Consecutive parameters of one type and stage, whose full tensors have at most `megabytes`.
 
@@ -334,7 +336,7 @@ def _cut_into_buckets(
     held, size = 0, model.pg_collection.tp.size()
     units: dict[str, list[_Piece]] = {}
     for piece in _pieces(model, hf_config):
-        if is_copy(piece.name, piece.stage, model.share_embeddings_and_output_weights):
+        if is_copy(piece.name, piece.stage, tied=model.share_embeddings_and_output_weights):
             continue
         units.setdefault(piece.experts or travels_with(piece.entry.hf[0]), []).append(piece)
     for unit in units.values():
@@ -366,7 +368,9 @@ def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
     ]
 
 
-def _gather(shards: Tensors, dims: Sequence[int | None], group: dist.ProcessGroup, tp: int) -> Tensors | None:
+def _gather(
+    shards: Tensors, dims: Sequence[int | None], *, group: dist.ProcessGroup, tp: int
+) -> Tensors | None:
     """Full tensors on the group's first rank, None elsewhere; one collective.
 
     dims: along which `tp` consecutive ranks cut each tensor; None is not cut. A group of more ranks holds

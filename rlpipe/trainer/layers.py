@@ -148,7 +148,7 @@ class CausalAttention(MegatronModule):
         assert config.kv_channels is not None  # Megatron derives it from hidden_size and the heads
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         # cuDNN's attention fails with additive masks over views (misaligned address), and ends the process
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
     def forward(
         self,
@@ -163,7 +163,7 @@ class CausalAttention(MegatronModule):
 
         With a layout, which defines which tokens attend to which, B is 1 and S the flat tokens.
         """
-        seq, batch, _, _ = query.shape
+        seq, batch = query.shape[:2]
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         if packed_seq_params is None:
             context = self.attend(*heads_first)

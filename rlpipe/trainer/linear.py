@@ -30,7 +30,7 @@ def use_onednn(block: torch.nn.Module) -> None:
     """
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
-            module._forward_impl = _forward_impl
+            module._forward_impl = _forward_impl  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -49,6 +50,7 @@ class Adapter(torch.nn.Module):
         self,
         linear: Linear,
         blocks: Sequence[int],
+        *,
         groups: int,
         config: LoraConfig,
         generator: torch.Generator,
@@ -56,7 +58,8 @@ class Adapter(torch.nn.Module):
         """blocks: rows of a projection in one group. generator: of A, in the same state on every rank."""
         super().__init__()
         self._by_rows = isinstance(linear, ColumnParallelLinear)
-        self._groups, self._tp, self._scale = groups, linear.tp_group, config.alpha / config.rank
+        self._groups, self._scale = groups, config.alpha / config.rank
+        self._tp = cast("dist.ProcessGroup", linear.tp_group)  # Megatron's constructor looks it up if not set
         bound = linear.input_size**-0.5  # Kaiming's with a = sqrt(5)
         a = torch.empty(len(blocks) * config.rank, linear.input_size)
         a.uniform_(-bound, bound, generator=generator)
@@ -65,10 +68,14 @@ class Adapter(torch.nn.Module):
         self.a = torch.nn.Parameter(a)
         self.b = torch.nn.ParameterList(torch.zeros(groups * block, config.rank) for block in blocks)
         self._shares_tokens = linear.sequence_parallel
-        for whole in [self.a] if self._by_rows else self.b:
-            whole.sequence_parallel = linear.sequence_parallel  # Megatron sums their gradients over ranks
-        for cut in self.b if self._by_rows else [self.a]:
-            set_tensor_model_parallel_attributes(cut, True, 0 if self._by_rows else 1, 1)
+
+        # Megatron sums the gradients of the replicated factor over the ranks that share the tokens.
+        for replicated in [self.a] if self._by_rows else self.b:
+            replicated.sequence_parallel = linear.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        for shard in self.b if self._by_rows else [self.a]:
+            set_tensor_model_parallel_attributes(
+                shard, is_parallel=True, dim=0 if self._by_rows else 1, stride=1
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output for its input x [..., in]."""
@@ -105,6 +112,7 @@ class Adapters(torch.nn.ModuleDict):
 
     def add(self, name: str, linear: Linear, adapter: Adapter) -> None:
         """Let the linear layer compute with an adapter from now on."""
+        assert linear.weight is not None
         self[name] = self._of[linear.weight] = adapter
 
         def with_adapter(_: Linear, inputs: tuple[torch.Tensor], output: tuple[Any, Any]) -> Any:
@@ -132,7 +140,7 @@ class Adapters(torch.nn.ModuleDict):
         """Megatron's description of each parameter's shard."""
         parameters = dict(self.named_parameters())
         axes = {
-            name: parameter.partition_dim
+            name: parameter.partition_dim  # pyright: ignore[reportAttributeAccessIssue]
             for name, parameter in parameters.items()
             if getattr(parameter, "tensor_model_parallel", False)
         }
@@ -157,7 +165,8 @@ def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: 
             parts.append(("fc1", gate_up, [gate_up.output_size_per_partition // 2] * 2, 1))
             parts.append(("fc2", down, [arch.hidden], 1))
         for name, linear, blocks, count in parts:
-            model.adapters.add(f"{i}_{name}", linear, Adapter(linear, blocks, count, config, generator))
+            adapter = Adapter(linear, blocks, groups=count, config=config, generator=generator)
+            model.adapters.add(f"{i}_{name}", linear, adapter)
 
 
 def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:

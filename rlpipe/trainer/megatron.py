@@ -62,8 +62,8 @@ class MegatronTrainer:
         config: TrainerConfig,
         algo: AlgoConfig,
         mtp: DraftConfig,
-        model_path: str | Path,
         *,
+        model_path: str | Path,
         rank: int = 0,
         world_size: int = 1,
         master: str | None = None,
@@ -149,7 +149,8 @@ class MegatronTrainer:
         # Without its LoRA adapters the policy is its own reference: no second copy of the weights.
         self._reference: PolicyModel | None = None
         if self._algo.kl_coef and not self._adapt_only:
-            self._reference = self.model if self._config.lora.active else load_policy().requires_grad_(False)
+            lora = self._config.lora.active
+            self._reference = self.model if lora else load_policy().requires_grad_(requires_grad=False)
 
         sharded = self._config.distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)

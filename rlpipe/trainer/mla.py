@@ -11,7 +11,8 @@ attention over branches, windows and context parallel ranks is that of the other
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -23,10 +24,12 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import MLATransformerConfig, multi_latent_attention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from rlpipe.models.latent import LatentAttention
+from rlpipe.trainer.fused import RmsNorm
 
 if TYPE_CHECKING:
     from rlpipe.models.base import Architecture
@@ -52,7 +55,7 @@ def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
         **settings,
         multi_latent_attention=False,  # else the model makes no rotary embedding
         rope_type="rope",
-        q_lora_rank=latent.query_rank or None,
+        q_lora_rank=latent.query_rank or None,  # pyright: ignore[reportArgumentType]  # None is without one
         kv_lora_rank=latent.kv_rank,
         qk_head_dim=latent.plain,
         qk_pos_emb_head_dim=latent.rotary,
@@ -66,6 +69,8 @@ class LatentSelfAttention(MLASelfAttention):
     """Megatron's modules; queries, keys and values of their own positions."""
 
     config: LatentConfig
+    q_layernorm: RmsNorm
+    kv_layernorm: RmsNorm
 
     def __init__(self, config: LatentConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -97,11 +102,11 @@ class LatentSelfAttention(MLASelfAttention):
         """Queries and keys [S, B, heads, plain + rotary] and values [S, B, heads, value] of this rank."""
         latent, heads = self.config.latent, self.num_attention_heads_per_partition
         if latent.query_rank:
-            compressed = self.q_layernorm(self._whole(self.linear_q_down_proj, hidden_states))
+            compressed = self.q_layernorm(self._gathered(self.linear_q_down_proj, hidden_states))
             query, _ = self.linear_q_up_proj(compressed)
         else:
             query, _ = self.linear_q_proj(hidden_states)
-        compressed, shared = self._whole(self.linear_kv_down_proj, hidden_states).split(
+        compressed, shared = self._gathered(self.linear_kv_down_proj, hidden_states).split(
             [latent.kv_rank, latent.rotary], -1
         )
         keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
@@ -115,12 +120,12 @@ class LatentSelfAttention(MLASelfAttention):
         key = torch.cat([key, shared.expand(-1, -1, heads, -1)], -1)
         return torch.cat([query, turned], -1), key, value
 
-    def _whole(self, linear: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, linear: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
         """All outputs of a layer that ranks share by rows, for those tokens that this rank has."""
-        mine = linear(hidden_states)[0]
+        shard = linear(hidden_states)[0]
         if self.config.sequence_parallel:
-            return all_to_all_hp2sp(mine, self.tp_group).unflatten(0, (-1, mine.shape[1]))
-        return gather_from_tensor_model_parallel_region(mine, group=self.tp_group)
+            return all_to_all_hp2sp(shard, self.tp_group).unflatten(0, (-1, shard.shape[1]))
+        return gather_from_tensor_model_parallel_region(shard, group=self.tp_group)
 
     def _rotated(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
         """x [S, B, heads, rotary] turned; of interleaved pairs first all first numbers, then all second."""
@@ -135,12 +140,14 @@ class LatentSelfAttention(MLASelfAttention):
 
 def latent_layer(layer: ModuleSpec, norm: type, core: type) -> ModuleSpec:
     """A decoder layer with latent attention in place of its own."""
-    attention = get_gpt_layer_local_spec(
-        multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm"
-    ).submodules.self_attention
+    latent = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
+
+    # Megatron types the parts of a specification as objects.
+    attention = cast("ModuleSpec", cast("TransformerLayerSubmodules", latent.submodules).self_attention)
     attention.module = LatentSelfAttention
-    parts = attention.submodules
+    parts = cast("MLASelfAttentionSubmodules", attention.submodules)
     parts.q_layernorm = parts.kv_layernorm = norm
     parts.core_attention = core
-    layer.submodules.self_attention = attention
+
+    cast("TransformerLayerSubmodules", layer.submodules).self_attention = attention
     return layer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from rlpipe.trainer.lora import Adapters, attach
 from rlpipe.trainer.mla import latent_config
 from rlpipe.trainer.runtime import Runtime
 
-Layout = BranchLayout | Continuation
+Layout: TypeAlias = BranchLayout | Continuation
 
 
 class PolicyModel(GPTModel):
@@ -92,7 +92,9 @@ class PolicyModel(GPTModel):
         """This rank's shard of the output layer, padding included: [V_padded / tp, H]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert weight is not None  # left out only where the embedding is the head
+        return weight
 
     @property
     def local_vocab(self) -> int:
@@ -109,6 +111,7 @@ class PolicyModel(GPTModel):
         """Megatron's, with the rotary embedding of each flat token at its own position."""
         embedded, rotary, *rest = super()._preprocess(**inputs)
         if packed_seq_params is not None:
+            assert rotary is not None  # the model has rotary embeddings
             if packed_seq_params.reach > len(rotary):  # a few tokens that continue a long text
                 rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
@@ -172,7 +175,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
     model = model.to(device=runtime.device, dtype=runtime.dtype)
     for module in model.modules():
         if isinstance(module, Router):
-            module._maintain_float32_expert_bias()
+            module._maintain_float32_expert_bias()  # pyright: ignore[reportCallIssue]
     return model
 
 

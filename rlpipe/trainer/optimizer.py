@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -22,6 +22,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -99,13 +100,15 @@ class PolicyOptimizer:
             use_distributed_optimizer=config.distributed_optimizer,
         )
         overrides = get_standard_config_overrides(optimizer_config)
-        # is_decoupled_lr: groups that differ in max_lr alone collide when a checkpoint is loaded
-        overrides[ParamKey(name="*mtp.layers.*")] = ParamGroupOverride(
+        # is_decoupled_lr: groups that differ only in max_lr collide when a checkpoint is loaded. Megatron's
+        # type lacks both keys but its groups take any.
+        overrides[ParamKey(name="*mtp.layers.*")] = ParamGroupOverride(  # pyright: ignore[reportCallIssue]
             max_lr=mtp.lr, min_lr=mtp.min_lr, clip_tag=MTP, is_decoupled_lr=True
         )
-        self.inner = get_megatron_optimizer(
+        inner = get_megatron_optimizer(
             optimizer_config, [model], config_overrides=overrides, use_gloo_process_groups=False
         )
+        self.inner = cast("ChainedOptimizer", inner)
         present = {_tag(group) for group in self.inner.param_groups}
         plans = {POLICY: (config, steps), MTP: (mtp, max(1, steps // mtp.interval))}
         self._schedules = {
@@ -144,7 +147,8 @@ class PolicyOptimizer:
             return StepOutcome(applied=set(), grad_norms=norms, lrs=lrs)
         for tag in applied:
             if self._clip[tag]:
-                clip_grad_by_total_norm_fp32(self._parameters(tag), self._clip[tag], norms[tag])
+                parameters = cast("list[torch.Tensor]", self._parameters(tag))
+                clip_grad_by_total_norm_fp32(parameters, self._clip[tag], norms[tag])
         left_out = self._schedules.keys() - applied
         for parameter in (p for tag in left_out for p in self._parameters(tag)):
             parameter.grad = None  # AdamW passes over it: not even its momentum moves it
@@ -206,7 +210,7 @@ def _schedule(
 ) -> OptimizerParamScheduler:
     """Warm-up, then the plan's shape until `steps`, over one group."""
     return OptimizerParamScheduler(
-        groups,
+        groups,  # pyright: ignore[reportArgumentType]  # it reads and sets only param_groups
         init_lr=0.0,
         max_lr=plan.lr,
         min_lr=plan.min_lr,

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from rlpipe.config.trainer import LayerSpec, Precision, TrainerConfig
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
 _PATIENCE = datetime.timedelta(minutes=30)
-_listening: dict[str, dist.TCPStore] = {}  # stores that this process opened and no trainer of it uses yet
+_listening: dict[str, TCPStore] = {}  # stores that this process opened and no trainer of it uses yet
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +104,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
 
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo",
-        store=dist.HashStore() if master is None else _meet(master, rank, world_size),
+        store=HashStore() if master is None else _meet(master, rank, world_size),
         rank=rank,
         world_size=world_size,
         timeout=_PATIENCE,
@@ -122,13 +123,13 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
     return Runtime(
         device=torch.device("cuda", torch.cuda.current_device()) if gpu else _CPU,
         dtype=torch.bfloat16 if config.precision is Precision.BF16 else torch.float32,
-        te=_use_transformer_engine(config, gpu),
+        te=_use_transformer_engine(config, gpu=gpu),
         rank=rank,
         world_size=world_size,
     )
 
 
-def _meet(master: str, rank: int, world_size: int) -> dist.Store:
+def _meet(master: str, rank: int, world_size: int) -> Store:
     """The store at `master`: the one this process opened, or, on the other ranks, a connection to it."""
     if (mine := _listening.pop(master, None)) is not None:
         return mine
@@ -136,8 +137,8 @@ def _meet(master: str, rank: int, world_size: int) -> dist.Store:
     return _store(host, int(port), world_size, listens=rank == 0)
 
 
-def _store(host: str, port: int, world_size: int, *, listens: bool) -> dist.TCPStore:
-    return dist.TCPStore(host, port, world_size, listens, _PATIENCE, wait_for_workers=False)
+def _store(host: str, port: int, world_size: int, *, listens: bool) -> TCPStore:
+    return TCPStore(host, port, world_size, listens, _PATIENCE, wait_for_workers=False)
 
 
 def stop() -> None:
@@ -156,7 +157,7 @@ def _quiet_megatron() -> None:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-def _use_transformer_engine(config: TrainerConfig, gpu: bool) -> bool:
+def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
     layers, ours = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
     if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and ours):
         return False
@@ -199,7 +200,7 @@ def _assume_cpu() -> None:
     for name in _FACTORIES:
         setattr(stand_in, name, _on_cpu(getattr(torch, name)))
     for module in (clip_grads, distrib_optimizer, optimizer, schedules, utils):
-        module.torch = stand_in
+        module.torch = stand_in  # pyright: ignore[reportAttributeAccessIssue]
 
     plain_type, plain_cuda = torch.Tensor.type, torch.Tensor.cuda
 
@@ -218,7 +219,9 @@ def _assume_cpu() -> None:
 
 def _called_by_megatron() -> bool:
     """Whether the caller of our caller is Megatron."""
-    return inspect.currentframe().f_back.f_back.f_globals.get("__name__", "").startswith("megatron.core")
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None and frame.f_back.f_back is not None
+    return frame.f_back.f_back.f_globals.get("__name__", "").startswith("megatron.core")
 
 
 def _on_cpu(factory: Any) -> Any:

@@ -53,7 +53,7 @@ def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]
     ]
 
 
-def is_copy(name: str, stage: int, tied: bool) -> bool:
+def is_copy(name: str, stage: int, *, tied: bool) -> bool:
     """Whether a stage's tensor is a copy of the first stage's embedding: an MTP layer's, or a tied head."""
     return stage > 0 and (name == EMBEDDING_COPY or (tied and name == TIED_HEAD))
 
@@ -61,6 +61,7 @@ def is_copy(name: str, stage: int, tied: bool) -> bool:
 def hand_over(
     full: list[torch.Tensor] | None,
     blank: Sequence[torch.Tensor],
+    *,
     stage: int,
     stages: dist.ProcessGroup,
     device: torch.device,

@@ -96,7 +96,8 @@ def step(folder: Path, rank: int, ranks: int, tokens: int) -> dict[str, Any]:
         master = meeting.read_text()
     config = TrainerConfig(cp=ranks, micro_batch_tokens=tokens)
     trainer = MegatronTrainer(
-        *(config, AlgoConfig(), DraftConfig(), folder / "model"),
+        *(config, AlgoConfig(), DraftConfig()),
+        model_path=folder / "model",
         **{"rank": rank, "world_size": ranks, "master": master, "total_steps": 2},
     )
     row = conversation(tokens)

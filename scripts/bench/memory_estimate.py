@@ -142,7 +142,7 @@ def train(path: Path, config: Config, step: Any) -> None:
     from rlpipe.trainer.megatron import MegatronTrainer
     from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 
-    trainer = MegatronTrainer(config.trainer, config.algo, DraftConfig(), path, total_steps=2)
+    trainer = MegatronTrainer(config.trainer, config.algo, DraftConfig(), model_path=path, total_steps=2)
     vocab, length, budget = trainer.hf_config["vocab_size"], 512, config.trainer.micro_batch_tokens
     rng, rows = np.random.default_rng(0), []
     for i in range(budget // length):

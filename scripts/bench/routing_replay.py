@@ -134,7 +134,7 @@ def main() -> None:
     result: dict[str, Any] = {"model": args.model, "instances": args.instances, "arms": {}}
     for name, (dtype, precision) in ARMS.items():
         config = TrainerConfig(precision=precision)
-        trainer = MegatronTrainer(config, AlgoConfig(), DraftConfig(), str(model), total_steps=1)
+        trainer = MegatronTrainer(config, AlgoConfig(), DraftConfig(), model_path=str(model), total_steps=1)
         seeds = []
         for seed in range(args.seeds):
             opened = prompts(model, seed, args.instances)

@@ -117,7 +117,9 @@ def main() -> None:
     config.sglang.bucket_mb = args.bucket_mb
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trainer = MegatronTrainer(TrainerConfig(), AlgoConfig(), DraftConfig(), model, total_steps=1)
+        trainer = MegatronTrainer(
+            TrainerConfig(), AlgoConfig(), DraftConfig(), model_path=model, total_steps=1
+        )
         stack.callback(trainer.close)
         weights = trainer.export_weights()
         servers = Servers(args.servers, model, logs, config, stack)

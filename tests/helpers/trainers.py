@@ -43,7 +43,7 @@ def make_trainer(
         config or TrainerConfig(lr=1e-2),
         algo or AlgoConfig(),
         mtp or DraftConfig(),
-        path,
+        model_path=path,
         rank=rank,
         world_size=world_size,
         master=master,

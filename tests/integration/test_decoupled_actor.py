@@ -58,7 +58,13 @@ def make_pair(paths, config=ADAPT, algo=OBRS, trainer=None, **where):
     own = config.algo(algo)
     where.pop("master", None)
     actor = MegatronTrainer(
-        config.trainer(settings), own, DraftConfig(), paths[1], total_steps=10, beside=policy, **where
+        config.trainer(settings),
+        own,
+        DraftConfig(),
+        model_path=paths[1],
+        total_steps=10,
+        beside=policy,
+        **where,
     )
     return DecoupledTrainer(policy, actor, config=config, algo=own)
 

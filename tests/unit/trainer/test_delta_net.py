@@ -18,6 +18,10 @@ KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
 CPU = torch.device("cpu")
 
 
+def gates(tensors):
+    return {"g": tensors[3], "beta": tensors[4]}
+
+
 def random_branches(seed, longest, count=9):
     """Branches that start anywhere in the trajectory before, or anew; contexts of several pieces occur."""
     random = np.random.default_rng(seed)
@@ -80,7 +84,7 @@ def test_outputs_and_gradients_are_those_of_each_trajectory_alone(seed, longest)
     branches = random_branches(seed, longest)
     given = inputs(sum(branch.length for branch in branches))
     expected = of_each_alone(branches, *given)
-    found = delta_rule(*given, Succession(branches, CPU))
+    found = delta_rule(*given[:3], **gates(given), succession=Succession(branches, CPU))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for mine, theirs in zip(
@@ -105,7 +109,9 @@ def test_a_state_that_is_not_continued_shows():
     branches = random_branches(0, 40)
     given = inputs(sum(branch.length for branch in branches))
     wrong = [Branch(length=branch.length, context=[]) for branch in branches]
-    right, found = (delta_rule(*given, Succession(b, CPU)) for b in (branches, wrong))
+    right, found = (
+        delta_rule(*given[:3], **gates(given), succession=Succession(b, CPU)) for b in (branches, wrong)
+    )
     assert (right - found).abs().max() > 1e-2
 
 
@@ -114,7 +120,7 @@ def test_steep_decay_in_float32_gives_no_infinities():
     branches = [Branch(length=200, context=[])]
     q, k, v, g, beta = inputs(200, torch.float32)
     g = (50 * g).detach().requires_grad_()
-    found = delta_rule(q, k, v, g, beta, Succession(branches, CPU))
+    found = delta_rule(q, k, v, g=g, beta=beta, succession=Succession(branches, CPU))
     found.square().sum().backward()
     assert found.isfinite().all() and all(x.grad.isfinite().all() for x in (q, k, v, g, beta))
     torch.testing.assert_close(found, of_each_alone(branches, q, k, v, g, beta), rtol=1e-4, atol=1e-5)
@@ -137,7 +143,7 @@ def test_a_kernel_over_packed_segments_gives_the_same(monkeypatch):
     given = inputs(sum(branch.length for branch in branches))
     q, k = (delta_net._l2_normed(x).repeat_interleave(2, dim=1) for x in given[:2])
     monkeypatch.setattr(delta_net, "fla_kernel", kernel)
-    found = delta_net._by_generations(q, k, *given[2:], Succession(branches, CPU))
+    found = delta_net._by_generations(q, k, given[2], **gates(given), succession=Succession(branches, CPU))
     torch.testing.assert_close(found, of_each_alone(branches, *given), rtol=1e-9, atol=1e-10)
 
 
