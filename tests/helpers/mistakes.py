@@ -264,8 +264,8 @@ FILES = [
     ("config.json with a size in words", config(num_hidden_layers="8"), "num_hidden_layers", "'8'", AGAIN),
     ("gpt2", config(model_type="gpt2"), "model_type", "'gpt2'", "one of these families"),
     ("an MoE type", config(model_type="qwen2_moe"), "model_type", "'qwen2_moe'", "one of these families"),
-    ("another activation", config(hidden_act="gelu"), "hidden_act", "'gelu'", "Use a checkpoint without it"),
-    ("sliding window", config(use_sliding_window=True), "sliding-window", "attention", "Use a checkpoint"),
+    ("another activation", config(hidden_act="gelu"), "hidden_act", "'gelu'", "use a checkpoint without it"),
+    ("sliding window", config(use_sliding_window=True), "sliding-window", "attention", "use a checkpoint"),
     ("a rope scaling", config(rope_parameters={"rope_type": "longrope"}), "scaling", "'longrope'", "one of"),
     ("biases", config(mlp_bias=True), "mlp_bias", "true", "mlp_bias=false"),
     (
