@@ -1,7 +1,7 @@
 """The console sink: rows and a live panel for a person who watches a run.
 
 Owns the terminal during a run. On a terminal: a header, one aligned row per step that stays in the
-scrollback, and below it a live panel with trends, progress and what the run is busy with. Elsewhere
+scrollback, and below it a live panel with trends, progress and the current phase. Elsewhere
 (a file, a CI log): one plain ASCII line per step or event, no control codes. Reads committed records
 and events; computes nothing but trends and the time left. rich is imported when the sink opens.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # steps in a trend
 TITLES_EVERY = 24  # rows after which the column titles are repeated
-SHOWN_EVENTS = ("checkpoint", "resumed")  # of level info; warnings and faults are always shown
+SHOWN_EVENTS = ("checkpoint", "resumed")  # of level info; warnings and faults are always displayed
 REWARD = "critic/rewards/mean"
 MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT: ("✗", "bold red")}
 
@@ -35,7 +35,7 @@ class Header:
     """The description of a run on the console.
 
     title: name of the run.
-    facts: (label, text) lines below it.
+    facts: (label, text) lines below the title.
     total_steps: number of steps of the run.
     baseline: held-out reward that a continued run began with, before this process.
     """
@@ -90,13 +90,14 @@ TRENDS = (  # (label, metric, format, style)
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as bars between their smallest and largest; flat ones as a line at half height.
+    """Return values as bars between their smallest and largest; equal values as a line at half height.
 
     >>> sparkline([0, 1, 2, 3]), sparkline([5, 5])
     ('▁▃▆█', '▄▄')
     """
     if not values:
         return ""
+
     low, high = min(values), max(values)
     if high == low:
         return BARS[3] * len(values)
@@ -119,7 +120,7 @@ _ASCII = str.maketrans({"±": "+-", "→": "->", "≤": "<=", "×": "x"})
 
 
 class ConsoleSink:
-    """Displays a run. console: of tests; by default that of standard output."""
+    """Displays a run. console: standard output by default; tests pass another."""
 
     name = "console"
 
@@ -142,10 +143,12 @@ class ConsoleSink:
 
         self._console = self._console or Console(highlight=False)
         self._clock.append((0, self._started))
+
         if not self._fancy:
             facts = "".join(f" | {label}: {text}" for label, text in self._header.facts)
             self._plain(f"rlpipe {self._header.title}{facts} | steps: {self._header.total_steps}")
             return
+
         from rich.live import Live
 
         self._terminal.print(self._header_panel())
@@ -164,12 +167,14 @@ class ConsoleSink:
         if self._clock[-1][0] > self._step or not self._rows:  # resumed, or the first: no pace is known yet
             self._clock.clear()
         self._clock.append((self._step, record["time"]))
+
         for name, values in self._trends.items():
             if record.get(name) is not None:
                 values.append(record[name])
         if record.get("val/reward") is not None:
             self._validations.append(record)
             self._validated_in = record.get("timing_s/validate") or 0.0
+
         self._enter("training")
         if not (self._step or any(column.cell(record) for column in COLUMNS)):
             return  # nothing was validated before the first step
@@ -200,9 +205,11 @@ class ConsoleSink:
         text = "  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
         if event["kind"] == "advice":
             text = str(event.get("text", ""))
+
         if not self._fancy:
             self._plain(f"[{level}] {event['kind']}  {text}")
             return
+
         from rich.padding import Padding
         from rich.text import Text
 
@@ -214,11 +221,13 @@ class ConsoleSink:
         """Leave the last state of the panel on the screen, and print the outcome."""
         total = self._header.total_steps
         self._enter("finished" if self._step >= total else "stopped")
+
         if self._live is not None:
             self._live.stop()
         if not self._fancy:
-            of = f"/{total}" if self._step <= total else f", {total} were asked for"
-            self._plain(f"{self._phase} after step {self._step}{of}{self._outcome()}")
+            progress = f"/{total}" if self._step <= total else f", {total} were asked for"
+            self._plain(f"{self._phase} after step {self._step}{progress}{self._outcome()}")
+
         if self._step < total:
             hint = "Run the same command to continue."
             self._terminal.print(hint) if self._fancy else self._plain(hint)
@@ -245,6 +254,8 @@ class ConsoleSink:
         if not self._validations:
             return ""
         last, before = self._validations[-1], self._header.baseline
+
+        # Without a baseline, a run is compared with its own first validation.
         if before is None and len(self._validations) > 1:
             before = self._validations[0]["val/reward"]
         return "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)
@@ -260,6 +271,7 @@ class ConsoleSink:
         width = len(str(self._header.total_steps))
         parts = [f"step {self._step:>{width}}/{self._header.total_steps}"]
         parts += [f"{c.title} {cell}" for c in COLUMNS if (cell := c.cell(record))]
+
         left = self._seconds_left()
         return "  ".join(parts + ([f"eta {duration(left)}"] if left is not None else []))
 
@@ -275,26 +287,28 @@ class ConsoleSink:
         facts.add_column(overflow="fold")
         for label, text in self._header.facts:
             facts.add_row(label, text)
+
         title = f"[bold]rlpipe[/bold] · [bold cyan]{self._header.title}[/bold cyan]"
         return Panel(
             facts, title=title, title_align="left", box=box.ROUNDED, border_style="bright_black", width=78
         )
 
-    def _cells(self, first: str, texts: Sequence[str], styles: Sequence[str]) -> Text:
+    def _aligned(self, first: str, texts: Sequence[str], styles: Sequence[str]) -> Text:
         from rich.text import Text
 
         row = Text(no_wrap=True, overflow="ellipsis").append(first, style="dim")
+
         for column, text, style in zip(COLUMNS, texts, styles, strict=True):
             row.append(f"{text:>{column.width}}", style=style)
             row.append(" ")
         return row
 
     def _titles(self) -> Text:
-        return self._cells(f"{'step':>8}   ", [c.title for c in COLUMNS], ["dim"] * len(COLUMNS))
+        return self._aligned(f"{'step':>8}   ", [c.title for c in COLUMNS], ["dim"] * len(COLUMNS))
 
     def _row(self, record: dict[str, Any]) -> Text:
         step = f"{self._step:>8}   "
-        return self._cells(step, [c.cell(record) for c in COLUMNS], [c.style for c in COLUMNS])
+        return self._aligned(step, [c.cell(record) for c in COLUMNS], [c.style for c in COLUMNS])
 
     def _panel(self) -> RenderableType:
         from rich.console import Group
@@ -311,6 +325,7 @@ class ConsoleSink:
                     Text(f"{sparkline(values):<{TREND}}", style=style),
                     Text(format(values[-1], spec), style=f"bold {style}"),
                 )
+
         elapsed = duration(time.time() - self._started)
         left = self._seconds_left() if self._step < total else None
         progress = Table.grid(padding=(0, 1))
@@ -320,11 +335,14 @@ class ConsoleSink:
             Text(f"{self._step}/{total}", style="bold"),
             Text(f"{elapsed} elapsed" + ("" if left is None else f", {duration(left)} left"), style="dim"),
         )
+
         busy = duration(time.time() - self._since)
         if self._phase.startswith("validating") and self._validated_in:
             busy += f" of about {duration(self._validated_in)}"
         progress_line = Text(f"  · {self._phase}, {busy}", style="cyan", overflow="fold")
+
         parts: list[RenderableType] = [Text(""), trends, progress, progress_line]
         if outcome := self._outcome():
             parts.append(Text(" " + outcome, style="bold cyan"))
+
         return Group(*parts)

@@ -23,7 +23,7 @@ _NOT_INFO = ("turns", "token_texts")
 
 
 class Recorder:
-    """Writes files of lines until the disk refuses one; then says so once and writes no more.
+    """Writes files of lines; after the first disk error it emits one event and stops writing.
 
     event: as `MetricsBus.event`. A full disk must not end a run.
     """
@@ -33,11 +33,12 @@ class Recorder:
         self._off = False
 
     def write(self, file: Path, items: Sequence[dict[str, Any]]) -> None:
-        """One JSON object per line, complete or not at all."""
+        """Write one JSON object per line, completely or not at all."""
         if self._off:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+
             part = file.with_suffix(".part")
             lines = (json.dumps(item, separators=(",", ":"), default=str) + "\n" for item in items)
             part.write_text("".join(lines))
@@ -58,7 +59,7 @@ class RolloutFiles:
         return [group.trajectories[0] for group in groups[: self._count] if group.trajectories]
 
     def write(self, step: int, groups: Sequence[Group], trainer_version: int) -> None:
-        """The file of a step, complete or not at all; nothing with a count of 0."""
+        """Write the file of a step, complete or not at all; a count of 0 writes none."""
         written = [group.trajectories for group in groups[: self._count] if group.trajectories]
         if written:
             lines = [
@@ -73,7 +74,7 @@ class RolloutFiles:
 
 
 def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> dict[str, Any]:
-    """A trajectory as one JSON object; see docs/run_directory.md."""
+    """Return a trajectory as one JSON object; see docs/run_directory.md."""
     t = trajectory
     return {
         "step": step,
@@ -103,55 +104,60 @@ def rollout_record(trajectory: Trajectory, step: int, trainer_version: int) -> d
 
 
 def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> list[int]:
-    """Per token: the depth at which it was accepted as a draft, 0 if the target sampled it, -1 if nobody did.
+    """Return per token the depth of its accepted draft, 0 if the target sampled it, -1 if it was not sampled.
 
     >>> step = DraftStep(position=2, tokens=[7, 8], target_probs=[1, 1], draft_probs=[1, 1], num_accepted=1)
     >>> accepted_depths([0, 1, 1, 1], [step])
     [-1, 0, 1, 0]
     """
     depths = [0 if sampled else -1 for sampled in loss_mask]
+
     for step in drafts:
-        for depth, place in enumerate(range(step.position, step.position + step.num_accepted), 1):
-            if place < len(depths) and loss_mask[place]:  # drafts behind a stop token were not emitted
-                depths[place] = depth
+        for depth, position in enumerate(range(step.position, step.position + step.num_accepted), 1):
+            if position < len(depths) and loss_mask[position]:  # drafts after a stop token were not emitted
+                depths[position] = depth
             else:
                 break
+
     return depths
 
 
 def turn_pieces(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Role, text and token span of every message, in order."""
-    ends, start = [], 0
+    """Return role, text and token span of every message, in order."""
+    # A maximal run of equal mask values is one span: 1 for sampled tokens, 0 for prompts and observations.
+    spans, start = [], 0
     for sampled, run in groupby(trajectory.loss_mask.tolist()):
         length = len(list(run))
-        ends.append((sampled, [start, start + length]))
+        spans.append((sampled, [start, start + length]))
         start += length
-    read = [span for sampled, span in ends if not sampled][1:]  # the first one is the opening
-    said = [span for sampled, span in ends if sampled]
-    pieces: list[dict[str, Any]] = []
+
+    results = [span for sampled, span in spans if not sampled][1:]  # the first span is the prompt
+    actions = [span for sampled, span in spans if sampled]
+    messages: list[dict[str, Any]] = []
     for turn in trajectory.info.get("turns", []):
         if "role" in turn:
-            pieces.append(_piece(turn["role"], turn["text"], [0, trajectory.prompt_length]))
+            messages.append(_message(turn["role"], turn["text"], [0, trajectory.prompt_length]))
         else:
-            pieces.append(_piece("assistant", turn["action"], said.pop(0) if said else None))
-            pieces.append(_piece("tool", turn["observation"], read.pop(0) if read else None))
-    return pieces
+            messages.append(_message("assistant", turn["action"], actions.pop(0) if actions else None))
+            messages.append(_message("tool", turn["observation"], results.pop(0) if results else None))
+
+    return messages
 
 
 def read_rollouts(run_dir: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Records of all steps in order, or of the last few steps; lines that a crash cut are left out."""
+    """Yield the records of all steps in order, or of the `last` steps; skip lines truncated by a crash."""
     files = step_files(run_dir / FOLDER)
     for _, file in files if last is None else files[max(0, len(files) - last) :]:
         yield from read_jsonl(file)[0]
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Where a step's lines are."""
+    """Return the path of a step's file."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) of a folder, ascending."""
+    """Return the (step, file) pairs of a folder, ascending."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", file.name), file) for file in folder.glob("step_*.jsonl"))
     return sorted((int(match[1]), file) for match, file in named if match)
 
@@ -163,7 +169,7 @@ def remove_steps_after(folder: Path, step: int) -> None:
             file.unlink()
 
 
-def _piece(role: str, text: str, span: list[int] | None) -> dict[str, Any]:
+def _message(role: str, text: str, span: list[int] | None) -> dict[str, Any]:
     return {"role": role, "text": text, "span": span}
 
 

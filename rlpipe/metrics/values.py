@@ -1,13 +1,13 @@
-"""Typed metric values: each carries what its own reduction needs, so reducing never lies.
+"""Typed metric values: each carries what its reduction needs, so that the result is exact.
 
-Owns the values and their merge; knows no names, steps or sinks. A mean of means is wrong as soon as
+Owns the values and their merge, but no names, steps or sinks. A mean of means is wrong as soon as
 the parts differ in size (3 tokens at 1.0 and 1 token at 5.0 average to 2.0, not 3.0), so a `Mean`
 travels as total and count and is divided once, at the end. Flow: a component returns
 `dict[str, Value]`, `reduce` merges the dicts of all actors and micro-batches, `.value()` is read once.
 
-Every merge is associative and `Last` apart commutative: the order of the actors does not matter.
+Every merge is associative and, except for `Last`, commutative: the order of the actors does not matter.
 Whole distributions are in distributions.py.
-NaN and infinity are kept, never dropped: a diverged loss must show. `None` means "not observed".
+NaN and infinity are never dropped, so a diverged loss is visible. `None` means "not observed".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mean:
 
     @classmethod
     def of(cls, observations: Iterable[float | None]) -> Mean:
-        """Mean of plain observations; None entries were not observed and do not count.
+        """Build the mean of plain observations; None entries were not observed and do not count.
 
         >>> Mean.of([1.0, 1.0, 1.0, 5.0]).value(), Mean.of([]).value()
         (2.0, None)
@@ -81,7 +81,7 @@ class Sum:
 
 @dataclass(slots=True)
 class _Extreme:
-    """One end of what was observed; None when nothing was, NaN when an observation was NaN."""
+    """The largest or smallest observation; None without observations, NaN when one was NaN."""
 
     end: float | None
     pick: ClassVar[Callable[..., float]]
@@ -135,7 +135,7 @@ Span = tuple[str, int, str, float, float, dict[str, object]]
 
 @dataclass(slots=True)
 class Spans:
-    """Spans of time for the trace: (actor, lane, what, begin, end, details); a `SpanLog` makes them.
+    """Spans of time for the trace: (actor, lane, what, begin, end, details); `SpanLog` creates them.
 
     begin, end: seconds since 1970. They go to the sinks that take spans and never enter a record.
     """
@@ -172,6 +172,7 @@ def merge(a: Value, b: Value) -> Value:
             f"cannot merge {type(a).__name__} with {type(b).__name__}: {a!r} and {b!r} were emitted under "
             "one name. Emit every metric with one type, the kind declared in metrics/catalogue.toml."
         )
+
     return a.merge(b)  # pyright: ignore[reportArgumentType]  # the types are equal, checked above
 
 
@@ -190,4 +191,5 @@ def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
                 merged[name] = merge(merged[name], value) if name in merged else value
             except ValueError as error:
                 raise ValueError(f"metric {name!r}: {error}") from None
+
     return merged

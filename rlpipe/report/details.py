@@ -17,11 +17,13 @@ LEVELS = {"info": ("·", ""), "warning": ("! warning", "warn"), "fault": ("✗ f
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
     """Build a table of titles and cells in HTML; `numeric` columns are aligned to the right."""
     kind = [' class="num"' if n in numeric else "" for n in range(len(titles))]
+
     head = "".join(f"<th{k}>{t}</th>" for k, t in zip(kind, titles, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>"
         for row in rows
     )
+
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -91,6 +93,7 @@ def settings(run: RunData, *, several: bool) -> str:
     """Build the text of a run's settings; several: the page has more than one run."""
     if not run.config_text:
         return ""
+
     title = f"Settings{f' of {run.name}' if several else ''}"
     return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
 
@@ -98,6 +101,7 @@ def settings(run: RunData, *, several: bool) -> str:
 def differences(runs: Sequence[RunData]) -> str:
     """Build the table of settings that are not the same in all runs."""
     flat = [_flat(run.settings) for run in runs]
+
     names = sorted(set().union(*flat))
     rows = [
         [f"<code>{escape(name)}</code>", *(escape(str(f.get(name, "–"))) for f in flat)]
@@ -106,6 +110,7 @@ def differences(runs: Sequence[RunData]) -> str:
     ]
     if not rows:
         return "<p>All settings are the same.</p>"
+
     return f"<h2>Settings that differ</h2>{table(['setting', *(escape(r.name) for r in runs)], rows)}"
 
 

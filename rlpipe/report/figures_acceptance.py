@@ -1,7 +1,7 @@
 """The plots of acceptance: by depth, against entropy, and why it moved (Bebop Fig. 2, 8 and 3).
 
-Owns these figures; `diagnosis` computes the decomposition and the fit. numpy is imported when a run has
-drafts.
+Owns these figures; `diagnosis` computes the decomposition and the fit. numpy is imported only if a run has
+draft tokens.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ DOTS = 250  # of a run in a scatter plot
 RATE, LENGTH, ENTROPY = "spec/acceptance_rate", "spec/acceptance_length", "rollout/entropy"
 
 
-def acceptance_figures(runs: Sequence[RunData], whole: Sequence[RunData]) -> list[Figure]:
-    """Those that have data. runs: as drawn, maybe in windows of steps; whole: step by step."""
-    drafted = [run for run in whole if len(run.series(RATE)[0]) > 1]
+def acceptance_figures(runs: Sequence[RunData], by_step: Sequence[RunData]) -> list[Figure]:
+    """Return the plots of acceptance that have data.
+
+    runs: as plotted, in windows of steps if they are long. by_step: the same runs with a record per step.
+    """
+    drafted = [run for run in by_step if len(run.series(RATE)[0]) > 1]
     if not drafted:
         return []
+
     figures = [_by_depth(runs)] if len(runs) > 1 else []
-    return [*figures, _against_entropy(whole), _kept(whole), *_why(whole)]
+    return [*figures, _against_entropy(by_step), _accepted(by_step), *_why(by_step)]
 
 
 def _by_depth(runs: Sequence[RunData]) -> Figure:
-    """Fig. 2: a colour per run, a dash per depth."""
+    """Draw Fig. 2: a colour per run, a dash per depth."""
     traces = []
     for n, run in enumerate(runs):
         names = [name for name in run.names() if name.startswith(f"{RATE}/depth_")]
@@ -60,7 +64,7 @@ def _by_depth(runs: Sequence[RunData]) -> Figure:
 
 
 def _against_entropy(runs: Sequence[RunData]) -> Figure:
-    """Fig. 8: a point per step and the linear fit of each run."""
+    """Draw Fig. 8: a point per step and the linear fit of each run."""
     from rlpipe.diagnosis.decomposition import paired
     from rlpipe.diagnosis.regression import robust_slope
 
@@ -69,6 +73,8 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
         steps, length, entropy = paired(run, LENGTH, ENTROPY)
         if len(steps) < 3:
             continue
+
+        # Thin the dots of a long run; the fit below uses every step.
         label = run.name if len(runs) > 1 else "step"
         stride = ceil(len(steps) / DOTS)
         dots = {"color": f"${n % COLOURS}", "size": 5, "opacity": 0.45}
@@ -78,16 +84,19 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
             "text": [f"step {step:.0f}" for step in steps[::stride]],
             "hovertemplate": "%{text}: %{x:.3f} nat, %{y:.2f} tokens",
         }
+
         try:
             slope = robust_slope(entropy, length, trend=False)
         except ValueError:  # the entropy does not vary: there is no line to draw
             continue
+
         at_zero = median(length - slope.value * entropy)
         ends = [float(entropy.min()), float(entropy.max())]
         fit = ([short(x) for x in ends], [at_zero + slope.value * x for x in ends])
-        words = f"slope {slope.value:+.2f} ± {slope.se:.2f} tokens / nat"
-        name = f"{run.name}: {words}" if len(runs) > 1 else words
+        fit_label = f"slope {slope.value:+.2f} ± {slope.se:.2f} tokens / nat"
+        name = f"{run.name}: {fit_label}" if len(runs) > 1 else fit_label
         traces.append(line(fit, name, n, legendgroup=run.name, hoverinfo="skip"))
+
     return Figure(
         title="Acceptance length against entropy",
         note="A point is a step, the line a robust fit (± standard error). A draft that fits its target well "
@@ -103,20 +112,22 @@ def _against_entropy(runs: Sequence[RunData]) -> Figure:
     )
 
 
-def _kept(runs: Sequence[RunData]) -> Figure:
-    """How many drafts a verify step keeps, over the whole run."""
+def _accepted(runs: Sequence[RunData]) -> Figure:
+    """Draw the number of draft tokens that a verify step accepts, over the full run."""
     traces = []
     for n, run in enumerate(runs):
         counts: dict[float, float] = {}
         for record in run.records:
-            found = record.get("spec/num_accepted")
-            if isinstance(found, dict):
-                for kept, count in enumerate(found["counts"]):
-                    counts[kept] = counts.get(kept, 0.0) + count
+            histogram = record.get("spec/num_accepted")
+            if isinstance(histogram, dict):
+                for accepted, count in enumerate(histogram["counts"]):
+                    counts[accepted] = counts.get(accepted, 0.0) + count
+
         if total := sum(counts.values()):
             traces.append(
                 bars(run.name, n, list(counts), values=[count / total for count in counts.values()])
             )
+
     return Figure(
         title="Drafts kept by a verify step",
         note="Share of the verify steps of the run. Many that keep all: a larger gamma may pay.",
@@ -131,7 +142,7 @@ def _kept(runs: Sequence[RunData]) -> Figure:
 
 
 def _why(runs: Sequence[RunData]) -> list[Figure]:
-    """Fig. 3: the change since the early phase. One run: over time and by depth; several: at the end."""
+    """Draw Fig. 3, the change since the early phase. One run: over time and by depth; several: at the end."""
     from rlpipe.diagnosis.decomposition import decompose_run
 
     attributed = [_attributed(runs)] if any((run.path / "probe").is_dir() for run in runs) else []
@@ -141,28 +152,31 @@ def _why(runs: Sequence[RunData]) -> list[Figure]:
             ends[run.name] = decompose_run(run)
         except ValueError:  # the entropy does not vary: nothing can be attributed to it
             ends[run.name] = {}
+
     if len(runs) > 1:
-        rows = {name: found["overall"] for name, found in ends.items() if "overall" in found}
+        rows = {name: split["overall"] for name, split in ends.items() if "overall" in split}
         return [*([_parts(rows, "Change of the acceptance rate, by run")] if rows else []), *attributed]
-    (found,) = ends.values()
-    if not found:
+
+    (split,) = ends.values()
+    if not split:
         return attributed
-    parts = _parts(found, "Change of the acceptance rate, by depth")
-    return [_over_time(runs[0], found["overall"]), parts, *attributed]
+    parts = _parts(split, "Change of the acceptance rate, by depth")
+    return [_over_time(runs[0], split["overall"]), parts, *attributed]
 
 
 def _attributed(runs: Sequence[RunData]) -> Figure:
-    """The change at depth 1 in four parts that add up, with the probe set to tell them apart."""
+    """Draw the change at depth 1 in four parts that add up, separated with the help of the probe set."""
     from rlpipe.diagnosis.fixed_contexts import attribute_run
 
     rows: dict[str, dict[str, Estimate]] = {}
     for run in runs:
         try:
-            found = attribute_run(run)
+            attribution = attribute_run(run)
         except ValueError:  # the entropy does not vary over the contexts
             continue
-        if found is not None:
-            rows[run.name] = {"total": found.total, **found.parts()}
+        if attribution is not None:
+            rows[run.name] = {"total": attribution.total, **attribution.parts()}
+
     causes = [(name, label, colour) for name, label, colour in CAUSES if rows]
     return Figure(
         title="What moved acceptance",
@@ -180,12 +194,13 @@ def _attributed(runs: Sequence[RunData]) -> Figure:
 def _over_time(run: RunData, end: Decomposition) -> Figure:
     from rlpipe.diagnosis.decomposition import split_over_time
 
-    found = split_over_time(run, end)
-    steps = [part.window[1] for part in found]
+    windows = split_over_time(run, end)
+    steps = [window.window[1] for window in windows]
     traces = [
-        line((steps, [getattr(part, name).value for part in found]), label, colour)
+        line((steps, [getattr(window, name).value for window in windows]), label, colour)
         for name, label, colour in PARTS
     ]
+
     slope = end.slope
     return Figure(
         title="Change of the acceptance rate since the early phase",
@@ -199,12 +214,13 @@ def _over_time(run: RunData, end: Decomposition) -> Figure:
 
 
 def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
-    """Horizontal bars with intervals, a group per row."""
+    """Draw horizontal bars with intervals, a group per row."""
     labels = list(rows)
     traces = []
     for name, label, colour in PARTS:
         estimates = [getattr(part, name) for part in rows.values()]
         traces.append(_bars(estimates, labels, label, colour=colour))
+
     level = next(iter(rows.values())).total.level
     return Figure(
         title=title,
@@ -216,7 +232,7 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
 
 
 def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
-    """One part in every row, with its interval."""
+    """Draw one part of every row, with its interval."""
     errors = [e.half_width if isfinite(e.half_width) else 0.0 for e in estimates]
     return bars(name, colour, labels, values=[e.value for e in estimates], errors=errors, across=True)
 

@@ -1,4 +1,4 @@
-"""The plots of an adaptation: acceptance on its held-out sets, and what teacher forcing predicts of it.
+"""The plots of an adaptation: acceptance on its held-out sets, and its prediction by teacher forcing.
 
 Owns these figures. One run: a colour per held-out set, a dash per verification rule. Several: a colour per
 run, a dash per held-out set under the first rule.
@@ -16,15 +16,15 @@ LENGTH = re.compile(r"adapt/(?P<domain>.+)/(?P<mode>[^/]+)/acceptance_length")
 
 
 def held_out(run: RunData) -> dict[str, list[str]]:
-    """Verification rules by held-out set, of a run that adapted a draft."""
-    found: dict[str, list[str]] = {}
+    """Return the verification rules by held-out set; {} unless the run adapted a draft model."""
+    rules: dict[str, list[str]] = {}
     for match in filter(None, map(LENGTH.fullmatch, run.names())):
-        found.setdefault(match["domain"], []).append(match["mode"])
-    return found
+        rules.setdefault(match["domain"], []).append(match["mode"])
+    return rules
 
 
 def adaptation_figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Those that have data."""
+    """Return the plots of an adaptation that have data."""
     return [figure for figure in (_acceptance(runs), _prediction(runs)) if figure.traces]
 
 
@@ -38,6 +38,7 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
                 colour, dash = (m, k) if one else (n, m)
                 style = {"dash": DASHES[dash % len(DASHES)]}
                 traces += line_with_errors(run, name, label, colour=colour, line=style)
+
     return Figure(
         title="Acceptance on held-out sets",
         note="Tokens per verify step in real generation, bonus included, by step of the adaptation, with 95% "
@@ -50,20 +51,23 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
 
 
 def _prediction(runs: Sequence[RunData]) -> Figure:
-    """Teacher-forced prediction beside what was seen of the same sequences, under rejection."""
+    """Draw the teacher-forced prediction and the observed value on the same sequences, under rejection."""
     traces = []
     for n, run in enumerate(runs):
         for m, domain in enumerate(held_out(run)):
             label, colour = (domain, m) if len(runs) == 1 else (f"{run.name}: {domain}", n)
-            for name, words, dash in (
+            for name, what, dash in (
                 (f"adapt/{domain}/predicted_tokens_per_step", "predicted", "dot"),
                 (f"adapt/{domain}/rejection/tokens_per_step", "seen", "solid"),
             ):
                 if (points := run.series(name))[0]:
                     style = {"mode": "lines+markers", "line": {"dash": dash}}
-                    traces.append(line(points, f"{label}, {words}", colour, **style))
+                    traces.append(line(points, f"{label}, {what}", colour, **style))
+
+    # An observed value with no prediction to compare it with is not worth a figure.
     if not any(trace["name"].endswith("predicted") for trace in traces):
         traces = []
+
     return Figure(
         title="Predicted and seen",
         note="Tokens per verify step within turns: what the trainer's overlap of draft and target predicts "

@@ -1,4 +1,4 @@
-"""The plots of acceptance where it happens: by turn, kind of token, entropy and position (Bebop Fig. 12b).
+"""The plots of acceptance by turn, kind of token, entropy and position (Bebop Fig. 12b).
 
 Owns these figures and their sample of rollouts; `diagnosis.breakdown` computes the rates.
 """
@@ -24,10 +24,11 @@ CUTS = (
 
 
 def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Draw a figure per breakdown with more than one bin; [] for runs that recorded no drafts."""
+    """Draw a figure per breakdown with more than one bin; [] for runs without recorded draft tokens."""
     from rlpipe.diagnosis.breakdown import acceptance_by, verified_drafts
 
     drafts = {run.name: verified_drafts(run, _sample(run)) for run in runs}
+
     figures = []
     for key, title, note, axis in CUTS:
         traces = []
@@ -35,6 +36,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
             cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
             if len(cuts) > 1:
                 hover = [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
+
                 labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]
                 errors = [cut.se or 0.0 for cut in cuts]
                 traces.append(
@@ -53,6 +55,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
                 section=ACCEPTANCE,
             )
         )
+
     return [figure for figure in figures if figure.traces]
 
 

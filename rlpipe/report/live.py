@@ -1,7 +1,7 @@
-"""The live page: `rlpipe report RUN --watch` serves the report and renews it while a run goes on.
+"""The live page: `rlpipe report RUN --watch` serves the report and renews it while a run continues.
 
-Owns a small HTTP server on this machine; the page asks it for news every two seconds. What is served is made
-when the files of the runs have changed, once for all readers.
+Owns a small HTTP server on this machine; the page polls it every two seconds. The content is rebuilt when the
+files of the runs have changed, once for all readers.
 
     GET /        the page          GET /stamp   changes with the files
     GET /news    {"body", "data", "trajectories"} of the newest state
@@ -35,13 +35,16 @@ class Live:
         self._content: Content | None = None
 
     def stamp(self) -> str:
-        """Changes when a file does."""
+        """Return a digest of the files' sizes and times; it changes when a file does."""
         files = [directory / name for directory in self._dirs for name in WATCHED]
-        seen = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
-        return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+        states = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
+        return hashlib.blake2b(repr(states).encode(), digest_size=8).hexdigest()
 
     def content(self) -> Content:
-        """Made anew when the stamp changed. Raises ValueError when a directory is no run directory."""
+        """Return the content, rebuilt if the stamp changed.
+
+        Raises ValueError when a directory is not a run directory.
+        """
         with self._lock:
             stamp = self.stamp()
             if self._content is None or stamp != self._made_at:
@@ -49,20 +52,22 @@ class Live:
             return self._content
 
     def news(self) -> str:
-        """JSON: what the page replaces."""
+        """Return the parts that the page replaces, as JSON."""
         content = self.content()
         packed = pack(dump(content.trajectories)) if content.trajectories else ""
         return json.dumps({"body": content.body, "data": content.data(), "trajectories": packed})
 
 
 def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
-    """A server that is not running yet; port 0 takes a free one.
+    """Return a server that is not running yet; port 0 takes a free one.
 
-    It answers to addresses and names of this machine alone: a foreign page whose name was made to point here
-    (DNS rebinding) sends that name along and gets nothing.
-    Raises ValueError when a directory is no run directory, OSError when the port is taken.
+    It answers only requests to addresses and names of this machine. Under DNS rebinding, a page that reaches
+    this address under a foreign host name is refused.
+    Raises ValueError when a directory is not a run directory, OSError when the port is in use.
     """
     names = {name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn())}
+
+    # Fail now rather than at the first request.
     live = Live(run_dirs)
     live.content()
 
@@ -71,6 +76,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
             if not may_ask(self.headers.get("Host", ""), names):
                 self.send_error(421, "Misdirected Request")
                 return
+
             answers = {
                 "/": (lambda: page(live.content(), live=True), "text/html"),
                 "/stamp": (live.stamp, "text/plain"),
@@ -79,8 +85,10 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
             if self.path not in answers:
                 self.send_error(404)
                 return
+
             make, kind = answers[self.path]
             body = make().encode()
+
             self.send_response(200)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -89,7 +97,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Requests are not worth a line."""
+            """Log no requests."""
 
     server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
@@ -97,7 +105,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
 
 
 def may_ask(host: str, names: Collection[str]) -> bool:
-    """Whether a Host header names this machine: by a name of it, or by an address, which nobody can rebind.
+    """Return whether a Host header names this machine: by name, or by an address, which cannot be rebound.
 
     >>> [may_ask(host, {"localhost"}) for host in ("LOCALHOST:80", "[::1]:80", "10.0.0.7", "evil.org", "")]
     [True, True, True, False, False]

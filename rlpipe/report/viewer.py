@@ -64,10 +64,7 @@ def _row(trajectory: dict[str, Any], run: str) -> dict[str, Any]:
         "instance_id": str(trajectory.get("prompt_id", trajectory.get("instance_id", ""))),
         "reward": reward if isinstance(reward, (int, float)) else None,
         "turns": [
-            turn
-            for recorded in trajectory["turns"]
-            if isinstance(recorded, dict)
-            for turn in _turns(recorded, trajectory)
+            turn for raw in trajectory["turns"] if isinstance(raw, dict) for turn in _turns(raw, trajectory)
         ],
     }
 
