@@ -1,6 +1,6 @@
-"""Sandboxes: where commands written by a model run.
+"""Sandboxes: contained places for the commands that a model writes.
 
-Owns picking a backend and refusing to start without one. `local` contains commands on this machine with
+Owns the choice of a backend, and the check that it works. `local` contains commands on this machine with
 bubblewrap and treats a work tree as a value; `container` runs them in an image. Backends are imported
 on use, so that a configuration can be read without them.
 """
@@ -46,16 +46,19 @@ _NAMESPACES = (
 def check_sandbox(config: SandboxConfig) -> None:
     """Prove that commands can be contained here, by running one.
 
-    Removes what killed runs left, too. Raises ValueError naming what is missing and the remedy.
+    Also removes what killed runs left. Raises ValueError with what is missing and a hint.
     """
     if config.backend is not SandboxBackend.BUBBLEWRAP:
         _check_container_tool(config)
         return
+
     if sys.platform != "linux":
         raise ValueError(
             f"env.sandbox.backend=bubblewrap needs Linux, this is {sys.platform}: "
             "run in a Linux machine or container, or set env.sandbox.backend=docker."
         )
+
+    # Only root has to become another user, since limits on processes do not bind root.
     tools = ["bwrap"] + (["setpriv"] if os.geteuid() == 0 else [])
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
@@ -65,12 +68,15 @@ def check_sandbox(config: SandboxConfig) -> None:
             "(the tool bwrap is the package bubblewrap), or set env.sandbox.backend=docker. "
             "Commands written by a model never run without a sandbox."
         )
+
     sweep()
     _check_scratch()
+
     try:
         result, _ = make_tree_runner(config).run({}, "python3 -c 'print(6 * 7)' && grep -q . /proc/1/comm")
     except InfrastructureError as error:
         raise ValueError(f"the sandbox does not start here: {error}. {_NAMESPACES}.") from error
+
     if result.output != "42\n" or result.exit_code:
         raise ValueError(
             f"the sandbox starts but python3 does not run in it: {result.output.strip()[-300:]!r}. "
@@ -79,14 +85,14 @@ def check_sandbox(config: SandboxConfig) -> None:
 
 
 def _check_scratch() -> None:
-    """Write a little where work trees will be. Raises ValueError when there is no room."""
-    place = scratch()
+    """Write a little where work trees will be. Raises ValueError when there is no space."""
+    folder = scratch()
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_SCRATCH_PROBE))
     except OSError as error:
         raise ValueError(
-            f"the sandbox cannot write {_SCRATCH_PROBE >> 20} MiB into {place} ({error.strerror}), where "
+            f"the sandbox cannot write {_SCRATCH_PROBE >> 20} MiB into {folder} ({error.strerror}), where "
             "every attempt has its files: remove what fills it, or enlarge it (docker run --shm-size=2g)."
         ) from error
 
@@ -98,16 +104,19 @@ def _check_container_tool(config: SandboxConfig) -> None:
             f"env.sandbox.backend={tool} needs the program {tool}, not found on PATH: install it, "
             "or set env.sandbox.backend=bubblewrap."
         )
+
     probe = [tool, "version"] if config.backend is SandboxBackend.DOCKER else [tool, "--version"]
     try:
         answer = subprocess.run(probe, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"`{' '.join(probe)}` does not answer: restart the {tool} service.") from error
+
     if answer.returncode:
         raise ValueError(
             f"`{' '.join(probe)}` fails: {answer.stderr.strip()[-300:]!r}. Start the {tool} service and "
             "give this user access to it."
         )
+
     if config.backend is SandboxBackend.DOCKER:
         from rlpipe.envs.sandbox.container import sweep as sweep_containers
 
@@ -115,14 +124,14 @@ def _check_container_tool(config: SandboxConfig) -> None:
 
 
 def make_tree_runner(config: SandboxConfig) -> TreeRunner:
-    """Runs commands on trees of files with bubblewrap."""
+    """Return a runner of commands on trees of files, with bubblewrap."""
     from rlpipe.envs.sandbox.local import TreeRunner
 
     return TreeRunner(config)
 
 
 def make_container_sandbox(config: SandboxConfig, image: str) -> DockerSandbox | SingularitySandbox:
-    """A fresh container of an image. Raises InfrastructureError when it does not start."""
+    """Start a fresh container of an image. Raises InfrastructureError when it does not start."""
     from rlpipe.envs.sandbox.container import DockerSandbox, SingularitySandbox
 
     docker = config.backend is SandboxBackend.DOCKER

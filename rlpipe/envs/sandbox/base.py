@@ -1,4 +1,4 @@
-"""What a sandbox answers: the outcome of a command, and which limit ended it."""
+"""The contract of a sandbox: the outcome of a command, and which limit ended it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Limit(StrEnum):
-    """A limit that a command exceeded; it was ended for it."""
+    """A limit for which a command was ended."""
 
     TIME = "timeout"
     OUTPUT = "too much output"
@@ -22,7 +22,7 @@ class CommandResult:
 
     output: stdout and stderr in the order written, UTF-8 with replacement, at most `output_kb`.
     exit_code: of the shell; 128 + n when signal n ended the command.
-    exceeded: the limit it was ended for, or None. seconds: wall-clock, 0 for a remembered outcome.
+    exceeded: the limit it was ended for, or None. seconds: wall-clock, 0 for a reused outcome.
     """
 
     output: str

@@ -85,6 +85,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             directory.mkdir(exist_ok=True)
             if owner is not None:
                 os.chown(directory, owner, owner)
+
         write_tree(tree, self.work, owner)
         mounts = ["--bind", str(tmp), "/tmp", "--bind", str(self.work), WORK, "--chdir", WORK]
         self.config = BubblewrapEnvironmentConfig(
@@ -104,9 +105,9 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         pass_fds: Sequence[int] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> CommandResult:
-        """Run a shell command, or the words of a program without a shell.
+        """Run a shell command, or a program with its arguments without a shell.
 
-        pass_fds: descriptors of ours that it gets as well. stop: ends it soon after it turns true.
+        pass_fds: further descriptors that it inherits. stop: the command ends soon after it returns true.
         Raises InfrastructureError when bwrap failed before the command started; OSError as the constructor.
         """
         group = self._group()
@@ -131,10 +132,11 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         return _result(ended)
 
     def _group(self) -> cgroup.Group | None:
-        """What holds a command to the limits, where this machine has it; named after this process."""
+        """Make the control group of a command, where this machine has them; named after this process."""
         limits, parents = self.limits, cgroup.controllers()
         if not parents:
             return None
+
         return cgroup.Group(
             self.working_dir.name,
             parents,
@@ -155,11 +157,12 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         }
 
     def command_line(self, command: str | list[str]) -> list[str]:
-        """The whole argument vector, host side first."""
+        """Return the full argument vector, host side first."""
         limits = self.limits
         # in processes, KiB, blocks of 512 bytes, seconds, descriptors
         bounds = limits.processes, limits.memory_mb << 10, limits.file_mb << 11, limits.cpu_s, _OPEN_FILES
         process_1 = _PROCESS_1.format(*bounds)
+
         drop = ["--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
         return [
             *([_tool("setpriv"), *drop] if os.geteuid() == 0 else []),
@@ -171,7 +174,7 @@ class ContainedBubblewrap(BubblewrapEnvironment):
         ]
 
     def tree(self) -> dict[str, Any]:
-        """The work tree now. Raises TreeTooLarge."""
+        """Return the work tree as it is now. Raises TreeTooLarge."""
         return read_tree(self.work, self.tree_limits)
 
     def cleanup(self) -> None:
@@ -185,18 +188,24 @@ class ContainedBubblewrap(BubblewrapEnvironment):
             for process in psutil.Process(pid).children(recursive=True):
                 used += _memory(process.pid)
                 deleted |= _deleted_files(process.pid)
-        counted = group is not None and "memory" in group.controllers
-        if group.ran_out_of_memory() if counted else used > self.limits.memory_mb << 20:
+
+        # A control group counts memory exactly; without one the sum over the processes must do.
+        if group is not None and "memory" in group.controllers:
+            too_much = group.ran_out_of_memory()
+        else:
+            too_much = used > self.limits.memory_mb << 20
+        if too_much:
             return Limit.MEMORY
+
         return Limit.FILES if exceeds(self.working_dir, self.tree_limits, sum(deleted.values())) else None
 
 
 def execute(
     config: SandboxConfig, tree: Tree, command: str | list[str], *, timeout_s: float, **options: Any
 ) -> tuple[CommandResult, Tree]:
-    """Run a command on a tree: its result and the tree it leaves. options: see `ContainedBubblewrap.run`.
+    """Run a command on a tree; return its result and the tree it leaves. options: see `run`.
 
-    A tree over its limit is not kept: the command counts as ended for `Limit.FILES`, its changes undone.
+    A tree over its limit is discarded: the command counts as ended for `Limit.FILES`, its changes undone.
     Raises InfrastructureError when bwrap cannot start, or the disk fails.
     """
     try:
@@ -214,7 +223,7 @@ def execute(
 
 
 def _memory(pid: int) -> int:
-    """Bytes of a process that count: resident, swapped out, and its page tables; 0 when it has ended."""
+    """Sum the memory of a process in bytes: resident, swapped out, and its page tables; 0 once it ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -224,7 +233,7 @@ def _memory(pid: int) -> int:
 
 
 def _deleted_files(pid: int) -> dict[tuple[int, int], int]:
-    """Bytes of the files that a process holds open and no directory names, by device and inode."""
+    """Return the bytes of the deleted files that a process holds open, by device and inode."""
     sizes = {}
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
         for descriptor in descriptors:
@@ -271,6 +280,7 @@ def _result(ended: Ended) -> CommandResult:
         raise InfrastructureError(
             f"bwrap ended with status {ended.returncode} and did not run the command: {output[-500:]!r}"
         )
+
     return CommandResult(
         output=output,
         exit_code=137 if ended.exceeded else codes[0],
@@ -280,13 +290,13 @@ def _result(ended: Ended) -> CommandResult:
 
 
 def _documents(status: bytes) -> list[dict[str, Any]]:
-    """The complete lines of bwrap's JSON status."""
+    """Parse the complete lines of bwrap's JSON status."""
     return [json.loads(line) for line in status.split(b"\n")[:-1] if line.strip()]
 
 
 @functools.cache
 def _tool(name: str) -> str:
-    """Absolute path of a host tool. Raises InfrastructureError; launch has checked it before."""
+    """Return the absolute path of a host tool. Raises InfrastructureError; launch has checked it before."""
     path = shutil.which(name)
     if path is None:
         raise InfrastructureError(f"{name} is not on PATH any more")
@@ -295,11 +305,13 @@ def _tool(name: str) -> str:
 
 @functools.cache
 def _system() -> tuple[str, ...]:
-    """bwrap options that do not depend on the command: namespaces, mounts, environment."""
+    """Return the bwrap options that do not depend on the command: namespaces, mounts, environment."""
     known = subprocess.run([_tool("bwrap"), "--help"], capture_output=True, text=True, check=False).stdout
     options = ["--unshare-all", "--unshare-user", "--hostname", "sandbox"]
     options += ["--disable-userns"] if "--disable-userns" in known else []
     options += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+
+    # Distributions differ in which of these are links into /usr.
     options += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -309,10 +321,13 @@ def _system() -> tuple[str, ...]:
             options += ["--ro-bind", str(path), str(path)]
     for path in ("/etc/alternatives", "/etc/ld.so.cache"):
         options += ["--ro-bind-try", path, path]
-    search = list(_PATH)
+
+    # A Python outside /usr (conda, uv) is visible to the command where the host has it.
+    search: list[str] = list(_PATH)
     if not any(Path(directory, "python3").exists() for directory in search):
         options += ["--ro-bind", sys.base_prefix, sys.base_prefix]
         search.insert(0, f"{sys.base_prefix}/bin")
+
     options += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--clearenv"]
     environment = {
         "PATH": ":".join(search),

@@ -57,10 +57,11 @@ class Group:
             (path / "cgroup.procs").write_text(str(pid))
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel ended a process of the group because it reached its limit."""
+        """Return whether the kernel ended a process of the group because it reached its limit."""
         at = self._at.get("memory")
         if at is None:
             return False
+
         text = (at / ("memory.events" if is_version_2(at) else "memory.oom_control")).read_text()
         return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
 
@@ -71,7 +72,7 @@ class Group:
 
 
 def bounds(controller: str, version_2: bool, memory: int, processes: int, cores: float) -> dict[str, str]:
-    """What is written into the files of a group, in this order.
+    """Return what is written into the files of a group, in this order.
 
     >>> bounds("cpu", True, memory=1, processes=1, cores=1.5)
     {'cpu.max': '150000 100000'}
@@ -83,6 +84,7 @@ def bounds(controller: str, version_2: bool, memory: int, processes: int, cores:
         if version_2:
             return {"cpu.max": f"{quota} {_PERIOD_US}"}
         return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota}
+
     if version_2:
         return {"memory.max": str(memory), "memory.swap.max": "0"}
     names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
@@ -105,7 +107,7 @@ def remove(path: Path) -> None:
 
 
 def groups(prefix: str) -> Iterator[Path]:
-    """All groups of this machine whose name begins so."""
+    """Yield all groups of this machine whose name begins with `prefix`."""
     for root in sorted({root for _, root, _ in _hierarchies()}):
         for directory, names, _ in os.walk(root):
             yield from (Path(directory, name) for name in names if name.startswith(prefix))
@@ -114,12 +116,14 @@ def groups(prefix: str) -> Iterator[Path]:
 
 @functools.cache
 def controllers() -> dict[str, Path]:
-    """The controllers that groups can really be made with here: name -> the group to make them in."""
-    found = parents()
-    if not found:
+    """Return the controllers that groups can be made with here: name -> the group to make them in."""
+    candidates = parents()
+    if not candidates:
         return {}
+
+    # Only a trial shows whether the kernel lets this user do it.
     try:
-        group = Group(f"rlpipe-probe-{os.getpid()}", found, memory=64 << 20, processes=8, cores=1.0)
+        group = Group(f"rlpipe-probe-{os.getpid()}", candidates, memory=64 << 20, processes=8, cores=1.0)
     except OSError:
         return {}
     try:
@@ -128,7 +132,7 @@ def controllers() -> dict[str, Path]:
                 group.add(process.pid)
             finally:
                 process.kill()
-        return found
+        return candidates
     except OSError:
         return {}
     finally:
@@ -136,7 +140,7 @@ def controllers() -> dict[str, Path]:
 
 
 def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """Where groups with each controller could be made, as far as the files say."""
+    """Return where groups with each controller could be made, judging by the files only."""
     found: dict[str, Path] = {}
     for types, root, own in _hierarchies(proc):
         for controller in types & set(CONTROLLERS):
@@ -153,7 +157,7 @@ def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
 
 
 def is_version_2(group: Path) -> bool:
-    """Whether a group is of the unified hierarchy."""
+    """Return whether a group belongs to the unified hierarchy."""
     return (group / "cgroup.controllers").exists()
 
 
@@ -164,16 +168,19 @@ def _hierarchies(proc: Path = Path("/proc/self")) -> list[tuple[set[str], Path, 
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:
         return []
+
     fields = (line.split(":", 2) for line in memberships)
     own = {frozenset(filter(None, names.split(","))): path for _, names, path in fields}
-    found = []
+
+    hierarchies = []
     for mount in mounts:
         kind, options = mount[mount.index("-") + 1], set(mount[-1].split(","))
         if kind not in ("cgroup", "cgroup2"):
             continue
+
         for names, path in own.items():
             if names <= options if kind == "cgroup" and names else kind == "cgroup2" and not names:
                 below = os.path.relpath(path, mount[3])
                 if not below.startswith(".."):
-                    found.append((set(names), Path(mount[4]), Path(mount[4]) / below))
-    return found
+                    hierarchies.append((set(names), Path(mount[4]), Path(mount[4]) / below))
+    return hierarchies

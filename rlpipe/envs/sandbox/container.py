@@ -46,12 +46,12 @@ def docker_run_args(limits: SandboxConfig) -> list[str]:
 
 
 def _here() -> str:
-    """What process ids of this machine and namespace are prefixed with."""
+    """Return the prefix of process ids of this machine and namespace."""
     return f"{platform.node()}/{Path('/proc/self/ns/pid').stat().st_ino}/"
 
 
 def sweep(executable: str = "docker") -> int:
-    """Remove the containers of processes of ours that were killed; returns how many."""
+    """Remove the containers of rlpipe processes that were killed; return how many."""
     listed = _answer(executable, "ps", "-aq", "--no-trunc", f"--filter=label={_OWNER}").split()
     swept = 0
     for container in listed:
@@ -64,7 +64,7 @@ def sweep(executable: str = "docker") -> int:
 
 
 def _answer(*argv: str) -> str:
-    """What a client prints; "" when it fails or does not answer."""
+    """Return what a client prints; "" when it cannot run or does not answer."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False).stdout
     except (subprocess.TimeoutExpired, OSError):
@@ -113,7 +113,14 @@ class DockerSandbox:
         Raises InfrastructureError when the container is gone.
         """
         timeout_s = timeout_s or self._limits.timeout_s
-        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin, output_kb)
+        ended = _run(
+            self._limits,
+            self.exec_line(command, timeout_s),
+            timeout_s=timeout_s,
+            stdin=stdin,
+            output_kb=output_kb,
+        )
+
         if ended.returncode and not self._alive():
             raise InfrastructureError(f"the container is gone: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
@@ -158,7 +165,14 @@ class SingularitySandbox:
         Raises InfrastructureError when singularity itself failed.
         """
         timeout_s = timeout_s or self._limits.timeout_s
-        ended = _run(self._limits, self.exec_line(command, timeout_s), timeout_s, stdin, output_kb)
+        ended = _run(
+            self._limits,
+            self.exec_line(command, timeout_s),
+            timeout_s=timeout_s,
+            stdin=stdin,
+            output_kb=output_kb,
+        )
+
         if ended.returncode == 255 and b"FATAL:" in ended.output:
             raise InfrastructureError(f"singularity failed: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
@@ -173,7 +187,7 @@ def _bounded_in_container(timeout_s: float) -> list[str]:
     return ["timeout", "-s", "KILL", str(math.ceil(timeout_s))]
 
 
-def _run(limits: SandboxConfig, argv: list[str], timeout_s: float, stdin: bytes, output_kb: int) -> Ended:
+def _run(limits: SandboxConfig, argv: list[str], *, timeout_s: float, stdin: bytes, output_kb: int) -> Ended:
     grace = 10.0  # for the client to report a command that was killed inside
     bound = (output_kb or limits.output_kb) << 10
     return run_bounded(argv, timeout_s=timeout_s + grace, max_output=bound, stdin=stdin)
@@ -183,6 +197,7 @@ def _result(ended: Ended, timeout_s: float) -> CommandResult:
     exceeded = ended.exceeded
     if exceeded is None and ended.seconds >= timeout_s and ended.returncode in _KILLED_BY_TIMEOUT:
         exceeded = Limit.TIME
+
     return CommandResult(
         output=ended.output.decode(errors="replace"),
         exit_code=137 if exceeded else ended.returncode,

@@ -1,7 +1,7 @@
 """Sandboxes over trees of files on this machine: a value in, a value out, outcomes remembered.
 
 Owns the memo and the sandbox an episode holds. A command is treated as a pure function of (command,
-tree); where it is not (`date`, `$RANDOM`), its first outcome stands for all. Commands that exceeded a
+tree); where it is not (`date`, `$RANDOM`), its first outcome is reused for all. Commands that exceeded a
 limit are run again, since that may have been the machine's load.
 """
 
@@ -17,7 +17,7 @@ from rlpipe.envs.sandbox.base import CommandResult
 from rlpipe.envs.sandbox.bubblewrap import execute
 from rlpipe.envs.sandbox.tree import File, Tree, fingerprint
 
-_OVERHEAD = 1024  # bytes a remembered outcome takes beside its contents, roughly
+_OVERHEAD = 1024  # bytes a remembered outcome takes in addition to its contents, roughly
 _MEMO_BYTES = 256 << 20  # for remembered outcomes; the least recently used ones leave first
 
 
@@ -25,17 +25,18 @@ class Memo:
     """A least-recently-used map bounded by bytes, with counts; safe for threads. hits <= lookups."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._room = max_bytes
+        self._free_bytes = max_bytes
         self._values: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
         self._lock = threading.Lock()
         self.hits = self.lookups = 0
 
     def get(self, key: Hashable) -> Any | None:
-        """The value remembered for a key, or None."""
+        """Return the value remembered for a key, or None."""
         with self._lock:
             self.lookups += 1
             if key not in self._values:
                 return None
+
             self.hits += 1
             self._values.move_to_end(key)
             return self._values[key][1]
@@ -43,10 +44,10 @@ class Memo:
     def put(self, key: Hashable, value: Any, size: int) -> None:
         """Remember a value of `size` bytes; the least recently used ones leave for it."""
         with self._lock:
-            self._room += self._values.pop(key, (0, None))[0] - size
+            self._free_bytes += self._values.pop(key, (0, None))[0] - size
             self._values[key] = (size, value)
-            while self._room < 0:
-                self._room += self._values.popitem(last=False)[1][0]
+            while self._free_bytes < 0:
+                self._free_bytes += self._values.popitem(last=False)[1][0]
 
 
 class TreeRunner:
@@ -65,13 +66,13 @@ class TreeRunner:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        """(outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
         return (self.memo.hits, self.memo.lookups) if self.memo else (0, 0)
 
     def run(
         self, tree: Tree, command: str, *, timeout_s: float | None = None, stdin: bytes = b""
     ) -> tuple[CommandResult, Tree]:
-        """The result of a command and the tree it leaves; what was given on stdin is never remembered.
+        """Return the result of a command and the tree it leaves; a run with stdin is never remembered.
 
         Raises InfrastructureError when the sandbox failed.
         """
@@ -79,12 +80,17 @@ class TreeRunner:
         key = (command, timeout_s, fingerprint(tree)) if memo else None
         if memo and (known := memo.get(key)) is not None:
             return known
+
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         result, left = execute(self.config, tree, command, timeout_s=timeout_s, stdin=stdin)
+
+        # Entries that did not change are shared with the old tree, so that a remembered tree costs little.
         left = {path: old if (old := tree.get(path)) == new else new for path, new in left.items()}
+
         if memo and result.exceeded is None:
             remembered = CommandResult(output=result.output, exit_code=result.exit_code)
             memo.put(key, (remembered, left), _OVERHEAD + len(result.output) + _size(left))
+
         return result, left
 
 
@@ -105,4 +111,4 @@ class TreeSandbox:
         return result
 
     def close(self) -> None:
-        """Nothing is held between commands."""
+        """Do nothing: a tree needs no resources between commands."""

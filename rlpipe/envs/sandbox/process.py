@@ -2,7 +2,7 @@
 
 Owns reading, timing and ending a process; knows nothing of sandboxes. Flow: start -> select on
 output, input, status pipe and the process itself, and look at it every tick -> end it when a limit is
-exceeded -> reap it. What exceeds the output bound is never kept.
+exceeded -> reap it. Output beyond the bound is discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import Limit
 
-STATUS_FD = "{status-fd}"  # this word in argv becomes the number of the status pipe
+STATUS_FD = "{status-fd}"  # this argument becomes the number of the status pipe
 FILTER_FD = "{filter-fd}"  # and this one the number of a pipe that `filter_program` is read from
 GATE_FD = "{gate-fd}"  # and this one that of a pipe which can be read from once the process is admitted
 _CHUNK = 65536
@@ -56,18 +56,27 @@ def run_bounded(
 ) -> Ended:
     """Run `argv` until it ends or exceeds a limit.
 
-    admit: given what the status pipe said so far, until it returns true; raises OSError.
-    watch: given the process id every 0.1 s; the Limit it names ends the process.
-    end: ends the process, given also what the status pipe said so far.
-    env: the whole environment; None inherits ours. filter_program: less than a pipe holds (64 KiB).
-    pass_fds: descriptors of ours that it gets as well.
+    admit: called with the status pipe's text so far, until it returns true; raises OSError.
+    watch: called with the process id every 0.1 s; ends the process when it returns a Limit.
+    end: ends the process; called with it and the status pipe's text so far.
+    env: the full environment; None inherits this one. filter_program: less than a pipe holds (64 KiB).
+    pass_fds: further descriptors of this process that it inherits.
     Raises InfrastructureError when the process cannot be started or does not die.
     """
     with contextlib.ExitStack() as resources:
-        run = _Run(argv, stdin, env, filter_program, admit, pass_fds, resources)
-        exceeded = run.supervise(timeout_s, max_output, watch, end)
+        run = _Run(
+            argv,
+            resources,
+            stdin=stdin,
+            env=env,
+            filter_program=filter_program,
+            admit=admit,
+            pass_fds=pass_fds,
+        )
+        exceeded = run.supervise(timeout_s=timeout_s, max_output=max_output, watch=watch, end=end)
         returncode = run.process.wait()
         run.drain(max_output)
+
         if exceeded is None and len(run.output) > max_output:
             exceeded = Limit.OUTPUT
         return Ended(
@@ -85,28 +94,31 @@ class _Run:
     def __init__(
         self,
         argv: Sequence[str],
+        resources: contextlib.ExitStack,
+        *,
         stdin: bytes,
         env: Mapping[str, str] | None,
         filter_program: bytes,
         admit: Callable[[bytes], bool],
         pass_fds: Sequence[int],
-        resources: contextlib.ExitStack,
     ) -> None:
         self.started = time.monotonic()
         self.output, self.status, self._input = bytearray(), bytearray(), memoryview(stdin)
         self._admit: Callable[[bytes], bool] | None = admit
-        with contextlib.ExitStack() as ours:
+
+        # The ends of the pipes that belong to the child are closed here once it has started.
+        with contextlib.ExitStack() as child_ends:
             try:
-                self._output_fd, output_write = _pipe(resources, ours)
-                self._status_fd, status_write = _pipe(resources, ours)
-                gate_read, self._gate_fd = _pipe(ours, resources)
-                words = {STATUS_FD: str(status_write), GATE_FD: str(gate_read)}
+                self._output_fd, output_write = _pipe(resources, child_ends)
+                self._status_fd, status_write = _pipe(resources, child_ends)
+                gate_read, self._gate_fd = _pipe(child_ends, resources)
+                numbers = {STATUS_FD: str(status_write), GATE_FD: str(gate_read)}
                 passed = [status_write, gate_read]
                 if filter_program:
-                    passed.append(_readable(filter_program, ours))
-                    words[FILTER_FD] = str(passed[-1])
+                    passed.append(_readable(filter_program, child_ends))
+                    numbers[FILTER_FD] = str(passed[-1])
                 self.process = subprocess.Popen(
-                    [words.get(word, word) for word in argv],
+                    [numbers.get(argument, argument) for argument in argv],
                     stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                     stdout=output_write,
                     stderr=output_write,
@@ -115,30 +127,35 @@ class _Run:
                 )
             except OSError as error:
                 raise InfrastructureError(f"cannot start {argv[0]}: {error}") from error
+
         resources.callback(self._reap)
         for descriptor in (self._output_fd, self._status_fd):
             os.set_blocking(descriptor, False)
+
         self._exit_fd = os.pidfd_open(self.process.pid)
         resources.callback(os.close, self._exit_fd)
+
         self._selector = resources.enter_context(selectors.DefaultSelector())
         for descriptor in (self._output_fd, self._status_fd, self._exit_fd):
             self._selector.register(descriptor, selectors.EVENT_READ)
-        if stdin:
+        if self.process.stdin:
             os.set_blocking(self.process.stdin.fileno(), False)
             self._selector.register(self.process.stdin, selectors.EVENT_WRITE)
 
     def supervise(
         self,
+        *,
         timeout_s: float,
         max_output: int,
         watch: Callable[[int], Limit | None],
         end: Callable[[subprocess.Popen[bytes], bytes], None],
     ) -> Limit | None:
-        """Returns once the process is dead: the limit it was ended for, or None."""
+        """Wait until the process is dead; return the limit it was ended for, or None."""
         deadline, look = self.started + timeout_s, self.started + _TICK_S
         while True:
             if self._serve(min(deadline, look)):
                 return None
+
             now, exceeded = time.monotonic(), None
             if len(self.output) > max_output:
                 exceeded = Limit.OUTPUT
@@ -146,13 +163,14 @@ class _Run:
                 exceeded = Limit.TIME
             elif now >= look:
                 exceeded, look = watch(self.process.pid), now + _TICK_S
+
             if exceeded:
                 end(self.process, bytes(self.status))
                 self._await_death()
                 return exceeded
 
     def _serve(self, until: float) -> bool:
-        """Move what is ready through the pipes; whether the process has ended."""
+        """Move what is ready through the pipes; return whether the process has ended."""
         for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
             if key.fd == self._exit_fd:
                 return True
@@ -179,19 +197,25 @@ class _Run:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
             return False
+
         if not chunk:
             self._selector.unregister(descriptor)
+
         into += chunk
         return bool(chunk)
 
     def _write(self) -> None:
+        stdin = self.process.stdin
+        assert stdin is not None, "only a process with input is registered for writing"
+
         try:
-            self._input = self._input[os.write(self.process.stdin.fileno(), self._input) :]
+            self._input = self._input[os.write(stdin.fileno(), self._input) :]
         except BrokenPipeError:
-            self._input = memoryview(b"")  # it does not want to read on
+            self._input = memoryview(b"")  # it does not read any further
+
         if not self._input:
-            self._selector.unregister(self.process.stdin)
-            self.process.stdin.close()
+            self._selector.unregister(stdin)
+            stdin.close()
 
     def drain(self, max_output: int) -> None:
         """Read what a dead process left in the pipes."""
@@ -209,16 +233,17 @@ class _Run:
             raise InfrastructureError(f"process {self.process.pid} did not die when killed") from None
 
     def _reap(self) -> None:
-        """Whatever happened, no child stays."""
+        """End the child, whatever happened before."""
         if self.process.stdin:
             self.process.stdin.close()
+
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(_DEATH_S)
 
 
 def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
-    """A descriptor that `content` and then the end of file can be read from."""
+    """Return a descriptor from which `content` and then the end of file can be read."""
     read, write = os.pipe()
     until_started.callback(os.close, read)
     with os.fdopen(write, "wb") as file:
@@ -227,7 +252,7 @@ def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
 
 
 def _pipe(until_read: contextlib.ExitStack, until_written: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe; each end is closed by its own stack."""
+    """Make a pipe; each end is closed by its own stack."""
     read, write = os.pipe()
     until_read.callback(os.close, read)
     until_written.callback(os.close, write)

@@ -29,7 +29,7 @@ class File:
 
 @dataclass(slots=True, frozen=True)
 class Link:
-    """A symbolic link, kept as a link and never followed by the host."""
+    """A symbolic link, stored as a link and never followed by the host."""
 
     target: str
 
@@ -56,7 +56,7 @@ class TreeLimits:
 
 
 def tree_of(files: Mapping[str, str]) -> dict[str, Entry]:
-    """A tree of text files.
+    """Return a tree of text files.
 
     >>> tree_of({"a.py": "x = 1"})
     {'a.py': File(content=b'x = 1', executable=False)}
@@ -65,7 +65,7 @@ def tree_of(files: Mapping[str, str]) -> dict[str, Entry]:
 
 
 def fingerprint(tree: Tree) -> bytes:
-    """Equal for equal trees, whatever the order of their paths."""
+    """Return a digest that is equal for equal trees, whatever the order of their paths."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(tree):
         digest.update(repr((path, tree[path])).encode(errors="surrogateescape"))
@@ -73,7 +73,7 @@ def fingerprint(tree: Tree) -> bytes:
 
 
 def write_tree(tree: Tree, root: Path, owner: int | None) -> None:
-    """Create the tree in an empty directory, given to user `owner` (None: to us)."""
+    """Create the tree in an empty directory, owned by user `owner` (None: by this process's)."""
     made = {root}
     for path, entry in tree.items():
         target = root / path
@@ -83,12 +83,15 @@ def write_tree(tree: Tree, root: Path, owner: int | None) -> None:
                 parent.mkdir()
                 _give(parent, owner, 0o755)
                 made.add(parent)
+
         if isinstance(entry, Link):
             target.symlink_to(entry.target)
         elif isinstance(entry, File):
             target.write_bytes(entry.content)
             _give(target, owner, 0o755 if entry.executable else 0o644)
             os.utime(target, ns=(_EPOCH_NS, _EPOCH_NS))
+
+    # Last, since creating entries changes the time of a directory.
     for directory in made:
         os.utime(directory, ns=(_EPOCH_NS, _EPOCH_NS))
 
@@ -107,17 +110,20 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
     tree: dict[str, Entry] = {}
     used = count = 0
     pending = [""]
+
     while pending:
         directory = pending.pop()
         entries = _list(root / directory)
         count += len(entries)
         if count > limits.max_entries or len(os.fsencode(directory)) > _LONGEST_PATH:
             raise TreeTooLarge
+
         if directory and not entries:
             tree[directory] = EmptyDirectory()
         for entry in entries:
             path = f"{directory}/{entry.name}" if directory else entry.name
             info = entry.stat(follow_symlinks=False)
+
             if stat.S_ISLNK(info.st_mode):
                 tree[path] = Link(str(Path(entry.path).readlink()))
             elif stat.S_ISDIR(info.st_mode):
@@ -132,7 +138,7 @@ def read_tree(root: Path, limits: TreeLimits) -> dict[str, Entry]:
 
 
 def _list(directory: Path) -> list[os.DirEntry[str]]:
-    """Entries of a directory of ours, whatever mode it was given."""
+    """List a directory that this user owns, whatever mode the command gave it."""
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         directory.chmod(0o755)
     with os.scandir(directory) as entries:
@@ -142,18 +148,22 @@ def _list(directory: Path) -> list[os.DirEntry[str]]:
 def _content(path: Path) -> bytes:
     if not os.access(path, os.R_OK):
         path.chmod(0o644)
+
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
 
 
 def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
-    """Whether a directory that is being written to is over its limits; sparse files count as they are.
+    """Return whether a directory that is being written to exceeds its limits.
 
-    used: bytes that count besides.
+    Sparse files count by the blocks they take.
+
+    used: bytes that count in addition.
     """
     if used > limits.max_bytes:
         return True
+
     count = 0
     pending = [str(root)]
     longest = len(os.fsencode(root)) + _LONGEST_PATH
@@ -161,6 +171,7 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
         directory = pending.pop()
         if len(os.fsencode(directory)) > longest:
             return True
+
         try:
             with os.scandir(directory) as entries:
                 for entry in entries:
@@ -172,7 +183,7 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
                     if count > limits.max_entries or used > limits.max_bytes:
                         return True
         except OSError:
-            continue  # the command removed or closed it between two looks; read_tree has the last word
+            continue  # the command removed or closed it between two looks; read_tree decides in the end
     return False
 
 
@@ -186,6 +197,7 @@ def remove_tree(root: Path) -> None:
     trash.mkdir()
     root.chmod(0o700)
     root.rename(trash / "0")
+
     top = os.open(trash, os.O_RDONLY)
     try:
         pending, made = ["0"], 1
@@ -211,6 +223,6 @@ def remove_tree(root: Path) -> None:
 
 
 def scratch() -> Path:
-    """Where work trees live while a command runs: memory when the machine offers it."""
+    """Return the folder of work trees while a command runs: in memory when the machine offers it."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -43,16 +43,17 @@ _FORMAT_ERROR = "Expected exactly one ```bash block with one command, found {cou
 
 
 def opening(instance: Instance, config: EnvConfig) -> list[dict[str, str]]:
-    """The chat messages an attempt starts from."""
+    """Return the chat messages an attempt starts from."""
     system = config.system_prompt
     if not system and config.action_mode is ActionMode.FENCED:
         system = FENCED_SYSTEM_PROMPT
+
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": instance.problem_statement}]
 
 
 def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
-    """The command in a turn's text, None when there is not exactly one; and how many were found.
+    """Return the command in a turn's text, None when there is not exactly one, and their number.
 
     >>> parse_action("Look.\\n```bash\\nls\\n```", ActionMode.FENCED)
     ('ls', 1)
@@ -60,29 +61,33 @@ def parse_action(text: str, mode: ActionMode) -> tuple[str | None, int]:
     text = text.encode(errors="replace").decode().replace("\0", "")  # no shell takes these
     if mode is ActionMode.PLAIN:
         return text, 1
-    found = _BLOCK.findall(text)
-    return (found[0] if len(found) == 1 else None), len(found)
+
+    blocks = _BLOCK.findall(text)
+    return (blocks[0] if len(blocks) == 1 else None), len(blocks)
 
 
 def observation(result: CommandResult, config: EnvConfig) -> str:
-    """What the model sees of a command's outcome."""
+    """Format the outcome of a command as the model sees it."""
     text = result.output.rstrip("\n")
     if result.exceeded:
         text = f"{text}\n{result.exceeded}".lstrip("\n")
+
     text = shorten(text, config.max_observation_chars)
     if config.action_mode is ActionMode.PLAIN:
         return text
+
     return f"<returncode>{result.exit_code}</returncode>\n<output>\n{text}\n</output>"
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters of a text, its head and its tail, and a marker for what is missing.
+    """Cut a text to `limit` characters, its head and its tail, and mark what is missing.
 
     >>> shorten("abcdefgh", 4)
     'ab\\n[4 characters left out]\\ngh'
     """
     if len(text) <= limit:
         return text
+
     tail = limit // 2
     return f"{text[: limit - tail]}\n[{len(text) - limit} characters left out]\n{text[len(text) - tail :]}"
 
@@ -95,37 +100,41 @@ class SweEpisode:
         self._format_errors = 0
 
     def messages(self) -> list[dict[str, str]]:
-        """System prompt, if any, and the problem statement."""
+        """Return the system prompt, if any, and the problem statement."""
         return opening(self._instance, self._config)
 
     def step(self, action: str) -> StepResult:
-        """Run the command in `action`, or judge the repository when it is `submit`.
+        """Run the command in `action`, or grade the repository when it is `submit`.
 
         Raises InfrastructureError when the sandbox failed.
         """
-        command, found = parse_action(action, self._config.action_mode)
+        command, number = parse_action(action, self._config.action_mode)
         if command is None:
             self._format_errors += 1
-            return StepResult(observation=_FORMAT_ERROR.format(count=found))
+            return StepResult(observation=_FORMAT_ERROR.format(count=number))
+
         if command.strip() in _SUBMISSIONS:
             grade = self._workspace.grade()
             info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}
             info |= {"graded_in_process": True} if grade.in_process else {}
             info |= {"tamper": grade.tamper} if grade.tamper else {}
             return self._end(float(grade.solved), submitted=True, **info)
+
+        # As the shell reports it; the sandbox would fail to start, which is no fault of the sandbox.
         if len(command.encode()) > _LONGEST_COMMAND:
             result = CommandResult(output="command too long", exit_code=126)
         else:
             result = self._workspace.run(command)
+
         return StepResult(observation=observation(result, self._config))
 
     def finish(self) -> StepResult:
-        """Out of turns or context: no submission, no reward."""
+        """End without a submission (out of turns or context), for reward 0."""
         return self._end(0.0, submitted=False)
 
     def _end(self, reward: float, **info: Any) -> StepResult:
-        facts = {k: v for k, v in self._instance.facts.items() if k in ("family", "bug_kind")}
-        info |= {"format_errors": self._format_errors} | facts
+        labels = {k: v for k, v in self._instance.facts.items() if k in ("family", "bug_kind")}
+        info |= {"format_errors": self._format_errors} | labels
         return StepResult(done=True, reward=reward, info=info)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """SWE instances: reading and checking JSONL files with SWE-bench's field names.
 
-Owns the shape of an instance. One that brings `files` is played on a tree of this machine; one without
-lives in a container image. Every fault is reported with its file and line.
+Owns the shape of an instance. One with `files` runs on a tree of this machine, one without runs in
+a container image. Every error in a file is reported with its line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Instance:
 
     @property
     def image_name(self) -> str:
-        """The container image: the instance's own, else SWE-bench's naming.
+        """The container image: `image`, or by default the name SWE-bench gives it.
 
         >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
         'swebench/sweb.eval.x86_64.a_1776_b-1:latest'
@@ -64,7 +64,7 @@ class Instance:
         return _DIFF_TARGET.findall(self.test_patch)
 
     def owns_test(self, path: str) -> bool:
-        """Whether a path belongs to the tests, which the model's version of never counts.
+        """Return whether a path belongs to the tests; the model's version of them is never graded.
 
         >>> one = Instance(instance_id="i", problem_statement="", fail_to_pass=("checks.T.test_x",))
         >>> [one.owns_test(p) for p in ("test_core.py", "tests/data.txt", "checks.py", "core.py")]
@@ -73,26 +73,29 @@ class Instance:
         parts = PurePosixPath(path).parts
         if any(_TEST_PART.fullmatch(part) for part in parts):
             return True
+
         module = ".".join([*parts[:-1], parts[-1].split(".")[0]])
         return any(test.startswith(f"{module}.") for test in self.tests)
 
 
 def load_instances(setting: str, name: str) -> dict[str, Instance]:
-    """Instances of one file by id, in its order.
+    """Load the instances of one file by id, in its order.
 
     setting: a path, possibly `shipped:...`; name: the setting that holds it, for messages.
-    Raises ValueError naming file, line and fault.
+    Raises ValueError with file, line and reason.
     """
     path = resolve(setting)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={setting!r}: cannot read {path}: {error}. Give a JSONL file.") from error
+
     instances: dict[str, Instance] = {}
     first_line: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+
         where = f"{path}:{number}"
         instance = parse_instance(line, where)
         if instance.instance_id in instances:
@@ -102,13 +105,15 @@ def load_instances(setting: str, name: str) -> dict[str, Instance]:
             )
         instances[instance.instance_id] = instance
         first_line[instance.instance_id] = number
+
     if not instances:
         raise ValueError(f"{name}={setting!r}: the data set {path} is empty. Give at least one instance.")
+
     return instances
 
 
 def parse_instance(line: str, where: str) -> Instance:
-    """One line of JSON; `where` ("file:line") opens every message.
+    """Parse one line of JSON; `where` ("file:line") begins every message.
 
     Raises ValueError.
     """
@@ -120,10 +125,13 @@ def parse_instance(line: str, where: str) -> Instance:
         ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}.")
+
+    # Each field is popped, so that the record keeps only what the format does not define.
     text = {
         key: _text(record.pop(key, ""), key, where)
         for key in ("repo", "base_commit", "version", "patch", "test_patch", "image")
     }
+
     instance = Instance(
         instance_id=_required(record, "instance_id", where),
         problem_statement=_required(record, "problem_statement", where),
@@ -131,11 +139,19 @@ def parse_instance(line: str, where: str) -> Instance:
         pass_to_pass=_ids(record.pop("PASS_TO_PASS", []), "PASS_TO_PASS", where),
         files=_files(record.pop("files", {}), where),
         graded_in_process=_flag(record.pop("graded_in_process", False), "graded_in_process", where),
-        **text,
+        repo=text["repo"],
+        base_commit=text["base_commit"],
+        version=text["version"],
+        patch=text["patch"],
+        test_patch=text["test_patch"],
+        image=text["image"],
     )
+
     instance.facts = {k: v for k, v in record.items() if isinstance(v, str | int | float)}
     if not instance.fail_to_pass:
         raise ValueError(f"{where}: FAIL_TO_PASS is empty: name at least one test that the fix makes pass.")
+
+    # Checked at launch: otherwise a misspelt id would score every attempt 0.
     for test in instance.tests if instance.files else ():
         if not _has_module(instance.files, test):
             raise ValueError(

@@ -1,6 +1,6 @@
 """All SWE instances of a run: one training set, any number of held-out sets.
 
-Owns which sets exist and where an instance is played. No instance is in two sets.
+Owns which sets exist and where an instance runs. No instance is in two sets.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ from rlpipe.envs.swe.instances import Instance, load_instances
 
 
 def load_splits(config: EnvConfig) -> dict[str, dict[str, Instance]]:
-    """Instances by split and id, training first.
+    """Load the instances by split and id, training first.
 
-    Raises ValueError for a bad file, a set shared between splits, or a backend that cannot play them.
+    Raises ValueError for a bad file, a set shared between splits, or a backend that cannot run them.
     """
     splits = {TRAIN: load_instances(config.train_file, "env.train_file")}
     for name, file in zip(config.held_out_names, config.held_out_files, strict=True):
         splits[name] = load_instances(file, "env.held_out_files")
-    seen: dict[str, str] = {}
+
+    # An instance in two sets would let a run train on what it is validated on.
+    split_by_id: dict[str, str] = {}
     for split, instances in splits.items():
         for instance in instances.values():
             _check_backend(instance, split, config.sandbox.backend)
-            other = seen.setdefault(instance.instance_id, split)
+            other = split_by_id.setdefault(instance.instance_id, split)
             if other != split:
                 raise ValueError(
                     f"instance {instance.instance_id!r} is in both {other!r} and {split!r}: "
                     "a held-out set must share nothing with training; remove it from one."
                 )
+
     return splits
 
 
 def _check_backend(instance: Instance, split: str, backend: SandboxBackend) -> None:
     if bool(instance.files) != (backend is SandboxBackend.BUBBLEWRAP):
         what = "brings its files" if instance.files else "lives in a container image"
-        remedy = "bubblewrap" if instance.files else "docker or singularity"
+        backends = "bubblewrap" if instance.files else "docker or singularity"
         raise ValueError(
             f"instance {instance.instance_id!r} of {split!r} {what}, which "
-            f"env.sandbox.backend={backend} cannot play: set it to {remedy}."
+            f"env.sandbox.backend={backend} cannot play: set it to {backends}."
         )
 
 
@@ -50,12 +53,13 @@ class SweSuite(SplitTable):
         self._config = config
         splits = load_splits(config)
         super().__init__({name: list(instances) for name, instances in splits.items()})
+
         self._instances = {k: v for instances in splits.values() for k, v in instances.items()}
         self._runner = make_tree_runner(config.sandbox)
         self.max_turns = config.max_turns
 
     def episode(self, instance_id: str) -> SweEpisode:
-        """A fresh attempt. Raises InfrastructureError when its container does not start."""
+        """Start a fresh attempt. Raises InfrastructureError when its container does not start."""
         from rlpipe.envs.swe.workspace import ImageWorkspace, TreeWorkspace
 
         instance = self._instances[instance_id]
@@ -63,8 +67,9 @@ class SweSuite(SplitTable):
             workspace = TreeWorkspace(instance, self._runner, self._config)
         else:
             workspace = ImageWorkspace(instance, self._config)
+
         return SweEpisode(instance, workspace, self._config)
 
     def sandbox_counts(self) -> tuple[int, int]:
-        """(outcomes taken from memory, outcomes asked for) since start; zeros without a memo."""
+        """Return (outcomes that were reused, outcomes in all) since the start; zeros without a memo."""
         return self._runner.counts

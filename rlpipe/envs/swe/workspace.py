@@ -1,9 +1,9 @@
-"""Where an episode's repository lives, and how its final state is judged by the real tests.
+"""Where an episode's repository is, and how the real tests grade its final state.
 
 Owns grading. Tests always run in a fresh sandbox, over what the model changed but with the instance's
 own test files, and every required test id must be reported as passed:
 
-    tree:   final tree - tests - what could shadow modules -> grader.trees, beside the instance's tests
+    tree:   final tree - tests - what could shadow modules -> grader.trees, together with the instance's tests
     image:  diff of the model's container -> grader.images, in a fresh container with test_patch
 """
 
@@ -54,12 +54,15 @@ class Workspace(Protocol):
 
     def run(self, command: str) -> CommandResult:
         """Run a command in it. Raises InfrastructureError."""
+        ...
 
     def grade(self) -> Grade:
-        """Judge its present state. Raises InfrastructureError."""
+        """Grade its present state. Raises InfrastructureError."""
+        ...
 
     def close(self) -> None:
         """Free it."""
+        ...
 
 
 class TreeWorkspace:
@@ -78,14 +81,18 @@ class TreeWorkspace:
         instance, memo = self._instance, self._runner.memo
         tree = code_to_grade(instance, self._sandbox.tree)
         required = len(instance.tests)
+
+        # Without a change the tests fail as they did before; nothing has to run.
         if tree == code_to_grade(instance, tree_of(instance.files)):
             return Grade(changed=False, passed=0, required=required, in_process=instance.graded_in_process)
+
         key = ("grade", instance.instance_id, fingerprint(tree))
         passed = memo.get(key) if memo else None
         if passed is None:
             passed = run_tests(self._runner, instance, tree, self._config.test_timeout_s)
             if memo:
                 memo.put(key, passed, size=256)
+
         return Grade(
             changed=True,
             passed=passed,
@@ -95,7 +102,7 @@ class TreeWorkspace:
         )
 
     def close(self) -> None:
-        """Nothing is held between commands."""
+        """Free the tree."""
         self._sandbox.close()
 
 
@@ -106,9 +113,11 @@ class ImageWorkspace:
         self._instance, self._config = instance, config
         self._image = config.sandbox.image or instance.image_name
         self._sandbox = make_container_sandbox(config.sandbox, self._image)
+
         head = self._sandbox.run("git rev-parse HEAD")
         if head.exit_code:
             raise InfrastructureError(f"image {self._image} has no git repository: {head.output[-300:]!r}")
+
         self._head = head.output.strip()
 
     def run(self, command: str) -> CommandResult:
@@ -119,19 +128,25 @@ class ImageWorkspace:
         """Carry the model's changes into a fresh container and run the tests there."""
         required = len(self._instance.tests)
         diff = self._sandbox.run(_DIFF.format(head=self._head), output_kb=self._config.sandbox.tree_mb << 10)
+
+        # A diff that was cut cannot be applied, so no test is credited.
         if diff.exceeded is Limit.OUTPUT:
             return Grade(changed=True, passed=0, required=required, in_process=True, tamper="too_large")
+
         try:
             patch = base64.b64decode(diff.output, validate=True)
         except ValueError:
             patch = b""
+
         if diff.exit_code or not patch:
             return Grade(changed=False, passed=0, required=required, in_process=True)
+
         fresh = make_container_sandbox(self._config.sandbox, self._image)
         try:
             passed = passed_tests(fresh, self._instance, patch, self._config)
         finally:
             fresh.close()
+
         tamper = tampering(changes_of_diff(patch.decode(errors="replace")))
         return Grade(changed=True, passed=passed, required=required, in_process=True, tamper=tamper)
 

@@ -37,7 +37,7 @@ _SIGNATURE = 64
 
 
 def paths_of_tests(instance: Instance) -> list[str]:
-    """Patterns of the paths that hold the instance's tests: their files, and the `tests` folders around them.
+    """Return patterns of the paths of the instance's tests: their files, and the `tests` folders around them.
 
     >>> names = ("a/tests/b/test_c.py::d", "test_e.py::f")
     >>> paths_of_tests(Instance(instance_id="i", problem_statement="", fail_to_pass=names))
@@ -61,7 +61,7 @@ def apply_command(instance: Instance) -> str:
 def passed_tests(
     fresh: DockerSandbox | SingularitySandbox, instance: Instance, patch: bytes, config: EnvConfig
 ) -> int:
-    """How many required tests pass in an untouched container once a patch is applied to it.
+    """Count the required tests that pass in an untouched container once a patch is applied to it.
 
     Raises InfrastructureError when the container fails, pytest is not in it, or `test_patch` does not apply.
     """
@@ -71,12 +71,16 @@ def passed_tests(
             f"env.test_command={config.test_command!r} cannot import pytest in the image of "
             f"{instance.instance_id}: {probe.output.strip()[-300:]!r}"
         )
+
     if _MOVES.search(patch) or fresh.run(apply_command(instance), stdin=patch).exit_code:
         return 0  # ours are made without renames, whose source no --exclude protects
+
     if instance.test_patch:
         tests = fresh.run("git apply -", stdin=instance.test_patch.encode())
         if tests.exit_code:
             raise InfrastructureError(f"test_patch does not apply: {tests.output[-300:]!r}")
+
+    # A pytest that ended badly may have skipped checks, so not all tests count as passed.
     result, key = _run(fresh, config, instance.tests)
     names, exit_code = reported(result, key)
     passed = len(set(instance.tests) & set(names))
@@ -84,7 +88,11 @@ def passed_tests(
 
 
 def _run(
-    fresh: DockerSandbox | SingularitySandbox, config: EnvConfig, tests: tuple[str, ...], probe: bool = False
+    fresh: DockerSandbox | SingularitySandbox,
+    config: EnvConfig,
+    tests: tuple[str, ...],
+    *,
+    probe: bool = False,
 ) -> tuple[CommandResult, str]:
     source, key = _source(), secrets.token_hex(32)
     # the child must not import what lies in the repository's root before pytest
@@ -107,11 +115,12 @@ def _source() -> str:
 
 
 def reported(result: CommandResult, key: str) -> tuple[list[str], int]:
-    """Tests that the signed report names, and pytest's status; ([], 1) without a well-formed one."""
+    """Return the tests in the signed report, and pytest's status; ([], 1) without a well-formed one."""
     for line in () if result.exceeded else result.output.splitlines():
         signature, text = line[:_SIGNATURE], line[_SIGNATURE:].encode()
         if not hmac.compare_digest(signature.encode(), _signature(key, text)):
             continue
+
         match json.loads(text):
             case {"passed": list(passed), "exit_code": int(code)} if all(type(t) is str for t in passed):
                 return passed, code

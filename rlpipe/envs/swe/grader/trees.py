@@ -36,7 +36,7 @@ _CODE = ("late", "codec", "code_server")
 
 
 def code_to_grade(instance: Instance, final: Tree) -> dict[str, Entry]:
-    """The model's files, without tests and what shadows a module."""
+    """Return the model's files, without tests and what shadows a module."""
     tests = _tests(instance)
     return {
         path: entry
@@ -53,13 +53,13 @@ def _tests(instance: Instance) -> dict[str, str]:
 
 
 def _shadows(path: str) -> bool:
-    """Whether a path would be imported in place of the standard library, or is no source at all."""
+    """Return whether a path would be imported instead of the standard library, or is no source at all."""
     name = PurePosixPath(path).parts[0].split(".")[0]
     return name in sys.stdlib_module_names or name in _START_HOOKS or path.endswith(_BINARY_MODULES)
 
 
 def modules_of(code: Tree) -> dict[str, str | None]:
-    """Dotted names of the modules in a tree; the folder in which a package's parts are, None for others.
+    """Map the modules in a tree by dotted name to the folder of a package; None for other modules.
 
     >>> modules_of(tree_of({"core.py": "", "pkg/__init__.py": "", "pkg/a.py": "", "notes.txt": ""}))
     {'core': None, 'pkg': '/work/pkg', 'pkg.a': None}
@@ -76,7 +76,7 @@ def modules_of(code: Tree) -> dict[str, str | None]:
 
 
 def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: float) -> int:
-    """How many of the instance's tests pass over this code; 0 when there is no well-formed report.
+    """Count the instance's tests that pass over this code; 0 when there is no well-formed report.
 
     Raises InfrastructureError when a sandbox failed.
     """
@@ -86,9 +86,12 @@ def run_tests(runner: TreeRunner, instance: Instance, code: Tree, timeout_s: flo
     if instance.graded_in_process:
         result, _ = execute(runner.config, code | tests, _command(), timeout_s=timeout_s, stdin=stdin)
         return passed_tests(result, nonce, instance.tests)
+
+    # Data files go to both sandboxes; code goes only to its own.
     data = {p: e for p, e in code.items() if isinstance(e, File) and not p.endswith((".py", ".pth"))}
     ours, theirs = socket.socketpair()
     over = Event()
+
     with ours, theirs, ThreadPoolExecutor(1) as threads:
         served = threads.submit(_serve, runner, code, theirs, timeout_s, over)
         try:
@@ -111,7 +114,7 @@ def _serve(runner: TreeRunner, code: Tree, end: socket.socket, timeout_s: float,
 
 
 def passed_tests(result: CommandResult, nonce: str, tests: tuple[str, ...]) -> int:
-    """How many of the tests a report names; 0 when it is missing, malformed, or the run ended badly.
+    """Count the tests that a report names; 0 when it is missing, malformed, or the run ended badly.
 
     >>> passed_tests(CommandResult(output='n {"passed": ["a"], "intact": true}', exit_code=0), "n", ("a",))
     1
@@ -121,10 +124,12 @@ def passed_tests(result: CommandResult, nonce: str, tests: tuple[str, ...]) -> i
     lines = [line for line in result.output.splitlines() if line.startswith(nonce)]
     if result.exit_code or result.exceeded or len(lines) != 1:
         return 0
+
     try:
         report = json.loads(lines[0].removeprefix(nonce))
     except (ValueError, RecursionError):
         return 0
+
     match report:
         case {"passed": list(passed), "intact": True} if all(type(test) is str for test in passed):
             return len(set(tests) & set(passed))
