@@ -1,10 +1,10 @@
 """Attention of a few new tokens per row over the cached keys of the row.
 
-Owns the choice of kernel and the mask each needs. On a CPU, a few queries against a few hundred keys
+Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys
 are fastest as two batched products (25 to 30% less time than scaled_dot_product_attention, measured at
 8 and 32 rows, 100 keys, heads of 32); everything else goes through scaled_dot_product_attention.
 The two products read as many keys of each row as the longest row has, which one long conversation makes
-dear for all: they run over pieces of consecutive rows of similar lengths.
+expensive for all: they run over groups of consecutive rows of similar lengths.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 NARROW_QUERIES = 8  # tokens per row up to which the two products are used on a CPU
 PIECE_ROWS = 4  # rows that stay together
-PIECE_KEYS = 1000  # a piece more costs as much time as reading so many keys of a row
+PIECE_KEYS = 1000  # one more group costs as much time as reading this many keys of a row
 
 Piece = tuple[int, int, int]  # rows start..stop - 1, and how many of their keys are read
 
 
 def use_products(width: int, device: torch.device) -> bool:
-    """Whether a pass of `width` tokens per row takes the two batched products."""
+    """Return whether a pass of `width` tokens per row uses the two batched products."""
     return device.type == "cpu" and width <= NARROW_QUERIES
 
 
@@ -32,12 +32,13 @@ def attend(
     mask: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T + mask) v with grouped heads; scale: None for 1 / sqrt(D).
+    """Compute softmax(scale q k^T + mask) v with grouped heads; scale: None for 1 / sqrt(D).
 
     query: [B, q, heads, D]. keys, values: [B, kv_heads, L, D], views of the cache.
     mask: [B, q, L], 0 or -inf. Returns [B * q, heads * D].
     """
     heads, kv_heads = query.shape[2], keys.shape[1]
+
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         keys,
@@ -46,11 +47,12 @@ def attend(
         scale=scale,
         enable_gqa=heads != kv_heads,
     )
+
     return attended.transpose(1, 2).reshape(-1, heads * query.shape[3])
 
 
 def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
-    """Consecutive rows in pieces, so that few keys are read in vain; contexts: [B], keys each row needs.
+    """Group consecutive rows, so that few keys are read in vain; contexts: [B], keys that each row needs.
 
     >>> pieces_of(np.array([900, 880, 910, 905, *[100] * 8]))
     ((0, 4, 910), (4, 12, 100))
@@ -58,21 +60,26 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
     ((0, 12, 130),)
     """
     longest = np.maximum.reduceat(contexts, np.arange(0, len(contexts), PIECE_ROWS)).tolist()
+
     found: list[Piece] = []
     for index, keys in enumerate(longest):
         start, stop = index * PIECE_ROWS, min((index + 1) * PIECE_ROWS, len(contexts))
+
+        # Join the rows to the group before them where few keys are read in vain.
         if found:
             begin, middle, before = found[-1]
             more = max(before, keys)
             if (more - before) * (middle - begin) + (more - keys) * (stop - start) <= PIECE_KEYS:
                 found[-1] = (begin, stop, more)
                 continue
+
         found.append((start, stop, keys))
+
     return tuple(found)
 
 
 def expand_mask(mask: torch.Tensor, kv_heads: int, group: int) -> torch.Tensor:
-    """[B, q, L] -> [B * kv_heads, q, group, L], the form `attend_products` reads; made once per pass."""
+    """Expand a mask [B, q, L] to [B * kv_heads, q, group, L] for `attend_products`, once per pass."""
     width, length = mask.shape[1:]
     return mask[:, None, :, None].expand(-1, kv_heads, -1, group, -1).reshape(-1, width, group, length)
 
@@ -85,17 +92,23 @@ def attend_products(
     pieces: tuple[Piece, ...],
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention by two batched products. keys, values: [B * kv_heads, L, D]; mask from `expand_mask`."""
+    """Attend by two batched products. keys, values: [B * kv_heads, L, D]; mask from `expand_mask`."""
     batch, width, heads, dim = query.shape
+
     merged, _, group, length = mask.shape
     kv_heads = merged // batch
+
     grouped = query.view(batch, width, -1, group, dim).transpose(1, 2).reshape(merged, width * group, dim)
     mask = mask.reshape(merged, -1, length)
+
     found = []
     for start, stop, seen in pieces:
         rows = slice(start * kv_heads, stop * kv_heads)
         some, of = keys[rows, :seen].transpose(1, 2), values[rows, :seen]
+
         scores = torch.baddbmm(mask[rows, :, :seen], grouped[rows], some, alpha=scale or dim**-0.5)
         found.append(torch.bmm(scores.softmax(-1), of))
+
     attended = (found[0] if len(found) == 1 else torch.cat(found)).view(batch, -1, width, group, dim)
+
     return attended.transpose(1, 2).reshape(batch * width, heads * dim)

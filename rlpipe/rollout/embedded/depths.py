@@ -1,4 +1,4 @@
-"""Several draft layers, one per depth: which tokens each reads from which states, and where its keys lie.
+"""Several draft layers, one per depth: the tokens and states that each reads, and the slots of its keys.
 
 Chained as in DeepSeek-V3 (arXiv:2412.19437, section 2.2): with h_0 the target's states and e_s the embedding
 of token s, layer k computes h_k[t] = layer_k(h_{k-1}[t], e_{t+k}) and attends to its own keys of earlier
@@ -9,10 +9,10 @@ anchors t, made of the same depth. So a layer is one token further ahead than th
     layer 2      0 1 2 3 | 4             up to n - 3; anchor 4 reads the first draft
     layer 3      0 1 2 | 3 4             up to n - 4; anchors 3 and 4 read the first and the second draft
 
-A key lies in the slot of its anchor. The states before each "|" are a row's frontier (`RowTable.hidden`):
-what a layer makes of the next known token begins with the frontier of the layer before it. So all layers
-catch up over the same tokens, each a place further back. Depths beyond the last layer are drafted by it
-again, on its own states.
+A key is in the slot of its anchor. The states before each "|" are a row's frontier (`RowTable.hidden`):
+a layer processes the next known token together with the frontier of the layer before it. So all layers
+catch up over the same tokens, each one position further back. The last layer also drafts all deeper
+tokens, from its output states.
 """
 
 from __future__ import annotations
@@ -31,35 +31,41 @@ if TYPE_CHECKING:
 
 
 def anchor_span(model: Model, first: int, anchors: np.ndarray, *, decoding: bool) -> Span:
-    """A span of rows first, first + 1, ... at anchors [B, q]; negative ones write where nobody reads."""
+    """Make the span of rows first, first + 1, ... at anchors [B, q]; negative ones use an unread slot."""
     slots = np.where(anchors < 0, model.slots - 1, anchors)
+
     contexts = np.maximum(anchors.max(1) + 1, 1)
     return model.span(first, torch.from_numpy(slots).to(model.device), contexts, decoding=decoding)
 
 
 def behind(model: Model, part: Part, depth: int, *, joined: bool) -> Span:
-    """A part of the target's pass as the layer of a depth (from 0) catches up with it.
+    """Make the span in which the layer of a depth (from 0) catches up with a part of the target's pass.
 
-    joined: its rows join, so that their frontier is not known and the first `depth` tokens have no state.
+    joined: its rows are new, so that their frontier is not known and the first `depth` tokens have no state.
     """
     anchors = np.where(part.positions < model.slots - 1, part.positions - depth, -1)
+
     if joined:
         anchors[:, :depth] = -1
     return anchor_span(model, part.first, anchors, decoding=part.span.decoding)
 
 
 def carried(states: torch.Tensor, frontier: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-    """What the next layer reads of the same tokens [N, H]: each row's frontier, then all states but the last.
+    """Return the next layer's input states [N, H]: each row's frontier, then all states but the last.
 
     states: [N, H] of the layer before, part after part. frontier: [rows, H] of it, before this pass.
     """
     found, start, row = [], 0, 0
+
     for part in parts:
         batch, stop = part.span.batch, start + part.span.tokens
         block = states[start:stop].unflatten(0, (batch, -1))
+
         before = frontier[row : row + batch].unsqueeze(1)
+
         found.append(torch.cat((before, block[:, :-1]), 1).flatten(0, 1))
         start, row = stop, row + batch
+
     return torch.cat(found)
 
 
@@ -70,14 +76,17 @@ def draft_deeper(
     tokens: Sequence[torch.Tensor],
     last: np.ndarray,
 ) -> torch.Tensor:
-    """States [A, k - 1, H] of depth k = len(tokens) + 1, which has a layer of its own.
+    """Compute states [A, k - 1, H] of depth k = len(tokens) + 1, which has a separate layer.
 
     frontier: [A, depths, H] of the decoding rows. window: the same of the depth before, [A, 1, H] where that
     is the first. tokens: the drafts so far, [A] each. last: [A] positions of the pending tokens.
     """
     depth = len(tokens)  # counted from 0
+
     states = window if depth == 1 else torch.cat((frontier[:, depth - 1, None], window), 1)
+
     anchors = last[:, None] + np.arange(-depth, 0)
     span = anchor_span(model, 0, anchors, decoding=True)
+
     read = torch.stack(list(tokens), 1)
     return model.draft(read.flatten(), states.flatten(0, 1), [span], None, depth).view_as(states)

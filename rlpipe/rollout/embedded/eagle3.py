@@ -1,9 +1,9 @@
 """The EAGLE-3 draft in the engine: one layer that reads features of the target, over the engine's cache.
 
-Owns the draft's weights and its step; the equations are stated in `drafts.eagle3_model`, which trains it. The
-draft comes from a directory of its own; only the embedding is the target's. Where it is co-trained
-(draft.train=online) its weights come with each update of the target. Where it is not it stays, and drafts for
-an older policy: losslessly, and at an acceptance that falls until it is trained again.
+Owns the draft's weights and its step; the equations are in `drafts.eagle3_model`, which trains it. The draft
+is read from a separate directory; only the embedding is the target's. If it is co-trained
+(draft.train=online), its weights come with each update of the target. Otherwise it stays as it is: decoding
+remains lossless, but the acceptance rate falls until the draft is trained again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlpipe.rollout.embedded.span import Span
 class Eagle3Draft:
     """Weights of a draft, ready to multiply once `attach` has been called.
 
-    layers: of the target whose outputs are its features.
+    layers: indices of the target layers that it reads as features.
     """
 
     prefix = PREFIX
@@ -35,16 +35,16 @@ class Eagle3Draft:
 
     @classmethod
     def read(cls, path: str | Path, target: Mapping[str, Any]) -> Eagle3Draft:
-        """From a directory; target: `config.json` of the model. Raises ValueError, see `read_draft`."""
+        """Read a draft from a directory; target: `config.json` of the target. Raises as `read_draft` does."""
         return cls(*read_draft(path, target))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights, by the names under which they travel with the target's."""
+        """Shapes of its weights, by their names in an update of the target."""
         return {f"{PREFIX}{name}": shape for name, shape in self._shape.weight_shapes().items()}
 
     def attach(self, model: Model) -> None:
-        """Bring the weights to the model's device and layout."""
+        """Copy the weights to the model's device and layout."""
         self.load(model, self._weights)
         self._weights = {}  # the model holds copies
 
@@ -52,10 +52,13 @@ class Eagle3Draft:
         """Replace all weights, by the names of the draft's checkpoint."""
         get = model.getter(weights)
         self._fc = Linear(get("fc.weight"))
+
         self._layer = model.layer(get, weights, "midlayer.", qk_norm=False)
         self._hidden_norm = get("midlayer.hidden_norm.weight")
         self._norm = get("norm.weight")
+
         self._head = Linear(get("lm_head.weight"))
+
         ids = draft_ids(weights["d2t"].long()) if self._shape.reduced else None
         self._ids = None if ids is None else ids.to(model.device)
 
@@ -67,19 +70,23 @@ class Eagle3Draft:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Draft one token a row. state: [N, H], fused features or the draft's states of the step before."""
+        """Draft one token per row. state: [N, H], fused features or the draft's states of the step before."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self._layer.input_norm)
+
         both = torch.cat((embedded, model.norm(state, self._hidden_norm)), -1)
+
         return model.run_draft_layer(self._layer, state, spans, selects, read=both)
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[N, H] of each layer in `layers` -> [N, H]: what the first step reads."""
+        """Fuse the outputs [N, H] of each layer in `layers` into the input [N, H] of the first step."""
         return self._fc(torch.cat(features, -1))
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N, V] of the target's vocabulary; -inf for tokens that the draft does not know."""
+        """Compute logits [N, V] over the target's vocabulary; -inf for tokens unknown to the draft."""
         own = self._head(model.norm(state, self._norm))
+
         if self._ids is None:
             return own
+
         whole = own.new_full((len(own), self._shape.vocab), float("-inf"))
         return whole.index_copy_(1, self._ids, own)

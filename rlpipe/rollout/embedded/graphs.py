@@ -1,9 +1,9 @@
-"""Passes over the decoding rows in buffers of a few fixed shapes, captured as CUDA graphs.
+"""CUDA graphs of passes over the decoding rows, in buffers of a few fixed shapes.
 
 A pass of a small model is over before Python has launched its next kernel; a graph launches all of them at
 once. It replays the addresses it was captured with, so rows and context are padded to sizes of a short list:
-rows beyond those that decode read what others have cached, write into a row that nobody reads, and their
-results are dropped. On a CPU the same buffers are used and nothing is captured, which is what tests run.
+rows beyond those that decode read the keys of other rows, write into a row that is never read, and their
+results are dropped. On a CPU the same buffers are used without capture; the tests run this path.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from rlpipe.rollout.embedded.span import Span
 
 logger = logging.getLogger(__name__)
-_WARM_UPS = 2  # before a capture, so that libraries have allocated what they keep
+_WARM_UPS = 2  # before a capture, so that libraries have allocated their workspaces
 _CONTEXT = 128  # the smallest padded context
 
 
 @dataclass(slots=True, kw_only=True)
 class Buffers:
-    """What a pass of one shape reads and writes.
+    """Inputs and results of a pass of one shape.
 
-    state, select: for the draft; None where a pass does without. results: of the last run. graph: None on a
+    state, select: for the draft; None where unused. results: of the last run. graph: None on a
     CPU.
     """
 
@@ -38,7 +38,7 @@ class Buffers:
     results: Any = None
 
     def call(self, function: Pass) -> Any:
-        """Run a pass on them."""
+        """Run a pass on the buffers."""
         selects = None if self.select is None else [self.select]
         more = () if self.state is None else (self.state, selects)
         return function(self.tokens, [self.span], *more)
@@ -49,22 +49,24 @@ Pass = Callable[..., Any]
 
 
 class Graphs:
-    """Runs passes of a model, those over decoding rows in buffers; not thread-safe.
+    """Run the passes of a model, those over decoding rows in buffers; not thread-safe.
 
-    cache: the model's, [layers, 2, rows + 1, kv_heads, slots, head_dim], whose last row is nobody's.
-    unread: [2 * kv_heads] int64, places of that row in a layer's flat cache. usable: else passes run as they
-    are, and there is no such row.
+    cache: the model's, [layers, 2, rows + 1, kv_heads, slots, head_dim], with an unused last row.
+    unread: [2 * kv_heads] int64, indices of that row in a layer's flat cache. usable: if False, passes run
+    without buffers, and there is no such row.
     """
 
     def __init__(self, cache: torch.Tensor, unread: torch.Tensor, *, usable: bool) -> None:
         self._cache, self._unread = cache, unread
+
         self._rows, self._slots = cache.shape[2] - 1, cache.shape[4]
+
         self._known: dict[tuple, Buffers] = {}
         self._usable = usable
         self.clear()
 
     def clear(self) -> None:
-        """Forget all graphs: their weights have been replaced."""
+        """Drop all graphs: their weights have been replaced."""
         self._known.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._cache.is_cuda and self._usable else None
 
@@ -77,24 +79,33 @@ class Graphs:
         state: torch.Tensor | None = None,
         selects: Sequence[torch.Tensor] | None = None,
     ) -> Any:
-        """Run the pass of this name; returns its results, without the padding where there was one."""
+        """Run the pass of this name; return its results without padding."""
+
         span = spans[0]
+
         if not self._usable or len(spans) > 1 or not span.decoding or span.pieces:
             return function(tokens, spans, *(() if state is None else (state, selects)))
+
         select = None if selects is None else selects[0]
         batch, context = span.batch, span.mask.shape[2]
+
         rows, seen = padded_rows(batch, self._rows), padded_context(context, self._slots)
         key = (name, rows, span.width, seen, select is None)
+
         buffers = self._known.get(key)
         if new := buffers is None:
             buffers = self._known[key] = self._make(rows, seen, tokens, span, state, select)
+
+        # The inputs are filled before a capture, so that its warm-up runs on valid ones.
         _fill(buffers, tokens, span, state, select, self._unread)
         if new and self._pool is not None:
             self._capture(function, buffers)
+
         if buffers.graph is not None:
             buffers.graph.replay()
         else:
             buffers.results = buffers.call(function)
+
         return _without_padding(buffers.results, batch, rows)
 
     def _make(
@@ -107,6 +118,7 @@ class Graphs:
         select: torch.Tensor | None,
     ) -> Buffers:
         cache = self._cache[:, :, :rows, :, :seen]
+
         padded = replace(
             span,
             batch=rows,
@@ -116,6 +128,7 @@ class Graphs:
             keys=cache[:, 0].unbind(0),
             values=cache[:, 1].unbind(0),
         )
+
         return Buffers(
             tokens=tokens.new_zeros(padded.tokens),
             span=padded,
@@ -124,21 +137,24 @@ class Graphs:
         )
 
     def _capture(self, function: Pass, buffers: Buffers) -> None:
-        """Capture the pass; where that fails, it and all later ones are run without graphs."""
+        """Capture the pass; on a failure, it and all later ones run without graphs."""
         device = buffers.tokens.device
         try:
             beside = torch.cuda.Stream(device)
             beside.wait_stream(torch.cuda.current_stream(device))
+
             graph = torch.cuda.CUDAGraph()
+
             with torch.cuda.stream(beside):
                 for _ in range(_WARM_UPS):
                     buffers.call(function)
-                # what other threads of this process launch meanwhile, a trainer's for one, is not captured
+                # kernels that other threads launch meanwhile, such as a trainer's, are not captured
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     buffers.results = buffers.call(function)
                 finally:
                     graph.capture_end()
+
             torch.cuda.current_stream(device).wait_stream(beside)
             buffers.graph = graph
         except RuntimeError as error:
@@ -147,7 +163,7 @@ class Graphs:
 
 
 def padded_rows(batch: int, most: int) -> int:
-    """Rows of the buffers for a batch.
+    """Return the rows of the buffers for a batch.
 
     >>> [padded_rows(batch, 60) for batch in (1, 3, 8, 9, 33, 59)]
     [1, 4, 8, 16, 40, 60]
@@ -157,14 +173,16 @@ def padded_rows(batch: int, most: int) -> int:
 
 
 def padded_context(context: int, most: int) -> int:
-    """Slots that the buffers see: a power of two, or three halves of one, from 128 on.
+    """Return the slots that the buffers see: a power of two or 1.5 times one, from 128 on.
 
     >>> [padded_context(context, 1000) for context in (5, 129, 193, 257, 700, 900)]
     [128, 192, 256, 384, 768, 1000]
     """
+
     size = _CONTEXT
     while size < context:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+
     return min(size, most)
 
 
@@ -176,22 +194,26 @@ def _fill(
     select: torch.Tensor | None,
     unread: torch.Tensor,
 ) -> None:
-    """Copy a pass in. Rows of the padding keep masks that show them something: their results are finite."""
+    """Copy a pass in. Padding rows keep masks with visible keys, so that their results are finite."""
     batch, context, to = span.batch, span.mask.shape[2], buffers.span
+
     buffers.tokens[: len(tokens)].copy_(tokens)
     if state is not None:
         buffers.state[: len(state)].copy_(state)
     if select is not None:
         buffers.select[:batch].copy_(select)
+
     to.slots[:batch].copy_(span.slots)
     to.slots[batch:] = unread
     to.rotation[:batch].copy_(span.rotation)
+
     to.mask[:batch, :, :context].copy_(span.mask)
     to.mask[:batch, :, context:] = float("-inf")
 
 
 def _without_padding(results: Any, batch: int, rows: int) -> Any:
-    """Copies, because the next replay of any graph may write over the results."""
+    """Return copies, because the next replay of any graph may overwrite the results."""
     if isinstance(results, tuple):
         return tuple(_without_padding(result, batch, rows) for result in results)
+
     return results[: len(results) // rows * batch].clone()

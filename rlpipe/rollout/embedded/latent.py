@@ -5,7 +5,7 @@ keys and values are 128 * (192 + 128). With W_kb and W_vb of head i (DeepSeek-V2
 
     q_i . k_i = q_C . W_kb c + q_R . k_R = (W_kb^T q_C) . c + q_R . k_R        o_i = W_vb (sum_t p_t c_t)
 
-So all heads read one key, which is their value too; its last numbers are no part of it and are dropped. The
+So all heads read one key, which is also their value, except its last `rotary` numbers, which are dropped. The
 price is arithmetic: a score takes kv_rank + rotary products where an expanded one takes plain + rotary.
 """
 
@@ -29,19 +29,25 @@ class LatentProjection:
         """get: a weight by its Hugging Face name. prefix: of the attention's names."""
         latent = self._latent = arch.latent
         self._heads = arch.heads
+
         shared = get(f"{prefix}kv_a_proj_with_mqa.weight")
         query = get(f"{prefix}{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
-        if not latent.interleaved:  # rotations turn neighbours
+
+        # The engine rotates neighbouring channels; reorder checkpoints that rotate halves.
+        if not latent.interleaved:
             half = latent.rotary // 2
             pairs = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
             order = torch.cat((torch.arange(latent.plain), latent.plain + pairs)).to(query.device)
             query = query.unflatten(0, (arch.heads, -1))[:, order].flatten(0, 1)
             order = torch.cat((torch.arange(latent.kv_rank), latent.kv_rank + pairs)).to(query.device)
             shared = shared[order]
+
         self._query = Linear(query)
+
         if latent.query_rank:
             self._query_norm = get(f"{prefix}q_a_layernorm.weight")
             shared = torch.cat((get(f"{prefix}q_a_proj.weight"), shared))
+
         self._down = Linear(shared)
         self._norm = get(f"{prefix}kv_a_layernorm.weight")
         self._absorbed = _by_head(arch, get, prefix)[:, : latent.plain].contiguous()
@@ -49,19 +55,26 @@ class LatentProjection:
     def __call__(self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """[N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: turns [N, heads, rotary] in place."""
         latent, heads, eps = self._latent, self._heads, self._latent.norm_eps
+
         compressed, shared, turned = self._down(hidden).split(
             [latent.query_rank, latent.kv_rank, latent.rotary], -1
         )
+
         if latent.query_rank:
             hidden = F.rms_norm(compressed, (latent.query_rank,), self._query_norm, eps)
         query = self._query(hidden).unflatten(-1, (heads, -1))
+
         made = query.new_empty(len(query), heads + 1, latent.kv_rank + latent.rotary)
+
         plain, rotary = query.split([latent.plain, latent.rotary], -1)
         made[:, :heads, : latent.kv_rank] = torch.bmm(plain.transpose(0, 1), self._absorbed).transpose(0, 1)
         made[:, :heads, latent.kv_rank :] = rotary
+
         made[:, heads, : latent.kv_rank] = F.rms_norm(shared, (latent.kv_rank,), self._norm, eps)
         made[:, heads, latent.kv_rank :] = turned
+
         rotate(made[..., latent.kv_rank :])
+
         return made
 
 
@@ -77,6 +90,7 @@ class LatentOutput:
     def __call__(self, attended: torch.Tensor) -> torch.Tensor:
         """[N, heads * (kv_rank + rotary)] -> [N, H]."""
         mixed = attended.unflatten(-1, (self._heads, -1))[..., : self._rank].transpose(0, 1)
+
         return self._output(torch.bmm(mixed, self._values).transpose(0, 1).flatten(1))
 
 

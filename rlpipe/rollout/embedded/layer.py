@@ -35,14 +35,17 @@ def make_layer(
     *,
     qk_norm: bool | None = None,
 ) -> Layer:
-    """A layer from weights by their Hugging Face names.
+    """Make a layer from weights by their Hugging Face names.
 
-    get: a weight on the device, by its name in `weights`. qk_norm: whether queries and keys are normed, None
-    for what the model has.
+    get: returns a weight on the device, by its name in `weights`. qk_norm: whether queries and keys are
+    normed, None for the model's setting.
     """
+
+    # Neighbours form a rotated pair, instead of channels half a head apart as in the checkpoint.
     half = arch.rotary_dim // 2
     rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
     order = torch.cat((rotated, torch.arange(2 * half, arch.head_dim)))
+
     qk_norm = arch.qk_norm if qk_norm is None else qk_norm
 
     def interleaved(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,13 +54,16 @@ def make_layer(
 
     def fused(names: tuple[str, ...], rotated: int = 0) -> Linear:
         parts = [f"{prefix}{name}" for name in names]
+
         stacked = []
         for kind in ("weight", "bias"):
             if f"{parts[0]}.{kind}" not in weights:
                 stacked.append(None)
                 continue
+
             tensors = [get(f"{part}.{kind}") for part in parts]
             stacked.append(torch.cat([*map(interleaved, tensors[:rotated]), *tensors[rotated:]]))
+
         return Linear(stacked[0], stacked[1])
 
     qk_norms = [
@@ -69,9 +75,11 @@ def make_layer(
 
     def mixture() -> Mixture:
         router = get(f"{prefix}mlp.gate.weight")
+
         members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
         shared = mlp("mlp.shared_experts") if arch.experts.shared else None
         bias = weights[prefix + ROUTER_BIAS.hf[0]].to(router.device) if arch.experts.sigmoid else None
+
         return Mixture(arch.experts, router, members, shared, bias)
 
     if arch.latent:
@@ -80,6 +88,7 @@ def make_layer(
     else:
         names = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         attention = fused(names, rotated=2), *qk_norms, fused(("self_attn.o_proj",))
+
     return Layer(
         get(f"{prefix}input_layernorm.weight"),
         *attention,

@@ -1,4 +1,4 @@
-"""Matrix products of the engine: the fastest CPU kernel for the size at hand, F.linear elsewhere.
+"""Matrix products of the engine: the fastest CPU kernel for each size, F.linear on other devices.
 
 PyTorch's float32 F.linear goes to MKL, which uses AVX2 only on some CPUs; oneDNN with a prepacked
 weight is up to 2.2x faster there from a few dozen rows on, but has about 8 us of fixed cost, so
@@ -25,6 +25,7 @@ class Linear:
         self.weight = weight.contiguous()
         self.bias = bias
         self.size = weight.numel()
+
         self._packed = None
         self.threshold = float("inf")
         if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -32,10 +33,13 @@ class Linear:
                 self.threshold = PACKED_FROM
             elif weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
                 self.threshold = 0
+
+        # Prepacking costs memory, so only weights that can use it are packed.
         if self.threshold < float("inf"):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] * self.size >= self.threshold:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
         return F.linear(x, self.weight, self.bias)

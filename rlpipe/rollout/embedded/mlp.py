@@ -1,4 +1,4 @@
-"""What follows attention in a decoder layer: a gated MLP, or a mixture of them."""
+"""The MLP of a decoder layer: one gated MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
+
         return self.down(F.silu(gate).mul_(up))
 
 
 @dataclass(slots=True)
 class Mixture:
-    """Each token through the experts of its highest scores, weighted by a softmax or sigmoids in float32.
+    """MoE layer: the experts of a token's highest scores, weighted by a softmax or sigmoids in float32.
 
-    router: [experts, H]. shared: reads every token. bias: [experts] float32, added for the choice alone.
+    router: [experts, H]. shared: reads every token. bias: [experts] float32, added only for the choice.
     chosen: [N, experts per token], of the last call.
     """
 
@@ -43,30 +44,38 @@ class Mixture:
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
         chosen = self._allowed(scores if self.bias is None else scores + self.bias)
+
         self.chosen = chosen = chosen.topk(self.experts.per_token).indices
         weights = scores.gather(1, chosen)
+
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * self.experts.scaling
+
         chosen, order = chosen.flatten().sort(stable=True)
         tokens = order // self.experts.per_token
         sizes = chosen.bincount(minlength=len(self.members)).tolist()
+
         sent = x.index_select(0, tokens).split(sizes)
         found = [mlp(part) for mlp, part in zip(self.members, sent, strict=True) if len(part)]
+
         weighted = torch.cat(found).float() * weights.flatten()[order].unsqueeze(-1)
         mixed = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def _allowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [N, experts], -inf for the experts of groups that a token does not choose."""
+        """Return scores [N, experts], -inf for the experts of groups that a token does not choose."""
         if self.experts.groups == 1:
             return scores
+
+        # A group counts by the sum of its two highest scores.
         grouped = scores.unflatten(1, (self.experts.groups, -1))
         best = grouped.topk(2).values.sum(-1).topk(self.experts.groups_per_token).indices
+
         barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def last_routes(mlps: Iterable[GatedMlp | Mixture]) -> torch.Tensor:
-    """The experts that read each token of the last pass: [N, layers with experts, experts per token]."""
+    """Return each token's experts in the last pass: [N, layers with experts, experts per token]."""
     return torch.stack([mlp.chosen for mlp in mlps if isinstance(mlp, Mixture)], 1)

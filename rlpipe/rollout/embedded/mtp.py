@@ -1,7 +1,7 @@
 """One MTP layer in the engine: its weights, and one depth of drafting with it.
 
-Owns the equations of `models.checkpoint` in the engine's fused form; where its keys lie is `model`'s, which
-depth runs when, and over which tokens, is the decoder's and the drafting's.
+Owns the equations of `models.checkpoint` in the engine's fused form; `model` owns the slots of its keys,
+`decoder` and `drafting` own which depth runs when, and over which tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class MtpLayer:
 
     @classmethod
     def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
-        """The layer of a depth, counted from 0."""
+        """Read the layer of a depth, counted from 0."""
         get, prefix, parts = model.getter(weights), mtp_prefix(index), model.arch.draft
+
         token_norm, hidden_norm, joined, final_norm = (get(prefix + part.hf[0]) for part in parts)
+
         if Layout.SWAPPED not in {part.layout for part in parts}:  # it reads the token first
             joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
+
         return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
 
     def step(
@@ -49,7 +52,9 @@ class MtpLayer:
         spans: Sequence[Span],
         selects: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor:
-        """States of the next depth; arguments of `Model.draft`."""
+        """Compute the states of the next depth; arguments of `Model.draft`."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
+
         x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
+
         return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)

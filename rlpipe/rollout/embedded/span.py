@@ -1,6 +1,6 @@
-"""What one part of a forward pass reads and writes: rows of the cache with as many new tokens each.
+"""A span of a forward pass: rows of the cache with the same number of new tokens each.
 
-Owns the views and the places in the cache; `model` makes spans and runs layers over several at once.
+Owns the views of the cache and the slots in it; `model` makes spans and runs layers over several at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlpipe.rollout.embedded.attention import Piece
 
 @dataclass(slots=True, kw_only=True)
 class Span:
-    """`batch` consecutive rows with `width` new tokens each; what all layers of a pass share.
+    """`batch` consecutive rows with `width` new tokens each; shared by all layers of a pass.
 
     slots: [B, q, keys and values] where in a layer's flat cache each key and value head of a token goes.
     rotation: [B, q, D/2] complex64. keys, values: per layer, views of the slots that are seen.
     mask: 0 or -inf, [B, q, L], or as `attention.expand_mask` makes it when there are pieces.
-    pieces: rows that attend together in two batched products; none: all, by another kernel.
+    pieces: groups of rows that attend together in two batched products; empty: one kernel for all rows.
     decoding: whether the rows are the first of the cache and each has a step's few tokens.
     """
 
@@ -40,8 +40,9 @@ class Span:
         return self.batch * self.width
 
     def columns(self, start: int, stop: int) -> Span:
-        """The span of tokens start..stop - 1 of each row alone."""
+        """Return the span of only the tokens start..stop - 1 of each row."""
         part = slice(start, stop)
+
         return Span(
             batch=self.batch,
             width=stop - start,
@@ -55,23 +56,28 @@ class Span:
         )
 
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
-        """The mask of one token per row; select: [B] int64."""
+        """Return the mask of one token per row; select: [B] int64."""
         if self.pieces:
             select = select.repeat_interleave(len(self.mask) // self.batch)
+
         return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
 
 
 def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of all keys and values, flat, and rotations [N, 1, D/2] of all tokens of a pass."""
+    """Return the slots of all keys and values, flat, and rotations [N, 1, D/2] of all tokens of a pass."""
     slots = [span.slots.flatten() for span in spans]
+
     rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
+
     return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
 
 
 def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Index among the tokens of a pass of one token per row."""
+    """Return the index of one token per row among the tokens of a pass."""
     flat, start = [], 0
     for span, select in zip(spans, selects, strict=True):
         flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
+
         start += span.tokens
+
     return flat[0] if len(flat) == 1 else torch.cat(flat)
