@@ -57,6 +57,7 @@ class RunTask(Protocol):
 
     def run(self) -> bool:
         """Work to the end (True) or to a stop request (False), leaving a checkpoint."""
+        ...
 
     def request_stop(self) -> None:
         """Finish what is in progress, checkpoint, return from `run`; called by a signal handler."""
@@ -88,13 +89,14 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
     checkpoints = _checkpoints(config, run_dir)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
-    changed = settings_changed(run_dir, resolved, done, config.run.resume)
+    changed = settings_changed(run_dir, resolved, step=done, resume=config.run.resume)
     if config.task is Task.MTP_ADAPT:
         from rlpipe.adapt.run import Adaptation
 
         task: RunTask = Adaptation(config, run_dir, done)
     else:
         task = ReinforcementLearning(config, run_dir, done)
+
     keep_settings(run_dir, resolved)
     forget_steps(run_dir, done or 0)
     return run_task(task, config, run_dir, checkpoints, changed)
@@ -129,6 +131,7 @@ def run_task(
         bus.close()
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
+
     return status
 
 
@@ -167,6 +170,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
     presses = 0
 
     def interrupt(*_: object) -> None:
@@ -174,6 +178,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
         presses += 1
         if presses > 1:
             leave("stopped at once; the last checkpoint stands.", "interrupted", 130)
+
         print(
             "\nrlpipe: finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).",
             file=sys.stderr,
@@ -214,10 +219,12 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
         if rehearsal is not None and EnvName.USER in played:
             rehearsal(played[EnvName.USER])
         return list(played.values())
+
     directory = resolve(config.run.dump) if config.run.dump else None
     if not config.run.half.generates:
         Dump.open(directory, config)
         return []
+
     check_engine(config)
     check_environment(config.env)
     suite = make_suite(config.env, seed=config.run.seed)
@@ -225,9 +232,11 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
         rehearsal(suite)
     elif config.env.name is EnvName.USER:
         rehearse(suite, config.env.suite, episodes=1, turns=2, budget_s=_REHEARSAL_S)
+
     _check_instances(config.val, suite)
     if directory is not None:
         Dump.check_new(directory, config)
+
     return [suite]
 
 
@@ -239,7 +248,7 @@ def check_run_directory(config: Config, resolved: str) -> None:
     run_dir = resolve(config.run.dir)
     check_free(run_dir)
     steps = _checkpoints(config, run_dir).steps()
-    settings_changed(run_dir, resolved, steps[-1] if steps else None, config.run.resume)
+    settings_changed(run_dir, resolved, step=steps[-1] if steps else None, resume=config.run.resume)
 
 
 def _checkpoints(config: Config, run_dir: Path) -> CheckpointStore:
@@ -260,24 +269,29 @@ class ReinforcementLearning:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
             self._prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+
         self._dump = _dump(config, done or 0)
         if not run_mode.generates:
             self._prompts = DumpedPrompts(self._dump)
+
         self._cluster = self._pool = self._ray = self._ledger = self._loop = None
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
         config = self._config
         if injected := config.injection.active():
             bus.event("injection", **injected)
+
         self._ledger = Ledger(self._run_dir / "ledger.sqlite", bus.event)
         bus.event("phase", message="starting engines and trainer")
         if config.cluster.mode is ClusterMode.RAY:
             from rlpipe.actors.ray_session import RaySession
 
             self._ray = RaySession(config, give_up)
+
         self._cluster = self._pool = _make_cluster(config, bus)
         if self._dump is not None:
             self._cluster = with_dump(self._cluster, self._dump, config, event=bus.event)
+
         self._event = bus.event
         self._controller = Controller(
             config=config,
@@ -301,6 +315,7 @@ class ReinforcementLearning:
         return self._controller.version >= self._config.run.steps
 
     async def _run(self) -> None:
+        assert self._cluster is not None, "prepare comes before run"
         self._loop = asyncio.get_running_loop()
         serving = asyncio.ensure_future(self._serve_pool())
         try:
@@ -346,6 +361,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
         from rlpipe.actors.ray_cluster import hosts_and_gpus
 
         hosts, gpus = hosts_and_gpus()
+
     config, transfer = with_weight_transfer(config, hosts=hosts, gpus=gpus)
     if transfer:
         bus.event("phase", message=transfer)
@@ -353,6 +369,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
         from rlpipe.actors.inline_cluster import InlineCluster
 
         return InlineCluster(config, bus.event)
+
     from rlpipe.actors.ray_cluster import RayCluster
 
     return RayCluster(config, bus.event)

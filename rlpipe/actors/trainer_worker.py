@@ -99,6 +99,7 @@ class TrainerWorker:
         step = self._trainer.train_step(batch)
         for name in step.keys() & draft.keys():  # what both take: seconds
             step[name] = Mean(step[name].value() + draft[name].value(), 1)
+
         return metrics | draft | step
 
     def freeze_draft(self) -> None:
@@ -218,6 +219,7 @@ class TrainerWorker:
             )
         if self._draft is not None:
             self._draft.load(draft)
+
         self._trainer.load(directory / "trainer")
 
     def close(self) -> None:

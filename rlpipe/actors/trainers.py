@@ -35,6 +35,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     actor, steps, trainer = config.decoupled, config.run.steps, config.trainer
     if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:  # the others get no routes
         trainer = replace(trainer, layers=LayerSpec.LOCAL)
+
     draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed}
     policy = MegatronTrainer(
         trainer,
@@ -49,6 +50,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     )
     if not actor.active:
         return policy
+
     algo = actor.algo(config.algo)
     try:
         beside = MegatronTrainer(
@@ -65,6 +67,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     except BaseException:
         policy.close()
         raise
+
     return DecoupledTrainer(policy, beside, config=actor, algo=algo)
 
 

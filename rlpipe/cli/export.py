@@ -56,6 +56,7 @@ def checkpoint_of(run_dir: Path, step: int | None) -> Path:
         )
     if fault := store.fault(chosen):
         raise ValueError(f"the checkpoint of step {chosen} is damaged ({fault}): choose another --step.")
+
     return store.path(chosen)
 
 
@@ -74,5 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"rlpipe export: {error}", file=sys.stderr)
         return 2
+
     print(f"exported {checkpoint} to {options.out}")
     return 0

@@ -63,6 +63,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"{flag}: there is no such option.{meant} Remove it; `rlpipe run --help` lists them."
         )
+
     if given.multirun and (given.cfg or given.info):
         raise ValueError(
             "--multirun with --cfg or --info: a sweep has many configurations, and these show one. Leave one "
@@ -72,6 +73,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"--config-dir {given.config_dir!r} is not a folder: name the one that holds recipe/."
         )
+
     folders = [shipped("configs"), *([Path(given.config_dir)] if given.config_dir else [])]
     groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
     for word in given.overrides:
@@ -127,6 +129,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
             f"{_place(error)}its settings stand under `recipe`, which is a name. Make "
             "`# @package _global_` the first line of the file."
         )
+
     key = _key(error, text)
     word = next((w for w in arguments if w.lstrip("+").startswith(f"{key}=")), "")
     value = word.partition("=")[2]
@@ -137,6 +140,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         names = re.search(r"expected one of \[(.*)\]", first)
         meant = did_you_mean(wrong[1], names[1].split(", ")) if wrong and names else ""
         return f"{_place(error)}{word or key}: {first.rstrip('.')}.{meant} Instead {kind_of(key)}."
+
     return (
         f"{_place(error)}{first.rstrip('.')}. Correct it; {_ALL}." if type(error) is not ValueError else text
     )

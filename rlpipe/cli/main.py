@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] not in by_name:
         print(f"rlpipe: {unknown_command(arguments[0], list(by_name))}", file=sys.stderr)
         return 2
+
     try:
         return by_name[arguments[0]].main(arguments[1:])
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it

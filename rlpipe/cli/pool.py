@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             state = "leaves" if worker["leaving"] else "serves"
             print(f"rollout worker {worker['worker']}: {state}, plays {worker['playing']}")
         return 0
+
     asked: dict[str, Any] = {"do": args.do}
     asked |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
     file = place / f"{uuid.uuid4().hex[:8]}.json"
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "drain":
             command.add_argument("worker", type=int, help="its number, as `list` shows it")
             command.add_argument("--grace", type=float, default=60.0, help="seconds for what it plays")
+
     return parser
 
 

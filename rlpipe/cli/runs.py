@@ -24,9 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not directories:
         print(f"rlpipe runs: no run directory at or below {str(options.root)!r}.", file=sys.stderr)
         return 2
+
     try:
         print(runs_table(directories))
     except ValueError as error:
         print(f"rlpipe runs: {error}", file=sys.stderr)
         return 2
+
     return 0

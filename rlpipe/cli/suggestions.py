@@ -42,6 +42,7 @@ def closest_setting(key: str) -> str:
     known = dict(settings())
     if key in known:
         return key
+
     last_parts = {name: name.rpartition(".")[2] for name in known}
     last = key.rpartition(".")[2]
 
@@ -52,6 +53,7 @@ def closest_setting(key: str) -> str:
         return close[0]
     if close := get_close_matches(last, set(last_parts.values()), n=1):
         return next(name for name in known if last_parts[name] == close[0])
+
     return ""
 
 

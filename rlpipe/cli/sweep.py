@@ -62,10 +62,12 @@ class Sweep:
         if recorded := [path for path in swept if (path / "metrics.jsonl").exists()]:
             write_report(recorded, self._root / COMPARISON)
             print(f"report: {self._root / COMPARISON}")
+
         failed = [job for job in self.jobs if job.status]
         for job in failed:
             setting = f" ({swept[job.directory]})" if swept[job.directory] else ""
             print(f"rlpipe: {job.directory}{setting} ended with status {job.status}", file=sys.stderr)
+
         return 1 if failed else 0
 
 
@@ -87,6 +89,8 @@ def _in_a_process(resolved: str) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
     if stopped:
         sys.exit(128 + stopped[0])
+
     return process.returncode

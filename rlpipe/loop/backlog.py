@@ -101,6 +101,7 @@ class Backlog:
             await self._gate.wait_for_slot(self._next)
             index, self._next = self._next, self._next + 1
             self._ledger.admitted(index, self._prompts[index], self._gate.version)
+
         prompt = self._prompts[index]
         self._ledger.generating(prompt, prompt.trajectory_ids(self._settings.group_size))
         self._playing[index] = self._gate.version

@@ -55,6 +55,7 @@ class Saving:
         state: dict[str, Any] = {"recipe": self.config.recipe, "seed": run.seed, "half": run.half}
         if self.score is not None:
             state[SCORE] = self.score
+
         try:
             with Lane(self.spans, 0).span("checkpoint", version=version):
                 directory = self.store.begin(version)
@@ -64,10 +65,12 @@ class Saving:
         except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
             self._not_saved(version, error)
             return
+
         self._writing = asyncio.create_task(self._write(version, state, parts))
         self._writing.add_done_callback(_seen)
         if not run.save_async:
             await self._written()
+
         self._metrics["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
 
     async def require(self, version: int, backlog: Backlog) -> None:
@@ -110,16 +113,20 @@ class Saving:
             except Exception as error:  # of the trainer's formats, which know many
                 failed.append((step, error))
                 found = self.store.before(step)
+
         if failed and found is None:
             newest, error = failed[0]
             raise RunStopped(
                 f"no checkpoint could be loaded; step {newest}: {_in_words(error)}. Correct it, or remove "
                 f"{self.store.path(newest).parent} to start from step 0."
             ) from error
+
         for number, error in failed:  # an older one was loaded: it is they that are broken, not the trainer
             self.store.set_aside(number, _in_words(error))
+
         for broken in self.store.broken:
             self.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
+
         self.store.broken.clear()
         if found is None:
             self.ledger.forget()
@@ -127,6 +134,7 @@ class Saving:
             if served:
                 await self.cluster.publish_weights(0)
             return 0, None
+
         self._saved, self.score = step, state.get(SCORE)
         await self.cluster.publish_weights(step)
         self.event("resumed", step=step, path=path.name)
@@ -147,6 +155,7 @@ class Saving:
             if isinstance(error, TrainerLost):
                 raise
             return
+
         seconds = time.monotonic() - started
         self._saved = version
         self._metrics["timing_s/write_checkpoint"] = Mean(seconds, 1)

@@ -122,6 +122,7 @@ class CheckpointStore:
                 del state["files"]
                 return self.path(older), state
             passed.append(Broken(step=older, reason=reason))
+
         return None
 
     def set_aside(self, step: int, reason: str) -> None:
@@ -172,10 +173,12 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
             os.fsync(opened.fileno())
         held[str(file.relative_to(directory))] = [file.stat().st_size, file_sum(file)]
         _to_disk(file.parent)
+
     with (directory / STATE).open("w") as file:
         json.dump(state | {"files": held}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
     _to_disk(directory)
 
 
@@ -193,6 +196,7 @@ def _fault(directory: Path) -> str | None:
                 return f"{name} has other bytes than were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{STATE} cannot be read ({type(error).__name__}: {error})"
+
     return None
 
 

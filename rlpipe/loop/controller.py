@@ -107,6 +107,7 @@ class Controller:
             if lost is None:
                 break
             await self._recover(lost)
+
         if self._verdict:
             raise RunStopped(self._verdict)
 
@@ -121,6 +122,7 @@ class Controller:
         self._draft_frozen = False
         if odd := forget_steps(self.run_dir, self.version):
             self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
+
         self._monitor.resume_after(self.version)
         self._backlog = Backlog(
             self.config.pipeline,
@@ -141,12 +143,14 @@ class Controller:
             await self._train()
             for task in background:
                 task.cancel()
+
         if self._verdict:
             self.bus.event("run_stopped", verdict=self._verdict)
         if self.version or not self._verdict:
             await self._saves.require(self.version, self._backlog)
         if self.version == self.config.run.steps and (dropped := self.ledger.drop_unfinished("run ended")):
             self.bus.event("prompts_dropped", count=dropped, reason="run ended")
+
         self.bus.emit(self.version, self._spans.drain())
 
     async def _recover(self, lost: BaseExceptionGroup) -> None:
@@ -164,6 +168,7 @@ class Controller:
                 break
             except TrainerLost as again:
                 lost = BaseExceptionGroup("again", [again])
+
         self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
         await asyncio.to_thread(self.bus.take_back)
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
@@ -194,6 +199,7 @@ class Controller:
         if self.version == 0:
             await self._validate()
             self._monitor.see(self.bus.commit(0))
+
         while self.version < settings.steps:
             started = time.monotonic()
             with self._lane.span("wait", version=self.version):
@@ -220,7 +226,9 @@ class Controller:
                 self._tasks.pop(index).cancel()
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started
-            metrics |= _step_metrics(groups, self.version, seconds, waited) | self._backlog.metrics()
+            metrics |= (
+                _step_metrics(groups, self.version, seconds=seconds, waited=waited) | self._backlog.metrics()
+            )
             metrics |= self._masked.metrics()
             self.bus.emit(self.version, metrics | self._spans.drain())
             if self._due(self.config.val.every):
@@ -243,6 +251,7 @@ class Controller:
         if self._stop.is_set():
             work.close()
             return None
+
         working = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
@@ -257,6 +266,7 @@ class Controller:
         settings = self.config.val
         if not settings.every:
             return
+
         started = time.monotonic()
         metrics: dict[str, Value] = {}
         count = settings.samples * sum(map(len, self.held_out.values()))
@@ -272,8 +282,10 @@ class Controller:
             if number == 0:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
+
         if SCORE in metrics:
             self._saves.score = metrics[SCORE].value()
+
         metrics["timing_s/validate"] = Mean(time.monotonic() - started, 1)
         self.bus.emit(self.version, metrics)
 
@@ -306,7 +318,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _step_metrics(groups: list[Group], version: int, seconds: float, waited: float) -> dict[str, Value]:
+def _step_metrics(groups: list[Group], version: int, *, seconds: float, waited: float) -> dict[str, Value]:
     """What only the loop knows: the clock of the step."""
     tokens = sum(len(t.token_ids) for g in groups for t in g.trajectories)
     return {

@@ -84,6 +84,7 @@ class Dump:
                     f"run.dump={str(directory)!r} holds the dump of another run (it differs in "
                     f"{', '.join(differing)}): name another folder, or remove that one."
                 )
+
         return made_by
 
     @classmethod
@@ -209,6 +210,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"{where} was made with another {what} than model.path={config.model.path!r} "
                 f"({', '.join(files)}): {meaning}. Use the model it was made with."
             )
+
     for key, setting in (
         ("group_size", "pipeline.group_size"),
         ("prompts_per_step", "pipeline.prompts_per_step"),
@@ -219,6 +221,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"{where} was made with {setting}={dump.about[key]}, and this run has {own[key]}: "
                 f"set {setting}={dump.about[key]}."
             )
+
     if dump.about["candidates"] < own["candidates"]:
         raise ValueError(
             f"{where} holds {dump.about['candidates']} candidates beside each token, and "
@@ -247,6 +250,7 @@ def _read(directory: Path) -> dict[str, Any]:
             f"run.dump={str(directory)!r} holds no dump ({ABOUT}: {type(error).__name__}). Name the folder "
             "that a run with run.half=rollout or run.dump=FOLDER wrote."
         ) from error
+
     if about.get("format") not in _READABLE:
         raise ValueError(
             f"run.dump={str(directory)!r} has format {about.get('format')}, this version reads "

@@ -76,6 +76,7 @@ class Ledger:
             aside = set_aside(path)
             event("ledger_damaged", error=str(error), aside=aside.name)
             self._db = opened(path)
+
         check_format(self._db, path)
 
     def admitted(self, index: int, prompt: Prompt, version: int) -> None:
@@ -90,7 +91,7 @@ class Ledger:
         rows = [(name, prompt.group_id) for name in trajectory_ids]
 
         def change(db: sqlite3.Connection) -> None:
-            _move(db, prompt.group_id, ("admitted",), "generating")
+            _move(db, prompt.group_id, before=("admitted",), after="generating")
             db.execute("UPDATE prompts SET attempts = attempts + 1 WHERE group_id = ?", (prompt.group_id,))
             db.executemany(
                 "INSERT INTO trajectories (trajectory_id, group_id, state) VALUES (?,?,'generating')", rows
@@ -102,7 +103,7 @@ class Ledger:
         """A prompt that was being generated is not any more, and will be handed out again."""
 
         def change(db: sqlite3.Connection) -> None:
-            _move(db, group_id, ("generating",), "admitted")
+            _move(db, group_id, before=("generating",), after="admitted")
             db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
 
         self._change(change)
@@ -112,7 +113,7 @@ class Ledger:
         name = group.prompt.group_id
 
         def change(db: sqlite3.Connection) -> None:
-            _move(db, name, ("generating",), "complete")
+            _move(db, name, before=("generating",), after="complete")
             for t in group.trajectories:
                 moved = db.execute(
                     "UPDATE trajectories SET state = ?, reward = ?, oldest_version = ?, tokens = ?, info = ? "
@@ -128,6 +129,7 @@ class Ledger:
                     ),
                 ).rowcount
                 assert moved == 1, f"trajectory {t.trajectory_id} was not being generated"
+
             (left,) = db.execute(
                 "SELECT COUNT(*) FROM trajectories WHERE group_id = ? AND state = 'generating'", (name,)
             ).fetchone()
@@ -149,7 +151,7 @@ class Ledger:
         def change(db: sqlite3.Connection) -> None:
             for t in trajectories:
                 moved = _drop_trajectories(
-                    db, "trajectory_id = ? AND state = 'complete'", (t.trajectory_id,), reason
+                    db, "trajectory_id = ? AND state = 'complete'", (t.trajectory_id,), reason=reason
                 )
                 assert moved == 1, f"trajectory {t.trajectory_id} is not 'complete', cannot become 'dropped'"
 
@@ -163,9 +165,16 @@ class Ledger:
                 name = group.prompt.group_id
                 useful = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
                 if not useful:
-                    _move(db, name, ("complete",), "dropped", step=step, reason="every trajectory masked")
+                    _move(
+                        db,
+                        name,
+                        before=("complete",),
+                        after="dropped",
+                        step=step,
+                        reason="every trajectory masked",
+                    )
                     continue
-                _move(db, name, ("complete",), "trained", step=step)
+                _move(db, name, before=("complete",), after="trained", step=step)
                 for t in useful:
                     moved = db.execute(
                         "UPDATE trajectories SET state = 'trained', step = ?, version = ? "
@@ -181,7 +190,7 @@ class Ledger:
 
         def change(db: sqlite3.Connection) -> int:
             unfinished = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
-            _drop_trajectories(db, f"group_id IN ({unfinished})", (), reason)
+            _drop_trajectories(db, f"group_id IN ({unfinished})", (), reason=reason)
             return db.execute(
                 f"UPDATE prompts SET state = 'dropped', reason = ? WHERE state IN {_UNFINISHED}", (reason,)
             ).rowcount
@@ -267,6 +276,7 @@ class Ledger:
             full.backup(self._db)
             full.close()
             self._event("ledger_in_memory", error=str(error))
+
         with self._db:
             return change(self._db)
 
@@ -295,6 +305,7 @@ def _some(db: sqlite3.Connection, query: str, shown: int = 5) -> str:
 def _move(
     db: sqlite3.Connection,
     group_id: str,
+    *,
     before: Sequence[str],
     after: str,
     step: int | None = None,
@@ -309,11 +320,11 @@ def _move(
 
 
 def _drop_prompt(db: sqlite3.Connection, group_id: str, reason: str) -> None:
-    _move(db, group_id, ("admitted", "generating", "complete"), "dropped", reason=reason)
-    _drop_trajectories(db, "group_id = ?", (group_id,), reason)
+    _move(db, group_id, before=("admitted", "generating", "complete"), after="dropped", reason=reason)
+    _drop_trajectories(db, "group_id = ?", (group_id,), reason=reason)
 
 
-def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any], reason: str) -> int:
+def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any], *, reason: str) -> int:
     return db.execute(
         f"UPDATE trajectories SET state = 'dropped', reason = ? "
         f"WHERE {which} AND state IN ('generating', 'complete')",
@@ -332,10 +343,12 @@ def _lines(db: sqlite3.Connection) -> Iterator[str]:
         yield f"{table}:"
         for state, count in db.execute(f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY 2 DESC"):
             yield f"  {state:<12}{count}"
+
     for reason, count in db.execute(
         "SELECT reason, COUNT(*) FROM prompts WHERE reason NOTNULL GROUP BY reason"
     ):
         yield f"dropped, {reason}: {count} prompts"
+
     (again,) = db.execute("SELECT COUNT(*) FROM prompts WHERE attempts > 1").fetchone()
     yield f"played more than once (resumed runs): {again} prompts"
 
@@ -351,9 +364,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.run / "ledger.sqlite"
     if not path.is_file():
         parser.error(f"{path} does not exist: name the directory of a run.")
+
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
         check_format(db, path)
         print("\n".join(_lines(db)))
         wrong = violations(db, ended=not options.running)
+
     print("\n".join(f"VIOLATED: {what}" for what in wrong) or "every invariant holds")
     return 1 if wrong else 0

@@ -44,6 +44,7 @@ def opened(path: Path) -> sqlite3.Connection:
     except BaseException:
         db.close()
         raise
+
     return db
 
 

@@ -25,7 +25,7 @@ class MaskedAttempts:
     """
 
     def __init__(self, share: float, window: int, event: Callable[..., None]) -> None:
-        self._share, self._event = share, event
+        self._share, self._window_size, self._event = share, window, event
         self._window: deque[str] = deque(maxlen=window)  # what masked it; empty: it was not masked
         self._times: Counter[tuple[str, str]] = Counter()
         self._masked = self._errors = self._attempts = 0  # since the last metrics
@@ -66,8 +66,9 @@ class MaskedAttempts:
         """Why the run must stop; None while the rule holds or too few attempts have come back."""
         causes = Counter(filter(None, self._window))
         masked, window = causes.total(), len(self._window)
-        if window < self._window.maxlen or masked < self._share * window:
+        if window < self._window_size or masked < self._share * window:
             return None
+
         cause, times = causes.most_common(1)[0]
         return (
             f"{masked} of the last {window} attempts were masked (run.max_masked_share={self._share}), "

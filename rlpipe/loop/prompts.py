@@ -30,6 +30,7 @@ class PromptStream:
             order = list(range(len(self._ids)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._orders = {epoch: order}
+
         return Prompt(
             instance_id=self._ids[self._orders[epoch][place]],
             group_id=f"g{index:06d}",

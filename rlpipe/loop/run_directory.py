@@ -70,7 +70,7 @@ def _take(lock: IO[str], run_dir: Path) -> None:
         raise ValueError(_holder(run_dir)) from None
 
 
-def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Resume) -> dict[str, str]:
+def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: Resume) -> dict[str, str]:
     """What differs from the settings that a run was begun with, as "old -> new" by name.
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
@@ -80,6 +80,7 @@ def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Res
     path = run_dir / CONFIG
     if step is None or not path.exists():
         return {}
+
     changed = differences(_flat(path.read_text()), _flat(resolved))
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
         shown = "; ".join(f"{name}: {change}" for name, change in shapes.items())
@@ -95,6 +96,7 @@ def settings_changed(run_dir: Path, resolved: str, step: int | None, resume: Res
             f"run.dir={str(run_dir)!r} holds a run at step {step} with other settings: {shown}. Take those "
             "values again, choose another run.dir, or set run.resume=anyway to go on with the new ones."
         )
+
     return changed
 
 
@@ -135,6 +137,7 @@ def _flat(text: str) -> dict[str, Any]:
         settings = yaml.safe_load(text)
     except yaml.YAMLError:
         return {}
+
     return dict(walk("", with_current_names(settings))) if isinstance(settings, dict) else {}
 
 

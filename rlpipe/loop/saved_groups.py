@@ -77,9 +77,11 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
     if record["drafts"] is not None:
         record["drafts"] = [DraftStep(**step) for step in record["drafts"]]
+
     for name in (*Trajectory.COLUMNS, "routes"):
         if isinstance(record.get(name), dict):
             record[name] = _decoded(record[name])
+
     record["status"] = TrajectoryStatus(record["status"])
     record["spec"] = SpecCounts(**record["spec"])
     return Trajectory(**record)

@@ -68,10 +68,11 @@ class SelectionMeter:
         for place, name in enumerate(QUANTITIES):
             shift = _shift([v[place] for v in kept], [v[place] for v in every])
             values[f"selection/{name}_shift"] = Last(shift)
-            self._judge(name, shift, len(kept), len(every))
+            self._judge(name, shift, kept=len(kept), every=len(every))
+
         return values
 
-    def _judge(self, name: str, shift: float | None, kept: int, every: int) -> None:
+    def _judge(self, name: str, shift: float | None, *, kept: int, every: int) -> None:
         if shift is None or every < FEWEST or every - kept < FEWEST // 8 or name in self._warned:
             return
         if abs(shift) > max(SHIFT, SIGMAS * sqrt(1 / kept - 1 / every)):

@@ -60,9 +60,11 @@ class Growth:
         figures = [record.get(name) for name in (STEP, WAIT, GENERATING, TOKENS)]
         if self.wanted != self._workers or None in figures:
             return
+
         self._records, self._steps = [*self._records, figures][-WINDOW:], self._steps + 1
         if self._steps <= WINDOW:
             return
+
         steps, workers = self._records, self._workers
         seconds = sum(step for step, *_ in steps)
         waited = sum(wait for _, wait, *_ in steps) / seconds

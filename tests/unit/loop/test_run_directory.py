@@ -62,11 +62,11 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path):
 def test_another_experiment_is_refused_unless_it_is_wanted(run_dir, setting, value, shown):
     other = composed(**{setting: value})
     with pytest.raises(ValueError, match=r"run\.resume=anyway") as refusal:
-        settings_changed(run_dir, other, 4, Resume.AUTO)
+        settings_changed(run_dir, other, step=4, resume=Resume.AUTO)
     assert shown in str(refusal.value) and "step 4" in str(refusal.value)
-    (changed,) = settings_changed(run_dir, other, 4, Resume.ANYWAY)
+    (changed,) = settings_changed(run_dir, other, step=4, resume=Resume.ANYWAY)
     assert changed == setting.replace("__", ".")
-    assert settings_changed(run_dir, other, None, Resume.AUTO) == {}  # no checkpoint: it begins
+    assert settings_changed(run_dir, other, step=None, resume=Resume.AUTO) == {}  # no checkpoint: it begins
 
 
 @pytest.mark.parametrize(
@@ -82,28 +82,30 @@ def test_another_experiment_is_refused_unless_it_is_wanted(run_dir, setting, val
     ],
 )
 def test_how_far_where_and_what_is_watched_may_change(run_dir, setting, value):
-    assert settings_changed(run_dir, composed(**{setting: value}), 4, Resume.AUTO) == {}
+    assert settings_changed(run_dir, composed(**{setting: value}), step=4, resume=Resume.AUTO) == {}
 
 
 def test_more_steps_are_another_experiment_where_the_learning_rate_ends_with_them(tmp_path):
     keep_settings(tmp_path, composed(trainer__lr_schedule="cosine"))
     with pytest.raises(ValueError, match=r"run\.steps: 40 -> 99"):
-        settings_changed(tmp_path, composed(trainer__lr_schedule="cosine", run__steps=99), 4, Resume.AUTO)
+        settings_changed(
+            tmp_path, composed(trainer__lr_schedule="cosine", run__steps=99), step=4, resume=Resume.AUTO
+        )
 
 
 def test_settings_of_another_version_are_no_difference(run_dir):
     older = "\n".join(line for line in composed().splitlines() if "interval" not in line)
     (run_dir / "config.yaml").write_text(older + "\nwarm: 1\n")
-    assert settings_changed(run_dir, composed(), 4, Resume.AUTO) == {}
+    assert settings_changed(run_dir, composed(), step=4, resume=Resume.AUTO) == {}
 
 
 def test_a_run_of_before_a_section_was_renamed_continues_with_the_same_values_alone(run_dir):
     old = composed().replace("\ndraft:\n", "\nmtp:\n")
     assert "\nmtp:\n" in old
     (run_dir / "config.yaml").write_text(old)
-    assert settings_changed(run_dir, composed(), 4, Resume.AUTO) == {}
+    assert settings_changed(run_dir, composed(), step=4, resume=Resume.AUTO) == {}
     with pytest.raises(ValueError, match=r"draft\.lr: 0\.0001 -> 0\.5"):
-        settings_changed(run_dir, composed(draft__lr=0.5), 4, Resume.AUTO)
+        settings_changed(run_dir, composed(draft__lr=0.5), step=4, resume=Resume.AUTO)
 
 
 def test_every_configuration_is_kept(run_dir):
@@ -119,8 +121,8 @@ def test_adapters_of_another_shape_are_refused_whatever_is_wanted(run_dir, setti
     other = composed(**{"trainer__lora__rank": 8, f"trainer__lora__{setting}": value})
     for resume in (Resume.AUTO, Resume.ANYWAY):
         with pytest.raises(ValueError, match=rf"trainer\.lora\.{setting}: .* -> ") as refusal:
-            settings_changed(run_dir, other, 4, resume)
+            settings_changed(run_dir, other, step=4, resume=resume)
         assert f"model.path={run_dir}/checkpoints/step_4/hf and another run.dir" in str(refusal.value)
     assert settings_changed(
-        run_dir, composed(trainer__lora__rank=8, trainer__lora__alpha=4.0), 4, Resume.ANYWAY
+        run_dir, composed(trainer__lora__rank=8, trainer__lora__alpha=4.0), step=4, resume=Resume.ANYWAY
     )
