@@ -38,7 +38,6 @@ def attend(
     mask: [B, q, L], 0 or -inf. Returns [B * q, heads * D].
     """
     heads, kv_heads = query.shape[2], keys.shape[1]
-
     attended = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         keys,
@@ -47,7 +46,6 @@ def attend(
         scale=scale,
         enable_gqa=heads != kv_heads,
     )
-
     return attended.transpose(1, 2).reshape(-1, heads * query.shape[3])
 
 
@@ -60,7 +58,6 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
     ((0, 12, 130),)
     """
     longest = np.maximum.reduceat(contexts, np.arange(0, len(contexts), PIECE_ROWS)).tolist()
-
     found: list[Piece] = []
     for index, keys in enumerate(longest):
         start, stop = index * PIECE_ROWS, min((index + 1) * PIECE_ROWS, len(contexts))
@@ -94,21 +91,16 @@ def attend_products(
 ) -> torch.Tensor:
     """Attend by two batched products. keys, values: [B * kv_heads, L, D]; mask from `expand_mask`."""
     batch, width, heads, dim = query.shape
-
     merged, _, group, length = mask.shape
     kv_heads = merged // batch
-
     grouped = query.view(batch, width, -1, group, dim).transpose(1, 2).reshape(merged, width * group, dim)
     mask = mask.reshape(merged, -1, length)
-
     found = []
     for start, stop, seen in pieces:
         rows = slice(start * kv_heads, stop * kv_heads)
         some, of = keys[rows, :seen].transpose(1, 2), values[rows, :seen]
-
         scores = torch.baddbmm(mask[rows, :, :seen], grouped[rows], some, alpha=scale or dim**-0.5)
         found.append(torch.bmm(scores.softmax(-1), of))
 
     attended = (found[0] if len(found) == 1 else torch.cat(found)).view(batch, -1, width, group, dim)
-
     return attended.transpose(1, 2).reshape(batch * width, heads * dim)

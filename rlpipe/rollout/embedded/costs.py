@@ -31,9 +31,7 @@ def measure_costs(
 
     batches = [2**i for i in range(table.rows.bit_length()) if 2**i < table.rows] + [table.rows]
     cells = [(batch, gamma) for batch in batches for gamma in range(max_gamma + 1)]
-
     seconds = dict.fromkeys(cells, float("inf"))
-
     context = min(CONTEXT, table.tokens.shape[1] // 3)
     table.prompt[:] = context - 1
 
@@ -52,7 +50,6 @@ def measure_costs(
     table.active = 0
     table.total[:] = table.prompt[:] = 0
     torch.set_num_threads(before)
-
     return seconds
 
 

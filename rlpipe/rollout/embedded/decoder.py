@@ -77,9 +77,7 @@ class Decoder:
         drafts_on = bool(gamma) and model.drafts  # a lookup drafter has no keys
         if drafts_on:
             self._close_gaps(decoding)
-
         drafted = self._drafting.draft(decoding, gamma) if decoding else None
-
         fills = self._fills(decoding, starts, table.total[decoding : decoding + len(starts)])
         parts = [drafted.part, *fills] if drafted else fills
         spans = [part.span for part in parts]
@@ -89,14 +87,11 @@ class Decoder:
 
         # Hidden states that are sampled from: all of a decoding row, the last of a prompt.
         nodes = drafted.part.span.tokens if drafted else 0
-
         ready = torch.cat((hidden[:nodes], self._prompt_ends(hidden, nodes, decoding, fills, copies)))
         copied = self._prompt_ends(inputs, nodes, decoding, fills, copies)[len(starts) :] if copies else None
-
         rows = np.arange(table.active)
         if drafted:
             rows = np.concatenate((rows[:decoding].repeat(drafted.part.span.width), rows[decoding:]))
-
         log_p = log_probs(model.logits(ready), table.divisor(rows))
         probs = log_p.exp()
         choices = table.sampled_from(probs, rows)
@@ -127,7 +122,6 @@ class Decoder:
 
         # The draft writes its own keys of the emitted tokens, and its next depth 1.
         read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
-
         if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
 
@@ -136,12 +130,10 @@ class Decoder:
             self._copy(decoding + len(starts), copies, new_tokens[len(starts) :], read, drafts_on)
 
         self._note_draft_keys(decoding, starts, copies, gamma)
-
         emitted = self._emit(torch.cat(tokens), accepted, log_p, probs, decoding, top)
         emitted.verified = decoding if gamma else 0
         if drafts is not None:
             emitted.draft_tokens, emitted.draft_target_probs, emitted.draft_probs = drafts
-
         return emitted
 
     def _prompt_ends(
@@ -159,7 +151,6 @@ class Decoder:
 
         if copies:
             found.append(torch.cat(found).index_select(0, self._upload(np.asarray(copies) - decoding)))
-
         return torch.cat(found)
 
     def rebuild(self) -> None:
@@ -167,7 +158,6 @@ class Decoder:
         table = self._table
         if not table.active:
             return
-
         ends = table.total[: table.active] - 1
         fills = self._fills(0, [0] * table.active, ends)
 
@@ -183,7 +173,6 @@ class Decoder:
     def _close_gaps(self, decoding: int) -> None:
         """Let the draft catch up on rows that decoded without it."""
         table, rows = self._table, slice(0, decoding)
-
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():
             return
@@ -237,7 +226,6 @@ class Decoder:
         first, the states that it read at the last token of each row, [rows, H].
         """
         following = [tokens[0]] if accepted is not None else []
-
         selects = [accepted] if accepted is not None else []
         start = 0
         for part in fills:
@@ -276,7 +264,6 @@ class Decoder:
         """
 
         table, model = self._table, self._model
-
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
 
@@ -294,7 +281,6 @@ class Decoder:
         for begin, stop in self._buckets(sizes):
             columns = np.asarray(starts[begin:stop])[:, None] + np.arange(max(sizes[begin:stop]))
             columns = np.minimum(columns, self._model.slots - 1)  # padding goes to a slot never read
-
             rows = np.arange(first + begin, first + stop)[:, None]
             span = self._model.span(first + begin, self._upload(columns), ends[begin:stop])
             tokens = self._upload(self._table.tokens[rows, columns])
@@ -330,10 +316,8 @@ class Decoder:
     ) -> Emitted:
         """Copy the results of a step to the host, in one transfer."""
         count = len(tokens)
-
         logprobs = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1)
         parts = [tokens, logprobs, -torch.linalg.vecdot(probs, log_p)]
-
         if accepted is not None:
             parts.append(accepted)
         if top:
@@ -342,7 +326,6 @@ class Decoder:
         # Integers as int32 and the bits of float32 numbers share one tensor, hence one transfer.
         host = torch.cat([x.view(torch.int32) if x.is_floating_point() else x.int() for x in parts])
         host = host.cpu().numpy()
-
         counts = np.ones(self._table.active, np.int64)
         width = 1
         if accepted is not None:
@@ -384,5 +367,4 @@ def _draft_probs(drafted: Drafted, choices: torch.Tensor) -> tuple[np.ndarray, n
     q = torch.ones_like(p)
     if drafted.probs is not None:
         q = drafted.probs[:, drafted.parents].gather(-1, tokens).squeeze(-1)
-
     return tuple(x.cpu().numpy() for x in (tokens.squeeze(-1), p, q))

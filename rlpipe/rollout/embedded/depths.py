@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 def anchor_span(model: Model, first: int, anchors: np.ndarray, *, decoding: bool) -> Span:
     """Make the span of rows first, first + 1, ... at anchors [B, q]; negative ones use an unread slot."""
     slots = np.where(anchors < 0, model.slots - 1, anchors)
-
     contexts = np.maximum(anchors.max(1) + 1, 1)
     return model.span(first, torch.from_numpy(slots).to(model.device), contexts, decoding=decoding)
 
@@ -44,7 +43,6 @@ def behind(model: Model, part: Part, depth: int, *, joined: bool) -> Span:
     joined: its rows are new, so that their frontier is not known and the first `depth` tokens have no state.
     """
     anchors = np.where(part.positions < model.slots - 1, part.positions - depth, -1)
-
     if joined:
         anchors[:, :depth] = -1
     return anchor_span(model, part.first, anchors, decoding=part.span.decoding)
@@ -60,9 +58,7 @@ def carried(states: torch.Tensor, frontier: torch.Tensor, parts: Sequence[Part])
     for part in parts:
         batch, stop = part.span.batch, start + part.span.tokens
         block = states[start:stop].unflatten(0, (batch, -1))
-
         before = frontier[row : row + batch].unsqueeze(1)
-
         found.append(torch.cat((before, block[:, :-1]), 1).flatten(0, 1))
         start, row = stop, row + batch
 
@@ -82,11 +78,8 @@ def draft_deeper(
     is the first. tokens: the drafts so far, [A] each. last: [A] positions of the pending tokens.
     """
     depth = len(tokens)  # counted from 0
-
     states = window if depth == 1 else torch.cat((frontier[:, depth - 1, None], window), 1)
-
     anchors = last[:, None] + np.arange(-depth, 0)
     span = anchor_span(model, 0, anchors, decoding=True)
-
     read = torch.stack(list(tokens), 1)
     return model.draft(read.flatten(), states.flatten(0, 1), [span], None, depth).view_as(states)

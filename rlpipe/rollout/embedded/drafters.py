@@ -35,7 +35,6 @@ def read_draft_model(spec: SpecConfig, target: Mapping[str, Any]) -> DraftModel 
     """
     if not spec.needs_draft:
         return None
-
     return DRAFT_MODELS[spec.drafter](resolve(spec.draft_path), target)
 
 
@@ -46,7 +45,6 @@ def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
 
     if not spec.drafter.kind.has_model:
         return LookupDrafting(model, table, spec)
-
     return ChainDrafting(model, table, spec.mode)
 
 
@@ -54,5 +52,4 @@ def drafting_streams(spec: SpecConfig) -> int:
     """Return the uniforms per position; for a sampled block, those of the full step that starts there."""
     if spec.mode is SpecMode.TREE:
         return tree_streams(Tree.from_branching(spec.tree))
-
     return len(Stream) * (spec.gamma if spec.mode is SpecMode.BLOCK and spec.needs_model else 1)

@@ -145,7 +145,6 @@ class ChainDrafting(_RowDrafting):
 
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
-
         tokens, probs, frontier, layers = [pending], [], table.hidden[:decoding], model.depths
         window = frontier[:, :1]
 
@@ -181,7 +180,6 @@ class ChainDrafting(_RowDrafting):
         verdict = self._verify(
             drafts, drafted.probs, choices, uniforms[:, :gamma, Stream.COIN], uniforms[:, 0, Stream.RESIDUAL]
         )
-
         accepted, next_token = verdict.num_accepted, verdict.next_token.unsqueeze(1)
         tokens = torch.cat((drafts, next_token), 1).scatter_(1, accepted.unsqueeze(1), next_token)
         return Judged(tokens, accepted, verdict.accept_prob, part)
@@ -227,7 +225,6 @@ class LookupDrafting(ChainDrafting):
 
         positions = last[:, None] + np.arange(gamma + 1)
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
-
         tokens = torch.cat((pending.unsqueeze(1), self._upload(guesses)), 1)
         part = Part(0, span, tokens, torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, None, list(range(gamma)))
@@ -275,7 +272,6 @@ class TreeDrafting(_RowDrafting):
 
         # Leaves have no children: their distribution is never read.
         leaves = q.new_zeros(decoding, len(self._levels[-1]), q.shape[-1])
-
         positions = last[:, None] + self._depths
         part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
         return Drafted(part, uniforms, torch.cat([*probs, leaves], 1), list(tree.parents[1:]))
@@ -294,19 +290,15 @@ class TreeDrafting(_RowDrafting):
             uniforms[:, 0, Stream.RESIDUAL],
             replacement=False,
         )
-
         batch, accepted = len(part.tokens), verdict.num_accepted
         last = part.positions[:, 0]
         rearrange_kv(self._model.target_cache[:, :, :batch], self._upload(last), verdict.kv_source)
 
         path = verdict.path.clamp(min=0)
         next_token = verdict.next_token.unsqueeze(1)
-
         tokens = torch.cat((part.tokens.gather(1, path), next_token), 1)
         tokens.scatter_(1, accepted.unsqueeze(1), next_token)
-
         nodes = torch.cat((torch.zeros_like(path[:, :1]), path), 1)
-
         positions = last[:, None] + np.arange(tree.max_depth + 1)
         chain = self._model.span(0, self._upload(positions), last + tree.max_depth + 1, decoding=True)
         emitted = Part(0, chain, part.tokens.gather(1, nodes), part.last, positions)
@@ -317,13 +309,11 @@ class TreeDrafting(_RowDrafting):
     def _span(self, last: np.ndarray, *, draft: bool = False) -> Span:
         """Return the span of all nodes from the pending tokens at `last`; draft: as seen by the MTP layer."""
         model, nodes = self._model, self._tree.num_drafts + 1
-
         root, contexts = last[:, None], last + nodes
 
         # A token sees all slots before the root, and its ancestors in the tree.
         node = model.slot_ids[: contexts.max()] - self._upload(root - draft)  # [A, slots], node in each
         seen = self._sees[:, node.clamp(0, nodes)].transpose(0, 1) | (node < 0).unsqueeze(1)
-
         return model.span(
             0,
             self._upload(root + self._depths - draft),
@@ -343,7 +333,6 @@ def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     for column in uniforms.flatten(0, 1).unbind(-1):
         token = sample_cdf(left, column)
         drawn.append(token)
-
         without = left.scatter(1, token.unsqueeze(1), 0.0)
         left = torch.where(without.sum(1, keepdim=True) > 0, without, left)
 

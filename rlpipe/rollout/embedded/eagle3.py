@@ -58,7 +58,6 @@ class Eagle3Draft:
         self._norm = get("norm.weight")
 
         self._head = Linear(get("lm_head.weight"))
-
         ids = draft_ids(weights["d2t"].long()) if self._shape.reduced else None
         self._ids = None if ids is None else ids.to(model.device)
 
@@ -72,9 +71,7 @@ class Eagle3Draft:
     ) -> torch.Tensor:
         """Draft one token per row. state: [N, H], fused features or the draft's states of the step before."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self._layer.input_norm)
-
         both = torch.cat((embedded, model.norm(state, self._hidden_norm)), -1)
-
         return model.run_draft_layer(self._layer, state, spans, selects, read=both)
 
     def fuse(self, features: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -84,9 +81,7 @@ class Eagle3Draft:
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
         """Compute logits [N, V] over the target's vocabulary; -inf for tokens unknown to the draft."""
         own = self._head(model.norm(state, self._norm))
-
         if self._ids is None:
             return own
-
         whole = own.new_full((len(own), self._shape.vocab), float("-inf"))
         return whole.index_copy_(1, self._ids, own)

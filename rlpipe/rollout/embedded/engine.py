@@ -69,7 +69,6 @@ class EmbeddedEngine:
 
         draft = read_draft_model(spec, hf_config)
         weights = read_weights(model_path)
-
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
         self._draft = draft
@@ -80,9 +79,7 @@ class EmbeddedEngine:
             self._optional |= {"lm_head.weight"}
         check_weights(weights, self._shapes, self._optional)
         self._spec = spec
-
         device = torch.device(_pick_device(config.device))
-
         self._model = Model(
             arch,
             weights,
@@ -94,10 +91,8 @@ class EmbeddedEngine:
             draft=draft,
             graphs=config.cuda_graphs and device.type == "cuda",
         )
-
         self._build()
         self._busy_seconds = 0.0
-
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], None], Future | None]] = deque()
         self._pending: dict[str, Pending] = {}
@@ -118,7 +113,6 @@ class EmbeddedEngine:
 
         drafting = make_drafting(model, self._table, spec)
         self._decoder = Decoder(model, self._table, drafting, config.prefill_tokens)
-
         policy: GammaPolicy = FixedGamma(spec.depth)
         self.costs: dict[tuple[int, int], float] = {}
         if spec.adaptive:
@@ -148,7 +142,6 @@ class EmbeddedEngine:
         invalid request, RuntimeError after `close` or a failure of the engine.
         """
         check_request(request, self._arch.vocab, self._spec.mode)
-
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         pending = (loop, future)
@@ -259,7 +252,6 @@ class EmbeddedEngine:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
                     self._wake.wait()
-
                 closed = self._closed  # no action is added to the inbox once this is set
 
             # Actions run without the lock: they may take as long as a weight update.
@@ -333,5 +325,4 @@ def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:
 def _pick_device(device: str) -> str:
     if device != "auto":
         return device
-
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -58,9 +58,7 @@ class Graphs:
 
     def __init__(self, cache: torch.Tensor, unread: torch.Tensor, *, usable: bool) -> None:
         self._cache, self._unread = cache, unread
-
         self._rows, self._slots = cache.shape[2] - 1, cache.shape[4]
-
         self._known: dict[tuple, Buffers] = {}
         self._usable = usable
         self.clear()
@@ -82,16 +80,12 @@ class Graphs:
         """Run the pass of this name; return its results without padding."""
 
         span = spans[0]
-
         if not self._usable or len(spans) > 1 or not span.decoding or span.pieces:
             return function(tokens, spans, *(() if state is None else (state, selects)))
-
         select = None if selects is None else selects[0]
         batch, context = span.batch, span.mask.shape[2]
-
         rows, seen = padded_rows(batch, self._rows), padded_context(context, self._slots)
         key = (name, rows, span.width, seen, select is None)
-
         buffers = self._known.get(key)
         if new := buffers is None:
             buffers = self._known[key] = self._make(rows, seen, tokens, span, state, select)
@@ -118,7 +112,6 @@ class Graphs:
         select: torch.Tensor | None,
     ) -> Buffers:
         cache = self._cache[:, :, :rows, :, :seen]
-
         padded = replace(
             span,
             batch=rows,
@@ -128,7 +121,6 @@ class Graphs:
             keys=cache[:, 0].unbind(0),
             values=cache[:, 1].unbind(0),
         )
-
         return Buffers(
             tokens=tokens.new_zeros(padded.tokens),
             span=padded,
@@ -142,7 +134,6 @@ class Graphs:
         try:
             beside = torch.cuda.Stream(device)
             beside.wait_stream(torch.cuda.current_stream(device))
-
             graph = torch.cuda.CUDAGraph()
 
             with torch.cuda.stream(beside):
@@ -182,7 +173,6 @@ def padded_context(context: int, most: int) -> int:
     size = _CONTEXT
     while size < context:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-
     return min(size, most)
 
 
@@ -196,13 +186,11 @@ def _fill(
 ) -> None:
     """Copy a pass in. Padding rows keep masks with visible keys, so that their results are finite."""
     batch, context, to = span.batch, span.mask.shape[2], buffers.span
-
     buffers.tokens[: len(tokens)].copy_(tokens)
     if state is not None:
         buffers.state[: len(state)].copy_(state)
     if select is not None:
         buffers.select[:batch].copy_(select)
-
     to.slots[:batch].copy_(span.slots)
     to.slots[batch:] = unread
     to.rotation[:batch].copy_(span.rotation)
@@ -215,5 +203,4 @@ def _without_padding(results: Any, batch: int, rows: int) -> Any:
     """Return copies, because the next replay of any graph may overwrite the results."""
     if isinstance(results, tuple):
         return tuple(_without_padding(result, batch, rows) for result in results)
-
     return results[: len(results) // rows * batch].clone()

@@ -55,7 +55,6 @@ class LatentProjection:
     def __call__(self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """[N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: turns [N, heads, rotary] in place."""
         latent, heads, eps = self._latent, self._heads, self._latent.norm_eps
-
         compressed, shared, turned = self._down(hidden).split(
             [latent.query_rank, latent.kv_rank, latent.rotary], -1
         )
@@ -63,18 +62,14 @@ class LatentProjection:
         if latent.query_rank:
             hidden = F.rms_norm(compressed, (latent.query_rank,), self._query_norm, eps)
         query = self._query(hidden).unflatten(-1, (heads, -1))
-
         made = query.new_empty(len(query), heads + 1, latent.kv_rank + latent.rotary)
-
         plain, rotary = query.split([latent.plain, latent.rotary], -1)
         made[:, :heads, : latent.kv_rank] = torch.bmm(plain.transpose(0, 1), self._absorbed).transpose(0, 1)
         made[:, :heads, latent.kv_rank :] = rotary
 
         made[:, heads, : latent.kv_rank] = F.rms_norm(shared, (latent.kv_rank,), self._norm, eps)
         made[:, heads, latent.kv_rank :] = turned
-
         rotate(made[..., latent.kv_rank :])
-
         return made
 
 
@@ -90,7 +85,6 @@ class LatentOutput:
     def __call__(self, attended: torch.Tensor) -> torch.Tensor:
         """[N, heads * (kv_rank + rotary)] -> [N, H]."""
         mixed = attended.unflatten(-1, (self._heads, -1))[..., : self._rank].transpose(0, 1)
-
         return self._output(torch.bmm(mixed, self._values).transpose(0, 1).flatten(1))
 
 

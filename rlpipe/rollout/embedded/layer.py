@@ -54,7 +54,6 @@ def make_layer(
 
     def fused(names: tuple[str, ...], rotated: int = 0) -> Linear:
         parts = [f"{prefix}{name}" for name in names]
-
         stacked = []
         for kind in ("weight", "bias"):
             if f"{parts[0]}.{kind}" not in weights:
@@ -75,11 +74,9 @@ def make_layer(
 
     def mixture() -> Mixture:
         router = get(f"{prefix}mlp.gate.weight")
-
         members = [mlp(f"mlp.experts.{index}") for index in range(arch.experts.count)]
         shared = mlp("mlp.shared_experts") if arch.experts.shared else None
         bias = weights[prefix + ROUTER_BIAS.hf[0]].to(router.device) if arch.experts.sigmoid else None
-
         return Mixture(arch.experts, router, members, shared, bias)
 
     if arch.latent:

@@ -41,5 +41,4 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] * self.size >= self.threshold:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-
         return F.linear(x, self.weight, self.bias)

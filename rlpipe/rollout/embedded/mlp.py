@@ -21,7 +21,6 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-
         return self.down(F.silu(gate).mul_(up))
 
 
@@ -47,18 +46,15 @@ class Mixture:
 
         self.chosen = chosen = chosen.topk(self.experts.per_token).indices
         weights = scores.gather(1, chosen)
-
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * self.experts.scaling
-
         chosen, order = chosen.flatten().sort(stable=True)
         tokens = order // self.experts.per_token
         sizes = chosen.bincount(minlength=len(self.members)).tolist()
 
         sent = x.index_select(0, tokens).split(sizes)
         found = [mlp(part) for mlp, part in zip(self.members, sent, strict=True) if len(part)]
-
         weighted = torch.cat(found).float() * weights.flatten()[order].unsqueeze(-1)
         mixed = torch.zeros(x.shape, device=x.device).index_add_(0, tokens, weighted).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x)
@@ -71,7 +67,6 @@ class Mixture:
         # A group counts by the sum of its two highest scores.
         grouped = scores.unflatten(1, (self.experts.groups, -1))
         best = grouped.topk(2).values.sum(-1).topk(self.experts.groups_per_token).indices
-
         barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(1)
 

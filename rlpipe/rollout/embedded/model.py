@@ -96,21 +96,17 @@ class Model:
         graphs: bool = False,
     ) -> None:
         self.arch, self.draft_model, self.device, self.dtype = arch, draft, device, dtype
-
         self.rows, self.slots = rows, slots
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
         torch.backends.cuda.enable_cudnn_sdp(False)
-
         self.depths, sides = 1 if draft is not None else int(mtp), 1 if arch.latent else 2
         layers, kv_heads, head_dim = arch.layers + self.depths, arch.cached_heads, arch.cached_dim
         graphs = graphs and arch.experts is None  # only the host knows how many tokens an expert gets
 
         kept = rows + graphs
         self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
-
         self.target_cache = self.cache[: arch.layers]
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
-
         heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
         self._row_offsets = torch.arange(kept, device=device).unsqueeze(1) * (kv_heads * slots)
@@ -120,7 +116,6 @@ class Model:
         # in float32, as trainer and servers: exact angles would differ from theirs by 2e-3 after 32k tokens
         angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
         self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
-
         self.slot_ids = torch.arange(slots, device=device)
         self._eps = torch.tensor(arch.norm_eps)
         self._scale = arch.softmax_scale if arch.latent else arch.head_dim**-0.5  # rotations are scaled
@@ -140,7 +135,6 @@ class Model:
         The caller has checked names and shapes.
         """
         self._graphs.clear()
-
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
         self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
@@ -180,10 +174,8 @@ class Model:
         slots = positions if slots is None else slots
         if unseen is None:
             unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
-
         mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
         mask.masked_fill_(unseen, float("-inf"))
-
         seen = self.cache[:, :, first : first + batch, :, :context]
         if products:
             mask = expand_mask(mask, arch.cached_heads, arch.heads // arch.cached_heads)
@@ -234,7 +226,6 @@ class Model:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return final-norm hidden states, and the outputs of the chosen layers in their order."""
         x, found = self.embedding.index_select(0, tokens), {}
-
         shared = join(spans)
         for index, layer in enumerate(self.layers):
             x = self._run(layer, index, x, spans, shared)
@@ -307,7 +298,6 @@ class Model:
     ) -> torch.Tensor:
         arch, (slots, rotation) = self.arch, shared
         heads = arch.heads
-
         read = self.norm(x, layer.input_norm) if read is None else read
 
         if arch.latent:
@@ -355,7 +345,6 @@ class Model:
         """Apply RMSNorm, with five kernels on a CPU where F.rms_norm runs about nine."""
         if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.arch.hidden,), weight, self.arch.norm_eps)
-
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return (x * torch.add(self._eps, squares, alpha=1 / self.arch.hidden).rsqrt_()).mul_(weight)
 

@@ -35,12 +35,9 @@ class MtpLayer:
     def read(cls, model: Model, weights: Mapping[str, torch.Tensor], index: int) -> MtpLayer:
         """Read the layer of a depth, counted from 0."""
         get, prefix, parts = model.getter(weights), mtp_prefix(index), model.arch.draft
-
         token_norm, hidden_norm, joined, final_norm = (get(prefix + part.hf[0]) for part in parts)
-
         if Layout.SWAPPED not in {part.layout for part in parts}:  # it reads the token first
             joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
-
         return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
 
     def step(
@@ -54,7 +51,5 @@ class MtpLayer:
     ) -> torch.Tensor:
         """Compute the states of the next depth; arguments of `Model.draft`."""
         embedded = model.norm(model.embedding.index_select(0, tokens), self.token_norm)
-
         x = self.joined(torch.cat((model.norm(hidden, self.hidden_norm), embedded), -1))
-
         return model.norm(model.run_draft_layer(self.layer, x, spans, selects, depth=depth), self.final_norm)

@@ -48,7 +48,6 @@ class RowTable:
         self.routes = _empty_routes(model) if routes else None
 
         self.draft_keys = np.full(rows, slots)  # keys of the draft's first layer are right before this one
-
         self.tokens = np.zeros((rows, slots), np.int64)
         self.total = np.zeros(rows, np.int64)
         self.prompt = np.zeros(rows, np.int64)  # tokens of the prompt
@@ -59,7 +58,6 @@ class RowTable:
         self.versions = np.zeros((rows, slots), np.int32)
 
         self.uniforms = np.zeros((rows, slots, streams))  # by index among the output tokens
-
         self.drafted = np.zeros((rows, depth), np.int64)  # verify steps that reached a depth
         self.accepted = np.zeros((rows, depth), np.int64)  # those of them that accepted it
         self.verify_steps = np.zeros(rows, np.int64)
@@ -97,7 +95,6 @@ class RowTable:
         Returns (row, whether it has the conversation's keys).
         """
         target, row = self.active, self.idle_row(session_id)
-
         known = row is not None
 
         if known:
@@ -129,7 +126,6 @@ class RowTable:
     ) -> None:
         """Write a request into its row; the caller fills its keys."""
         self.jobs[row] = job
-
         self.tokens[row, : len(prompt)] = prompt
         self.total[row] = self.prompt[row] = len(prompt)
         self.end[row] = end
@@ -137,7 +133,6 @@ class RowTable:
 
         for counter in (self.drafted, self.accepted, self.verify_steps, self.proposed):
             counter[row] = 0
-
         self.greedy[row] = temperature == 0
         self.temperature[row] = temperature or 1.0
 
@@ -145,14 +140,12 @@ class RowTable:
         missing = len(stops) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
-
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
 
     def release(self, row: int) -> None:
         """End the request of an active row; its keys stay for its conversation, if it has one."""
         session, last = self._owner[row], self.active - 1
-
         self.jobs[row], self._owner[row] = None, None
 
         if session is None:
@@ -174,7 +167,6 @@ class RowTable:
         """
         if self.active < 4 * PIECE_ROWS or not use_products(1, self._device):
             return
-
         totals = self.total[: self.active]
         long = totals > 1.5 * np.median(totals)
         split = np.count_nonzero(long)
@@ -222,11 +214,9 @@ class RowTable:
     def _move(self, source: int, target: int) -> None:
         """Overwrite a row with another one, which becomes free."""
         self.copy_keys(source, target, int(self.total[source]))
-
         self.hidden[target] = self.hidden[source]
         for array in self._arrays():
             array[target] = array[source]
-
         self.jobs[target], self.jobs[source] = self.jobs[source], None
         self._set_owner(target, self._owner[source])
         self._owner[source] = None
@@ -235,16 +225,13 @@ class RowTable:
         if a == b:
             return
         pair, swapped, length = [a, b], [b, a], int(max(self.total[a], self.total[b]))
-
         kept = [tensor.clone() for tensor in self._tensors(a, length)]
         self.copy_keys(b, a, length)
         for to, of in zip(self._tensors(b, length), kept, strict=True):
             to.copy_(of)
-
         self.hidden[pair] = self.hidden[swapped]
         for array in self._arrays():
             array[pair] = array[swapped]
-
         self.jobs[a], self.jobs[b] = self.jobs[b], self.jobs[a]
         owners = self._owner[b], self._owner[a]
         for row, owner in zip(pair, owners, strict=True):
@@ -265,6 +252,5 @@ class RowTable:
 
 def _empty_routes(model: Model) -> torch.Tensor:
     experts = model.arch.experts
-
     shape = (model.rows, model.slots, model.arch.layers - experts.dense, experts.per_token)
     return torch.from_numpy(np.zeros(shape, routes_type(experts.count)))

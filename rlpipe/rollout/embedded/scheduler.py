@@ -81,15 +81,11 @@ class Scheduler:
         self._table.tidy()
 
         starts, copies = self._admit()
-
         jobs = self._table.jobs[: self._table.active]
         if not jobs:
             return
-
         sampling = [job.request.sampling for job in jobs]
-
         plain = decoding == len(jobs)  # no request joined
-
         started = time.perf_counter()
         emitted = self._decoder.step(
             starts,
@@ -98,10 +94,8 @@ class Scheduler:
             top=max(s.top_logprobs for s in sampling),
             record=any(s.record_drafts for s in sampling),
         )
-
         seconds = time.perf_counter() - started
         tokens = self._record(emitted)
-
         self._stats.row_steps += decoding
 
         # A step with prefill in it would distort the measured cost of decoding.
@@ -127,7 +121,6 @@ class Scheduler:
 
         aborted = [job for job in self._waiting if hit(job)]
         self._waiting = deque(job for job in self._waiting if not hit(job))
-
         for job in aborted:
             self._finish(job, None, FinishReason.ABORT)
 
@@ -149,7 +142,6 @@ class Scheduler:
 
         first, copies = table.active, []
         leaders.sort(key=lambda item: item[0])
-
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
             for job in followers[leader.request.prompt_ids.tobytes()]:
@@ -162,13 +154,11 @@ class Scheduler:
     def _choose(self) -> tuple[list[tuple[int, Job]], dict[bytes, list[Job]]]:
         """Pop requests that fit: [(tokens to process, job)], and by prompt the jobs that copy its keys."""
         room, budget = self._table.rows - self._table.active, self._prefill_tokens
-
         leaders: list[tuple[int, Job]] = []
         followers: dict[bytes, list[Job]] = {}
 
         while self._waiting and room:
             job = self._waiting[0]
-
             prompt = job.request.prompt_ids
             if len(prompt) >= self._max_context:
                 self._finish(self._waiting.popleft(), None, FinishReason.LENGTH)
@@ -196,20 +186,16 @@ class Scheduler:
         """Return the first prompt position to process; row: of the conversation, None for a new one."""
         if row is None:
             return 0
-
         table, length, depths = self._table, len(prompt), self._table.hidden.shape[1]
         keys = max(0, min(int(table.total[row]) - 1, length))
-
         differ = np.flatnonzero(table.tokens[row, :keys] != prompt[:keys])
         common = int(differ[0]) if len(differ) else keys
-
         start = min(common, length - 1)
         if self._depth:
             # A key of the draft's last layer needs the tokens up to `depths` positions after it.
             start = min(start, common - depths)
         if self._gamma:
             start = min(start, int(table.draft_keys[row]) + 1 - depths)
-
         return max(0, start)
 
     def _seat(self, job: Job) -> int:
@@ -300,7 +286,6 @@ class Scheduler:
             proposed=emitted.verified * proposed,
         )
         self._stats.spec.add(spec)
-
         useful = counts[rows, None] - 1  # accepted drafts after a stop token save no time
         self._policy.observe(
             ((useful >= depths) & (depths < gamma)).sum(0).tolist()[:gamma],
@@ -323,10 +308,8 @@ class Scheduler:
     def _finish(self, job: Job, row: int | None, reason: FinishReason) -> None:
         """Answer a request and release its row (None: it never had one)."""
         table, request = self._table, job.request
-
         output = slice(0, 0) if row is None else slice(len(request.prompt_ids), int(table.total[row]))
         row_or_any = row or 0
-
         result = GenerateResult(
             request_id=request.request_id,
             output_ids=table.tokens[row_or_any, output].astype(np.int32),
@@ -342,14 +325,12 @@ class Scheduler:
         )
         if row is not None:
             table.release(row)
-
         job.finish(result)
 
     def _routes(self, row: int | None, start: int) -> np.ndarray | None:
         """Return the experts of a row's tokens from `start` on; no expert has read the last token yet."""
         if row is None or self._table.routes is None:
             return None
-
         routes = self._table.routes[row, start : int(self._table.total[row])].numpy().copy()
         routes[-1] = unrecorded(routes)
         return routes

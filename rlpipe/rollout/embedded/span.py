@@ -42,7 +42,6 @@ class Span:
     def columns(self, start: int, stop: int) -> Span:
         """Return the span of only the tokens start..stop - 1 of each row."""
         part = slice(start, stop)
-
         return Span(
             batch=self.batch,
             width=stop - start,
@@ -59,16 +58,13 @@ class Span:
         """Return the mask of one token per row; select: [B] int64."""
         if self.pieces:
             select = select.repeat_interleave(len(self.mask) // self.batch)
-
         return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
 
 
 def join(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots of all keys and values, flat, and rotations [N, 1, D/2] of all tokens of a pass."""
     slots = [span.slots.flatten() for span in spans]
-
     rotations = [span.rotation.flatten(0, 1).unsqueeze(1) for span in spans]
-
     return (slots[0], rotations[0]) if len(spans) == 1 else (torch.cat(slots), torch.cat(rotations))
 
 
@@ -77,7 +73,6 @@ def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.
     flat, start = [], 0
     for span, select in zip(spans, selects, strict=True):
         flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
-
         start += span.tokens
 
     return flat[0] if len(flat) == 1 else torch.cat(flat)
