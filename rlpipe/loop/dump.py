@@ -259,7 +259,7 @@ def _read(directory: Path) -> dict[str, Any]:
         )
 
     # Settings of the trainer are compared by name, and an earlier version may have named them otherwise.
-    about["trainer"] = {current_name(name): value for name, value in about["trainer"].items()}
+    about["trainer"] = {current_name(name): value for name, value in about.get("trainer", {}).items()}
     return about
 
 

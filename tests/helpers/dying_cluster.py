@@ -87,14 +87,17 @@ class DyingCluster:
         """Tokens are functions of the prompt's seed and of the weights served when each is sampled."""
         own = random.Random(f"{prompt.seed}/{name}")
         t = Trajectory(trajectory_id=name, group_id=prompt.group_id, instance_id=prompt.instance_id)
+        tokens, versions, logprobs = [], [], []
         for _ in range(own.randint(1, 6)):
             version, weight = self.served
             draw = own.random() * weight
-            t.token_ids = np.append(t.token_ids, int(draw * 1000) % 97)
-            t.versions = np.append(t.versions, version)
-            t.rollout_logprobs = np.append(t.rollout_logprobs, -draw)
+            tokens.append(int(draw * 1000) % 97)
+            versions.append(version)
+            logprobs.append(-draw)
             for _ in range(self.luck.randrange(3)):
                 await asyncio.sleep(0)
+        t.token_ids, t.versions = np.array(tokens, np.int32), np.array(versions, np.int32)
+        t.rollout_logprobs = np.array(logprobs, np.float32)
         t.loss_mask = np.ones(len(t.token_ids), bool)
         t.entropies = np.full(len(t.token_ids), 0.5, np.float32)
         if self.luck.random() < self.faults.environment:
