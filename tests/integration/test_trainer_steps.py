@@ -228,7 +228,7 @@ def test_a_checkpoint_appears_complete_or_not_at_all(path, tmp_path, monkeypatch
 
     trainer = make_trainer(path, CONFIG)
 
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError("disk full")
 
     monkeypatch.setattr(checkpoint, "_write", fail)
