@@ -1,4 +1,4 @@
-"""Settings of pre-RL adaptation: what the draft learns from, and where its acceptance is measured.
+"""Settings of pre-RL adaptation: the training data of the draft, and the sets that measure its acceptance.
 
 Owns the fields and their checks. The objective, learning rate and clip are those of `draft`, the number of
 steps is `run.steps`. Imports no torch.
@@ -17,6 +17,7 @@ CHAINS = [SpecMode.REJECTION.value, SpecMode.TARGET_ONLY.value, SpecMode.BLOCK.v
 
 
 def _both() -> list[str]:
+    """Return the verification rules that are evaluated by default."""
     return CHAINS[:2]
 
 
@@ -82,6 +83,7 @@ class AdaptConfig:
         if not self.drafter.kind.has_model:
             learning = " or ".join(name for name, kind in KINDS.items() if kind.has_model)
             raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use {learning}.")
+
         at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
         at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_offset")
         share(self, "adapt", "warmup", "context_weight")
@@ -93,12 +95,12 @@ class AdaptConfig:
             )
 
     def domains(self, env: EnvConfig) -> list[tuple[str, bool]]:
-        """(entry, whether in-domain) of every held-out set asked for; see `rlpipe.adapt.domains`."""
+        """Return (entry, whether in-domain) of every held-out set to evaluate; see `rlpipe.adapt.domains`."""
         inside = self.in_domain or [env.name.value]
         return [(entry, True) for entry in inside] + [(entry, False) for entry in self.out_of_domain]
 
     def environments(self, env: EnvConfig) -> list[EnvName]:
-        """Environments that are played: that of the rollouts first.
+        """Return the environments that are generated in: that of the rollouts first.
 
         Raises ValueError for an entry that is neither an environment, a set of one, nor a JSONL file.
 
@@ -106,6 +108,8 @@ class AdaptConfig:
         [<EnvName.SWE: 'swe'>, <EnvName.REASONING: 'reasoning'>]
         """
         known = [name.value for name in EnvName]
+
+        # Training data from a file needs no environment; the held-out sets may still name some.
         found = [] if self.data else [env.name]
         for entry, _ in self.domains(env):
             name = entry.split(".")[0]

@@ -1,4 +1,4 @@
-"""Rules by which a run is called ill; `rlpipe.diagnosis.alarms` judges, docs/alarms.md advises. No torch."""
+"""Rules of the alarms: `rlpipe.diagnosis.alarms` applies them, docs/alarms.md explains each. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least
 
-DRAFT_HARMED = "draft_harmed"  # the one alarm that does something: it ends the draft's training
+DRAFT_HARMED = "draft_harmed"  # the only alarm that changes a run: it ends the training of the draft
 
 
 class AlarmTest(Choice):
-    """How a metric is held against a rule's threshold."""
+    """How a metric is compared with the threshold of a rule."""
 
     ABOVE = "above"  # value > threshold
     BELOW = "below"  # value < threshold
@@ -19,7 +19,7 @@ class AlarmTest(Choice):
     RISE = "rise"  # value > threshold * median of the run's first `over` values
     DROP = "drop"  # value < threshold * median of the run's first `over` values
     FALL = "fall"  # value < threshold * the run's highest value so far
-    DIVERGE = "diverge"  # grew by more than threshold since `against` was last at its best
+    DIVERGE = "diverge"  # grew by more than threshold since the metric `against` was last at its best
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,10 +51,12 @@ class AlarmRule:
         self.test = AlarmTest(self.test)
         if not self.metric:
             raise ValueError("an alarm rule watches no metric. Set its `metric`, or enabled=false.")
+
         if self.patience < 1 or self.over < 1:
             raise ValueError(
                 f"alarm on {self.metric!r}: patience={self.patience} and over={self.over} must be 1 or more."
             )
+
         if (self.test is AlarmTest.DIVERGE) != bool(self.against):
             raise ValueError(
                 f"alarm on {self.metric!r}: `against` names the other metric of test=diverge and nothing "
@@ -63,14 +65,16 @@ class AlarmRule:
 
 
 def _rule(metric: str, test: AlarmTest, threshold: float, **options: int | str) -> AlarmRule:
+    """Return a rule, from positional arguments so that each fits one line of the table."""
     return AlarmRule(metric=metric, test=test, threshold=threshold, **options)
 
 
 def default_rules() -> dict[str, AlarmRule]:
-    """Every alarm a run has unless told otherwise, by name; each has a section in docs/alarms.md."""
+    """Return the default alarms by name; each has a section in docs/alarms.md."""
     above, below, spike = AlarmTest.ABOVE, AlarmTest.BELOW, AlarmTest.SPIKE
     rise, drop, fall = AlarmTest.RISE, AlarmTest.DROP, AlarmTest.FALL
     stale = "training/off_policy/trajectory_staleness/mean"
+
     return {
         "logprob_mismatch": _rule("training/rollout_probs_diff_mean", above, 0.05, patience=3),
         "rollout_kl": _rule("rollout_corr/k3_kl", above, 0.1, patience=3),
@@ -91,13 +95,14 @@ def default_rules() -> dict[str, AlarmRule]:
         "acceptance_drop": _rule("spec/acceptance_rate", drop, 0.8, patience=5),
         DRAFT_HARMED: _rule("probe/held_out/acceptance_length/rejection", fall, 0.95, patience=2),
         "draft_stale": _rule("probe/staleness", below, -0.1, patience=2),
-        "slow_step": _rule("timing_s/step", spike, 15.0, over=20),  # asynchronous steps alternate by ten
+        # The times of asynchronous steps alternate by a factor of ten.
+        "slow_step": _rule("timing_s/step", spike, 15.0, over=20),
     }
 
 
 @dataclass(slots=True, kw_only=True)
 class AdviceConfig:
-    """Advice from the run's numbers."""
+    """Advice that a run derives from its metrics."""
 
     enabled: bool = True
     """Write advice in plain text (events of kind `advice`)."""
@@ -112,7 +117,7 @@ class AdviceConfig:
 
 @dataclass(slots=True, kw_only=True)
 class AlarmsConfig:
-    """Alarms of a run."""
+    """The alarms of a run and their rules."""
 
     enabled: bool = True
     """False silences all alarms."""

@@ -1,7 +1,7 @@
 """The RL algorithm: advantage, policy loss, correction. Names are verl's. Imports no torch.
 
-`advantage` and `policy_loss` are open names (verl's registries, own registrations included), so they
-are strings; the trainer refuses an unknown one at launch and lists what is registered.
+`advantage` and `policy_loss` name entries of verl's registries, to which users can add, so they are strings;
+the trainer refuses an unknown one at launch and lists what is registered.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class KlKind(Choice):
 
 
 class Correction(Choice):
-    """How the loss allows for tokens that another policy sampled. r = pi_trainer / pi_rollout."""
+    """How the loss corrects for tokens that another policy sampled. r = pi_trainer / pi_rollout."""
 
     NONE = "none"  # metrics only
     TIS_TOKEN = "tis_token"  # truncated importance sampling: weight min(r, C) of each token
-    TIS_SEQUENCE = "tis_sequence"  # the same of the product of the ratios of a trajectory
-    ICEPOP = "icepop"  # weight r where it lies between two bounds, else 0
-    OBRS = "obrs"  # tokens accepted with min(1, r / lam), the kept ones reweighted (Jackpot)
-    USER = "user"  # yours, named by algo.user_correction
+    TIS_SEQUENCE = "tis_sequence"  # the same for the product of the ratios of a trajectory
+    ICEPOP = "icepop"  # weight r where it is between two bounds, else 0
+    OBRS = "obrs"  # tokens accepted with probability min(1, r / lam), then reweighted (Jackpot)
+    USER = "user"  # a user's correction, named by algo.user_correction
 
 
 class Proximal(Choice):
-    """The policy that PPO's ratio, and its clip, compare with; the weights of the correction lead to it."""
+    """The policy in the denominator of PPO's ratio; the weights of the correction lead from rollout to it."""
 
-    START = "start"  # the trainer at the start of the batch: decoupled PPO where weights are given
-    CURRENT = "current"  # the trainer as it is, detached: the clip is short-circuited (Jackpot App. 10.1)
+    START = "start"  # the trainer at the start of the batch: decoupled PPO where a correction weighs tokens
+    CURRENT = "current"  # the current trainer, detached: the clip never acts (Jackpot App. 10.1)
     ROLLOUT = "rollout"  # the policy that sampled: coupled PPO, whose ratio needs no weights
 
 
 class MaskRule(Choice):
-    """Leave out what strays too far, by verl's estimators of the divergence of rollout and trainer.
+    """Which tokens are masked, by verl's estimators of the divergence of rollout and trainer.
 
     Per token, or per trajectory by sum, mean or maximum over its tokens. With x = log r: k1 is -x and has
     two bounds, k2 = x^2 / 2 and k3 = e^x - 1 - x have one.
@@ -73,22 +73,22 @@ class MaskRule(Choice):
 
 
 class ObrsTarget(Choice):
-    """The policy that the kept tokens are moved towards."""
+    """The policy that the accepted tokens are reweighted towards."""
 
     CURRENT = "current"  # the policy being updated
-    REFERENCE = "reference"  # the proximal policy; the same one as long as a batch has one optimizer step
+    REFERENCE = "reference"  # the proximal policy; the same with one optimizer step in a batch
 
 
 class ObrsNormalizer(Choice):
-    """Where the share Z of accepted probability comes from."""
+    """How the share Z of accepted probability is computed."""
 
     TOPK = "topk"  # sum over the candidates (the paper's): never too large
-    TOPK_TAIL = "topk_tail"  # and the most that the rest can add: never too small, 1 for equal policies
-    EXACT = "exact"  # the whole vocabulary from the engine: a check, V numbers for each token
+    TOPK_TAIL = "topk_tail"  # plus a bound on all other tokens: never too small, 1 for equal policies
+    EXACT = "exact"  # sum over the full vocabulary from the engine: a check, V numbers for each token
 
 
 class ObrsCalibration(Choice):
-    """What the batch factor kappa compares the normalisers with; the exact one needs none."""
+    """The reference of kappa, the batch factor of the normalisers; the exact normaliser needs none."""
 
     NONE = "none"
     ACCEPTED = "accepted"  # share of tokens accepted (the paper's)
@@ -212,6 +212,8 @@ class AlgoConfig:
             raise ValueError(f"algo.clip_dual must exceed 1, got {self.clip_dual}; 3.0 is usual.")
         at_least(0, self, "algo", "kl_coef", remedy="0 keeps no reference")
         at_least(1, self, "algo", "ppo_epochs", "minibatches")
+
+        # Refuse settings that contradict each other.
         if self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_SUM_NORM and not self.loss_scale_factor:
             raise ValueError(
                 "algo.loss_agg=seq-mean-token-sum-norm divides by algo.loss_scale_factor, which is "
@@ -223,16 +225,19 @@ class AlgoConfig:
                 "correction of yours needs both algo.correction=user and "
                 "algo.user_correction=module:function."
             )
+
         if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:
             raise ValueError(
                 f"algo.correction=icepop keeps ratios from algo.correction_low={self.correction_low} to "
                 f"algo.correction_threshold={self.correction_threshold}, which holds none: swap them."
             )
+
         if self.proximal is Proximal.ROLLOUT and self.correction is not Correction.NONE:
             raise ValueError(
                 f"algo.proximal=rollout has the importance ratio in PPO's own, and algo.correction="
                 f"{self.correction} would apply it again: set algo.correction=none or algo.proximal=start."
             )
+
         if self.correction is Correction.OBRS and self.loss_agg is LossAgg.SEQ_MEAN_TOKEN_MEAN:
             raise ValueError(
                 f"algo.correction=obrs with algo.loss_agg={self.loss_agg}: the mean over a sequence counts "
@@ -242,6 +247,7 @@ class AlgoConfig:
         self._check_mask()
 
     def _check_mask(self) -> None:
+        """Refuse bounds that are missing or do not fit the mask's statistic. Raises ValueError."""
         if self.mask is MaskRule.NONE:
             if self.mask_high is not None or self.mask_low is not None:
                 raise ValueError(
@@ -249,14 +255,18 @@ class AlgoConfig:
                     "algo.mask=none: choose a rule, for example algo.mask=seq_mean_k3."
                 )
             return
+
         if self.mask_high is None or self.mask_high <= 0:
             raise ValueError(f"algo.mask={self.mask} needs algo.mask_high > 0, got {self.mask_high}.")
+
+        # Only k1 has two bounds, on the ratio pi_rollout / pi_trainer.
         ratio = self.mask.value.endswith("k1")
         if self.mask_low is not None and not (ratio and 0 < self.mask_low <= self.mask_high):
             remedy = (
                 "choose it from 0 to algo.mask_high" if ratio else "remove it: this statistic has one bound"
             )
             raise ValueError(f"algo.mask_low={self.mask_low} does not fit algo.mask={self.mask}: {remedy}.")
+
         if ratio and self.mask_low is None and self.mask_high < 1:
             raise ValueError(
                 f"algo.mask_high={self.mask_high} lies below 1 / algo.mask_high, the default lower bound: "

@@ -1,4 +1,4 @@
-"""Enums whose values are what a user types: `spec.mode=rejection`, not `spec.mode=REJECTION`.
+"""Enums with values that users type: `spec.mode=rejection`, not `spec.mode=REJECTION`.
 
 OmegaConf reads and prints enums by member name; a `Choice` is read and printed by its value. Member
 names stay constants for code (`SpecMode.REJECTION`).
@@ -10,13 +10,15 @@ import enum
 
 
 class _ByValue(enum.EnumMeta):
+    """Metaclass that looks members up by their values."""
+
     @property
     def __members__(cls) -> dict[str, enum.Enum]:
-        """Members by value: what an error message lists."""
+        """Return the members by value, which error messages list."""
         return {member.value: member for member in cls}
 
     def __getitem__(cls, name: str) -> enum.Enum:
-        """The member of that value, or of that name (how OmegaConf and pickles ask)."""
+        """Return the member of that value, or of that name, which OmegaConf and pickles use."""
         try:
             return cls(name)
         except ValueError:
@@ -34,5 +36,5 @@ class Choice(enum.StrEnum, metaclass=_ByValue):
 
     @enum.property
     def name(self) -> str:
-        """The value: what is shown in YAML and messages."""
+        """The value, which YAML and messages display."""
         return str(self._value_)

@@ -1,4 +1,4 @@
-"""A rollout model of its own, smaller than the policy it generates for (Jackpot). Imports no torch."""
+"""Settings of a separate rollout model, smaller than the policy it generates for (Jackpot). No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DistillKl(Choice):
     """Which divergence of policy p and actor q the actor descends."""
 
     FORWARD = "forward"  # KL(p || q): Jackpot Eq. 7, where q has to cover p
-    REVERSE = "reverse"  # KL(q || p): q leaves what p does not say
+    REVERSE = "reverse"  # KL(q || p): q avoids what p does not generate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class DecoupledConfig:
         at_least(0, self, "decoupled", "ppo_coef", "distill_coef", "warmup_steps", "clip_grad")
         positive(self, "decoupled", "correction_threshold")
         learning_rates(self, "decoupled")
+
         if self.correction in (Correction.OBRS, Correction.USER):
             raise ValueError(
                 f"decoupled.correction={self.correction}: the actor is corrected for its own staleness "
@@ -82,7 +83,7 @@ class DecoupledConfig:
         return bool(self.path)
 
     def trainer(self, policy: TrainerConfig) -> TrainerConfig:
-        """Settings of the actor's trainer: the policy's, with the actor's optimizer."""
+        """Return the settings of the actor's trainer: the policy's, with the actor's optimizer."""
         return replace(
             policy,
             lr=self.lr,
@@ -93,7 +94,7 @@ class DecoupledConfig:
         )
 
     def algo(self, policy: AlgoConfig) -> AlgoConfig:
-        """The actor's PPO: the policy's, with its own correction and without the policy's penalties."""
+        """Return the actor's PPO: the policy's, with the actor's correction, without mask and penalties."""
         return replace(
             policy,
             correction=self.correction,
@@ -112,27 +113,32 @@ class DecoupledConfig:
 def check_actor(
     actor_path: Path, actor: Mapping[str, Any], policy_path: Path, policy: Mapping[str, Any], config: Any
 ) -> None:
-    """Refuse an actor that does not speak the policy's tokens, or that the trainer cannot hold.
+    """Refuse an actor with other tokens than the policy, or that the trainer cannot split.
 
-    actor, policy: `config.json` of both; config: the run's. Raises ValueError with the remedy.
+    actor, policy: `config.json` of both. config: the run's settings. Raises ValueError with a hint.
     """
     named = f"decoupled.path={config.decoupled.path!r}"
+
+    # The policy is trained on the actor's token ids, so both need one vocabulary.
     sizes = actor["vocab_size"], policy["vocab_size"]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"{named} has a vocabulary of {sizes[0]} and model.path={config.model.path!r} one of {sizes[1]}: "
             "the policy learns from the actor's tokens, so take two models of one family."
         )
+
     if different := _other_tokenizer(actor_path, policy_path):
         raise ValueError(
             f"{named} and model.path={config.model.path!r} do not share a tokenizer ({different}): equal ids "
             "would mean other texts. Take two models with the same tokenizer."
         )
+
     if config.trainer.cp > 1:
         raise ValueError(
             f"trainer.cp={config.trainer.cp} with decoupled.path: the two models are compared on whole "
             "micro-batches. Set trainer.cp=1 and use trainer.tp."
         )
+
     try:
         check_parallel(config.trainer, actor)
     except ValueError as error:
@@ -140,10 +146,12 @@ def check_actor(
 
 
 def _other_tokenizer(actor: Path, policy: Path) -> str:
-    """What tells two tokenizers apart; empty when they map texts to the same ids."""
+    """Describe how two tokenizers differ; empty when they map texts to the same ids."""
     both = [name for name in _TOKENIZERS if (actor / name).is_file() and (policy / name).is_file()]
     if not both:
         return f"none of {', '.join(_TOKENIZERS)} is in both directories"
+
+    # tokenizer.json contains everything; without it all files of the older formats must agree.
     for name in both[:1] if both[0] == "tokenizer.json" else both:
         texts = [(folder / name).read_bytes() for folder in (actor, policy)]
         if texts[0] == texts[1]:
@@ -154,5 +162,5 @@ def _other_tokenizer(actor: Path, policy: Path) -> str:
 
 
 def _meaning(text: bytes) -> dict[str, Any]:
-    """The content of a tokenizer.json without what a caller asked for last (padding, truncation)."""
+    """Return the content of a tokenizer.json without what its last caller set (padding, truncation)."""
     return {k: v for k, v in json.loads(text).items() if k not in ("padding", "truncation", "version")}

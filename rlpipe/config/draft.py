@@ -1,4 +1,4 @@
-"""How a draft (MTP layer or EAGLE-3) is trained. Imports no torch."""
+"""Settings of the training of a draft model (MTP layer or EAGLE-3). Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from rlpipe.models.checkpoint import has_mtp
 
 
 class DraftTrain(Choice):
-    """Whether the draft learns during RL: the MTP layer, or an EAGLE-3 draft where that one drafts."""
+    """Whether the draft model is trained during RL: the MTP layer, or the EAGLE-3 draft of spec.drafter."""
 
-    OFF = "off"  # never updated; the embedding and head it shares with the target still move
+    OFF = "off"  # never updated; the embedding and head that it shares with the target still change
     ONLINE = "online"  # co-trained on every RL batch, from the hidden states of the policy's own forward pass
 
 
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
-    """The MTP layer's objective and its own parameter group."""
+    """Objective and optimizer of the draft model, separate from the policy's."""
 
-    train: str = DraftTrain.OFF.value  # a DraftTrain: read as text, so that an error can name the remedy
+    # A DraftTrain, but read as text, so that `read_train` can suggest a value in its error.
+    train: str = DraftTrain.OFF.value
     """Whether the draft learns in RL (off, online); mtp_adapt trains it in any case."""
 
     objective: DraftObjective = DraftObjective.E2E_TV
@@ -60,6 +61,7 @@ class DraftConfig:
         self.objective = DraftObjective(self.objective)
         self.anchors = AnchorWeighting(self.anchors)
         self.lr_schedule = LrSchedule(self.lr_schedule)
+
         learning_rates(self, "draft")
         at_least(1, self, "draft", "depths", "interval")
         at_least(0, self, "draft", "warmup_steps")
@@ -72,19 +74,19 @@ class DraftConfig:
 
     @property
     def windows(self) -> bool:
-        """Whether it learns from windows of its drafts."""
+        """Whether the draft model learns from windows of tokens that it generates."""
         return self.objective not in SUPERVISED
 
     @property
     def supervised(self) -> DraftObjective:
-        """The objective of its teacher-forced statistics."""
+        """The objective of the teacher-forced statistics."""
         return DraftObjective.E2E_TV if self.windows else self.objective
 
 
 def read_train(value: str) -> DraftTrain:
-    """The setting as YAML, which reads a bare `off` as false, or the command line gives it.
+    """Read the setting draft.train. YAML turns a bare `off` into false, so "False" is off too.
 
-    Raises ValueError for anything but off and online, with what replaces earlier values.
+    Raises ValueError for other values than off and online, with the replacement of earlier names.
 
     >>> read_train("False") is read_train("off") is DraftTrain.OFF
     True
@@ -92,26 +94,30 @@ def read_train(value: str) -> DraftTrain:
     value = "off" if str(value) == "False" else str(value)
     if value in list(DraftTrain):
         return DraftTrain(value)
+
+    # Earlier versions had these values.
     remedies = {"frozen": "draft.train=off", "ppow": "draft.train=online draft.objective=ppow"}
     remedy = remedies.get(value, "draft.train=off, or draft.train=online")
     raise ValueError(f"draft.train={value} is not known: set {remedy} (how it learns is draft.objective).")
 
 
 def check_draft(config: DraftConfig, hf_config: Mapping[str, Any], path: str) -> None:
-    """Refuse to run a draft that a checkpoint does not have.
+    """Refuse a checkpoint without an MTP layer, or with one that the objective cannot train.
 
-    hf_config: the checkpoint's `config.json`. Raises ValueError with the remedy.
+    hf_config: the checkpoint's `config.json`. Raises ValueError with a hint.
     """
     if not has_mtp(hf_config):
         raise ValueError(
             f"{path!r} has no MTP layer (num_nextn_predict_layers is missing or 0), so there is no draft to "
             "train or score: use a checkpoint with one, or set draft.train=off."
         )
+
     if config.windows and hf_config.get("linear_num_key_heads"):
         raise ValueError(
             f"draft.objective={config.objective} goes on from the keys of a pass, and the gated delta nets "
             f"of {path!r} keep none: set draft.objective=e2e_tv."
         )
+
     layers = int(hf_config["num_nextn_predict_layers"])
     if layers > 1 and config.windows:
         raise ValueError(

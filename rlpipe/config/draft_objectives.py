@@ -1,4 +1,4 @@
-"""Names of the objectives that can train a draft; the losses are `rlpipe.drafts.objectives`. No torch."""
+"""Names of the objectives that train a draft model; their losses: `rlpipe.drafts.objectives`. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlpipe.config.choice import Choice
 
 
 class DraftObjective(Choice):
-    """What a draft is trained to minimise."""
+    """The quantity that the training of a draft model minimises."""
 
     HARD_CE = "hard_ce"  # cross-entropy against the realised token
     KL = "kl"  # KL(target || draft)
@@ -17,7 +17,7 @@ class DraftObjective(Choice):
     E2E_CHAIN = "e2e_chain"  # rejected share of a chain, exact for tokens of the target
     E2E_BLOCK = "e2e_block"  # rejected share under block verification
     VERIFY_STEPS = "verify_steps"  # expected verify steps per emitted token
-    PPOW = "ppow"  # reward of windows that the draft generates
+    PPOW = "ppow"  # minus the reward of windows that the draft model generates
 
 
 SUPERVISED = [name for name in DraftObjective if name is not DraftObjective.PPOW]

@@ -1,7 +1,7 @@
-"""What may draft (`spec.drafter`), and what settings and weights need to know of each drafter.
+"""The drafters (`spec.drafter`), with the properties that settings and weights depend on.
 
-Owns names and data only. The functions of a drafter (guess, trainer, checks) are `rlpipe.drafts.kinds`; the
-model that drafts in the embedded engine is a row of `rlpipe.rollout.embedded.drafters`. Imports no torch.
+Owns names and data only. The functions of a drafter (guess, trainer, checks) are in `rlpipe.drafts.kinds`;
+its model in the embedded engine is a row of `rlpipe.rollout.embedded.drafters`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServedDraft:
-    """Where an SGLang server keeps the weights of a draft model, as the canary compares them."""
+    """Names of the weights of a draft model in an SGLang server, which the canary compares."""
 
     prefix: str
     """Prefix of the names of its weights when they travel with the target's."""
@@ -59,19 +59,20 @@ class DrafterKind:
 
 
 class Drafter(Choice):
-    """What proposes the drafts of a chain; verification does not depend on it."""
+    """The source of the draft tokens of a chain; verification does not depend on it."""
 
     MTP = "mtp"  # the checkpoint's MTP layer
     EAGLE3 = "eagle3"  # an EAGLE-3 draft model from spec.draft_path
-    SUFFIX = "suffix"  # whatever followed the last time the text ended like this
+    SUFFIX = "suffix"  # the tokens that followed when the text last ended in the same way
 
     @property
     def kind(self) -> DrafterKind:
-        """Its properties."""
+        """The properties of this drafter."""
         return KINDS[self]
 
 
-_EAGLE3_WEIGHTS = (  # of a draft, besides its head and its decoder layer
+# Weights of an EAGLE-3 draft model, except its head and its decoder layer.
+_EAGLE3_WEIGHTS = (
     Part((), ("fc.weight",)),
     Part((), ("norm.weight",)),
     Part((), ("midlayer.hidden_norm.weight",), served="layers.0.hidden_norm.weight"),

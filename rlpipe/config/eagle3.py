@@ -1,7 +1,7 @@
-"""EAGLE-3 drafts: their settings, their shape, and the `config.json` that SGLang and vLLM read.
+"""EAGLE-3 draft models: settings, shapes, and the `config.json` that SGLang and vLLM read.
 
-Owns what can be known of a draft without its weights, and every refusal of one that does not fit its target.
-The weights are `rlpipe.drafts.eagle3_model`'s. Imports no torch.
+Owns what follows from settings and `config.json`, and refuses a draft that does not fit its target. The
+weights are in `rlpipe.drafts.eagle3_model`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rlpipe.config.limits import at_least
 from rlpipe.models.rope import Rope, read_rope
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-PREFIX = "eagle3."  # before the names of a draft's weights where they travel with its target's
+PREFIX = "eagle3."  # of the names of a draft's weights when they are sent with its target's
+
 # Options of other EAGLE-3 exports that change the equations.
 REFUSED = ("bias", "attention_bias", "mlp_bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output")
 REFUSED += ("norm_before_residual", "tie_word_embeddings")
@@ -47,7 +48,7 @@ class Eagle3Config:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Eagle3Shape:
-    """Dimensions of a draft: one Llama layer of its target's size."""
+    """Dimensions of a draft model: one Llama layer of its target's size."""
 
     layers: tuple[int, ...]
     """Layers of the target whose outputs the draft reads."""
@@ -84,11 +85,11 @@ class Eagle3Shape:
 
     @property
     def reduced(self) -> bool:
-        """Whether its head knows a part of the vocabulary only."""
+        """Whether the head covers only a subset of the vocabulary."""
         return self.draft_vocab < self.vocab
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of its checkpoint."""
+        """Return name -> shape of every tensor of the checkpoint."""
         hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes = {
             "fc.weight": (hidden, len(self.layers) * hidden),
@@ -102,14 +103,21 @@ class Eagle3Shape:
             "norm.weight": (hidden,),
             "lm_head.weight": (self.draft_vocab, hidden),
         }
+
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
             shapes[f"midlayer.{name}.weight"] = (hidden,)
+
+        # Offsets from draft ids to target ids, and a mask of the target ids that the draft has.
         if self.reduced:
             shapes |= {"d2t": (self.draft_vocab,), "t2d": (self.vocab,)}
+
         return shapes
 
     def hf_config(self) -> dict[str, Any]:
-        """`config.json`. SGLang names a layer by its number, vLLM (top level) by that of the next one."""
+        """Return the contents of `config.json`.
+
+        SGLang names a layer by its number (in eagle_config), vLLM by the number of the next one (top level).
+        """
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -140,9 +148,9 @@ class Eagle3Shape:
     def for_target(
         cls, target: Mapping[str, Any], layers: Sequence[int] = (), draft_vocab: int = 0
     ) -> Eagle3Shape:
-        """The draft for a model, given the contents of its `config.json`; see `Eagle3Config`.
+        """Return the shape of a draft for a model. target: contents of its `config.json`; see `Eagle3Config`.
 
-        Raises ValueError for layers that the target does not have, or a vocabulary larger than its own.
+        Raises ValueError for layers that the target does not have, or a vocabulary larger than the target's.
         """
         depth, vocab = int(target["num_hidden_layers"]), int(target["vocab_size"])
         layers = tuple(layers) or default_layers(depth)
@@ -151,6 +159,7 @@ class Eagle3Shape:
             raise ValueError(
                 f"eagle3.draft_vocab={draft_vocab} exceeds the model's vocabulary of {vocab}: set it to 0."
             )
+
         heads = int(target["num_attention_heads"])
         return cls(
             layers=layers,
@@ -168,10 +177,10 @@ class Eagle3Shape:
 
 
 def default_layers(depth: int) -> tuple[int, ...]:
-    """Layers whose outputs are fused unless others are named; depth: layers of the target.
+    """Return the layers whose outputs are fused by default. depth: layers of the target.
 
-    From twelve layers on, those of EAGLE-3 and of both servers; of fewer, the first, the middle one and the
-    last but one, the highest that SGLang captures.
+    From twelve layers on, those of EAGLE-3 and of both servers. With fewer: the first, the middle one and the
+    last but one, which is the highest that SGLang captures.
 
     >>> default_layers(32), default_layers(8), default_layers(2)
     ((1, 15, 28), (0, 3, 6), (0,))
@@ -182,10 +191,10 @@ def default_layers(depth: int) -> tuple[int, ...]:
 
 
 def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec.draft_path") -> Eagle3Shape:
-    """Shape of the draft in a directory; target: `config.json` of the model it drafts for.
+    """Read the shape of the draft in a directory. target: `config.json` of the model it drafts for.
 
-    Raises ValueError for a path that holds none, a draft for a model of another size, or one whose equations
-    are not computed here.
+    Raises ValueError for a path without a draft, a draft for a model of another size, or one with equations
+    that are not implemented.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -193,6 +202,7 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
             f"{setting}={str(path)!r} holds no EAGLE-3 draft: {file} does not exist. Name the directory "
             "of one, as `+recipe=mtp_adapt adapt.drafter=eagle3` leaves it in RUN/draft."
         )
+
     config = json.loads(file.read_text())
     named = f"{setting}={str(path)!r}"
     if ARCHITECTURE not in config.get("architectures", []):
@@ -200,17 +210,23 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
             f"{named} has architectures={config.get('architectures')}, not {ARCHITECTURE}: it is no EAGLE-3 "
             "draft. Name the directory of one."
         )
+
+    # Options that change the equations.
     other = {name: config[name] for name in REFUSED if config.get(name)}
     if int(config.get("num_hidden_layers", 1)) != 1:
         other["num_hidden_layers"] = config["num_hidden_layers"]
     if other:
         raise ValueError(f"{named} sets {other}, which is not computed here. Use a draft without it.")
+
     eagle = config.get("eagle_config") or {}
     layers = eagle.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None:  # SGLang captures the inputs of 2, n / 2 and n - 3
+    if layers is None:
+        # SGLang's default: the inputs of layers 2, n / 2 and n - 3, which are outputs of those before.
         depth = int(target["num_hidden_layers"])
         layers = (1, depth // 2 - 1, depth - 4)
     _check_layers(layers, int(target["num_hidden_layers"]), f"{named}: eagle_aux_hidden_state_layer_ids")
+
+    # Everything that the draft shares with its target must have the same size.
     found = Eagle3Shape.for_target(config | {"num_hidden_layers": target["num_hidden_layers"]}, layers)
     wanted = Eagle3Shape.for_target(target, layers)
     names = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "norm_eps", "rope")
@@ -223,13 +239,16 @@ def read_shape(path: str | Path, target: Mapping[str, Any], setting: str = "spec
         raise ValueError(
             f"{named} drafts for another model: it has {'; '.join(unlike)}. Use a draft trained for this one."
         )
+
     draft_vocab = int(config.get("draft_vocab_size") or found.vocab)
     if not 1 <= draft_vocab <= found.vocab:
         raise ValueError(f"{named} has draft_vocab_size={draft_vocab} of a vocabulary of {found.vocab}.")
+
     return replace(found, draft_vocab=draft_vocab)
 
 
 def _check_layers(layers: Sequence[int], depth: int, setting: str) -> None:
+    """Refuse layers that the target does not have, or that are named twice. Raises ValueError."""
     if not layers or min(layers) < 0 or max(layers) >= depth or len(set(layers)) < len(layers):
         raise ValueError(
             f"{setting}={list(layers)} must name layers of the target, each once, between 0 and {depth - 1}."

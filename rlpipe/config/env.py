@@ -1,4 +1,4 @@
-"""Settings of environments and of the sandbox that runs what a model writes. Imports no torch."""
+"""Settings of environments and of the sandbox that runs the commands of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least, positive
 
-INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one set a seed
+INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one for each seed
 
 
 class EnvName(Choice):
-    """Which environment suite to play."""
+    """The environment suite that a run generates in."""
 
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
     TOOLS = "tools"  # questions answered with tools over several turns
-    USER = "user"  # a suite of your own, which naming it in env.suite selects
+    USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
 class ActionMode(Choice):
     """How a turn's text becomes a shell command."""
 
-    PLAIN = "plain"  # the whole text is the command
+    PLAIN = "plain"  # the full text is the command
     FENCED = "fenced"  # the one ```bash block in the text is the command
 
 
 class ToolParser(Choice):
-    """How tool calls stand in a turn; see `rlpipe.envs.tools.parsers`."""
+    """The syntax of tool calls in a turn; see `rlpipe.envs.tools.parsers`."""
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     JSON = "json"  # the turn is one such object
@@ -37,10 +37,10 @@ class ToolParser(Choice):
 
 
 class ToolSchema(Choice):
-    """Where the model reads which tools there are."""
+    """Where the model reads the schemas of its tools."""
 
     TEMPLATE = "template"  # the chat template renders `tools`, as the model was trained
-    SYSTEM = "system"  # a system prompt of ours, for templates that know no tools
+    SYSTEM = "system"  # a system prompt of rlpipe's, for templates without tools
 
 
 class ToolName(Choice):
@@ -53,10 +53,10 @@ class ToolName(Choice):
 
 
 class SandboxBackend(Choice):
-    """What contains a command."""
+    """The isolation of a command."""
 
     BUBBLEWRAP = "bubblewrap"  # namespaces on this machine; for instances that bring their files
-    DOCKER = "docker"  # one container an episode; for instances that live in an image
+    DOCKER = "docker"  # one container for each episode; for instances that are stored in an image
     SINGULARITY = "singularity"  # the same without a daemon
 
 
@@ -104,7 +104,7 @@ class SandboxConfig:
 
 
 def _check_sizes(settings: ReasoningConfig | ToolsConfig, section: str) -> None:
-    """Raises ValueError for sizes of generated sets that are none, or whose indices would meet."""
+    """Refuse empty generated sets, and sizes at which the indices of two sets overlap. Raises ValueError."""
     at_least(1, settings, section, "train_size", "held_out_size")
     if max(settings.train_size, settings.held_out_size) > INDEX_STRIDE:
         raise ValueError(
@@ -160,6 +160,7 @@ class ToolsConfig:
     def __post_init__(self) -> None:
         self.names = [ToolName(name) for name in self.names]
         self.parser, self.schema = ToolParser(self.parser), ToolSchema(self.schema)
+
         if not self.names or len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"env.tools.names={[str(n) for n in self.names]} must name at least one tool, each once, of "
@@ -170,11 +171,12 @@ class ToolsConfig:
 
     @property
     def in_template(self) -> bool:
-        """Whether the chat template shows the tools."""
+        """Whether the chat template displays the tools."""
         return self.schema is ToolSchema.TEMPLATE
 
 
 def _shipped_held_out() -> list[str]:
+    """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
 
 
@@ -236,23 +238,28 @@ class EnvConfig:
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)
+        # A user's suite takes precedence over the named environment.
         if self.suite:
             self.name = EnvName.USER
         elif self.name is EnvName.USER:
             raise ValueError("env.name=user plays a suite of your own: name it by env.suite=module:function.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
         at_least(0, self, "env", "retries")
+
         if not self.held_out_files:
             raise ValueError(
                 "env.held_out_files names no file: give at least one held-out set, "
                 "validation needs instances that training never sees."
             )
+
+        # Metrics and domains refer to sets by name, so names must differ.
         names = self.held_out_names
         if len(set(names)) < len(names) or "train" in names:
             raise ValueError(
                 f"env.held_out_files={self.held_out_files} gives the set names {names}: rename the files, "
                 "each set needs a name of its own, and 'train' is env.train_file."
             )
+
         if "{runner}" not in self.test_command:
             raise ValueError(
                 f"env.test_command={self.test_command!r} must contain {{runner}}, where the grader's "

@@ -1,4 +1,4 @@
-"""Injection: what goes wrong in async RL at scale, on purpose and by a known amount. Imports no torch."""
+"""Injection of the failures of async RL at scale, each by a known amount, to study them. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlpipe.config.limits import at_least, share
 
 @dataclass(slots=True, kw_only=True)
 class InjectionConfig:
-    """Faults for study, all off by default. They affect training rollouts only; validation stays clean."""
+    """Failures to inject, all off by default. They affect training rollouts only, never validation."""
 
     stale_steps: int = 0
     """Age in training steps of the weights that rollouts decode with, on top of what pipeline.max_staleness
@@ -36,6 +36,8 @@ class InjectionConfig:
         amounts = ("stale_steps", "weight_noise", "slow_env_seconds", "long_turn_tokens")
         at_least(0, self, "injection", *amounts, remedy="0 is off")
         share(self, "injection", "slow_env_share", "long_turn_share")
+
+        # A share without an amount has no effect, nor has an amount without a share.
         for part, amount in (
             ("slow_env_share", "slow_env_seconds"),
             ("long_turn_share", "long_turn_tokens"),
@@ -48,10 +50,10 @@ class InjectionConfig:
                 )
 
     def active(self) -> dict[str, float]:
-        """The settings that are on, by name; empty in an ordinary run."""
+        """Return the settings that are on, by name; empty in an ordinary run."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @property
     def changes_weights(self) -> bool:
-        """Whether rollouts decode with other weights than the trainer's newest."""
+        """Whether rollouts decode with weights that are not the trainer's newest."""
         return bool(self.stale_steps or self.weight_noise)

@@ -1,4 +1,4 @@
-"""Limits of single settings, each refused in one wording. Imports no torch."""
+"""Limits of single settings, with one form of message for each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from typing import Any
 
 
 def at_least(least: float, settings: Any, section: str, *names: str, remedy: str = "") -> None:
-    """Raises ValueError unless the named fields of a section are `least` or more."""
+    """Refuse named fields of a section that are below `least`. Raises ValueError; remedy: a hint."""
     for name in names:
         if getattr(settings, name) < least:
             _refuse(settings, section, name, f"must be at least {least}", remedy)
 
 
 def positive(settings: Any, section: str, *names: str, remedy: str = "") -> None:
-    """Raises ValueError unless the named fields of a section are above 0."""
+    """Refuse named fields of a section that are not above 0. Raises ValueError; remedy: a hint."""
     for name in names:
         if getattr(settings, name) <= 0:
             _refuse(settings, section, name, "must be positive", remedy)
 
 
 def share(settings: Any, section: str, *names: str) -> None:
-    """Raises ValueError unless the named fields of a section lie in 0..1."""
+    """Refuse named fields of a section that are outside 0..1. Raises ValueError."""
     for name in names:
         if not 0 <= getattr(settings, name) <= 1:
             _refuse(settings, section, name, "must be a share from 0 to 1", "")
 
 
 def learning_rates(settings: Any, section: str) -> None:
-    """Raises ValueError unless 0 <= min_lr <= lr."""
+    """Refuse learning rates unless 0 <= min_lr <= lr. Raises ValueError."""
     if not 0 <= settings.min_lr <= settings.lr:
         raise ValueError(f"{section}.min_lr={settings.min_lr} must lie in 0..{section}.lr={settings.lr}.")
 
 
 def _refuse(settings: Any, section: str, name: str, limit: str, remedy: str) -> None:
+    """Raise the error of a field that exceeds a limit."""
     value = getattr(settings, name)
     raise ValueError(f"{section}.{name}={value} {limit}{f': {remedy}' if remedy else ''}.")

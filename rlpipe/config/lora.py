@@ -1,4 +1,4 @@
-"""Low-rank adapters of the trained model: size and place. Imports no torch."""
+"""Settings of LoRA adapters: their rank, and the projections that have one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlpipe.config.limits import at_least, positive
 
 
 class LoraTargets(Choice):
-    """Which projections of every decoder layer have an adapter."""
+    """The projections of every decoder layer that have a LoRA adapter."""
 
     ALL = "all"  # those of attention and of the MLP
     ATTENTION = "attention"  # q_proj, k_proj, v_proj, o_proj
@@ -20,7 +20,7 @@ class LoraTargets(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: W + (alpha / rank) B A, of which A and B learn and W does not."""
+    """LoRA adapters: W + (alpha / rank) B A, in which A and B are trained and W is fixed."""
 
     rank: int = 0
     """Rows of A; 0: off, all weights are trained."""
@@ -38,7 +38,7 @@ class LoraConfig:
 
     @property
     def active(self) -> bool:
-        """Whether adapters are trained in place of the backbone."""
+        """Whether LoRA adapters are trained instead of the backbone."""
         return self.rank > 0
 
     @property
@@ -53,26 +53,30 @@ class LoraConfig:
 
 
 def check_lora(config: LoraConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse adapters that a model cannot have. Raises ValueError with what, the value and the remedy.
+    """Refuse LoRA adapters that a model cannot have. Raises ValueError with what, the value and a hint.
 
     hf_config: the checkpoint's `config.json`.
     """
+    # The trainer has no adapters for these layers.
     experts = hf_config.get("moe_intermediate_size")
     if hf_config.get("linear_num_key_heads") and config.active and (config.attention or experts):
         raise ValueError(
             f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: gated delta nets "
             "and attention with an output gate have no adapters. Set trainer.lora.rank=0."
         )
+
     if config.mlp and experts:
         raise ValueError(
             f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: experts have no "
             "adapters. Set trainer.lora.targets=attention, or trainer.lora.rank=0 to train all weights."
         )
+
     if config.attention and hf_config.get("kv_lora_rank"):
         raise ValueError(
             f"trainer.lora.rank={config.rank} with trainer.lora.targets={config.targets}: latent attention "
             "(kv_lora_rank) has no adapters. Set trainer.lora.rank=0 to train all weights."
         )
+
     hidden = int(hf_config["hidden_size"])
     if config.rank >= hidden:
         raise ValueError(

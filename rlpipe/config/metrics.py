@@ -1,7 +1,7 @@
-"""Settings of metrics: what is shown, where it goes, when the report is made.
+"""Settings of metrics: what is displayed, where records go, when the report is written.
 
-Owns the fields and their checks; `rlpipe.metrics` does the work. `metrics.jsonl` and `events.jsonl`
-are always written.
+Owns the fields and their checks; `rlpipe.metrics` reads them. `metrics.jsonl` and `events.jsonl` are always
+written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlpipe.config.probe import ProbeConfig
 
 
 class WandbMode(Choice):
-    """Where Weights & Biases records go."""
+    """Whether Weights & Biases records are uploaded, stored or not made."""
 
     AUTO = "auto"  # online when logged in, offline otherwise
     OFFLINE = "offline"  # wandb/ in the run directory; upload later with `wandb sync`
@@ -69,6 +69,7 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")
         at_least(0, self, "metrics", "rollouts_per_step", remedy="0 writes none")
+
         if not 0 <= self.prometheus_port < 65536:
             raise ValueError(
                 f"metrics.prometheus_port={self.prometheus_port} is no port. Set 1..65535, or 0 for none."

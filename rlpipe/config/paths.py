@@ -1,7 +1,7 @@
-"""Where shipped files live: one answer for a checkout and for an installed wheel.
+"""Paths of shipped files, in a checkout and in an installed wheel.
 
-`shipped("configs")` finds `rlpipe/_data/configs` (a wheel) or the checkout's `configs` (a clone);
-`resolve("shipped:models/tiny")` is how settings name such files.
+`shipped("configs")` returns `rlpipe/_data/configs` (a wheel) or the checkout's `configs` (a clone);
+`resolve("shipped:models/tiny")` reads the form in which settings name such files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(relative: str) -> Path:
-    """Absolute path of a file or folder that comes with rlpipe.
+    """Return the absolute path of a file or folder that comes with rlpipe.
 
     Raises ValueError when neither the wheel nor the checkout has it.
     """
@@ -21,6 +21,7 @@ def shipped(relative: str) -> Path:
     for place in places:
         if place.exists():
             return place
+
     raise ValueError(
         f"{relative!r} is not shipped with this rlpipe: looked at {', '.join(map(str, places))}. "
         "Reinstall rlpipe, or give a path of your own."
@@ -28,7 +29,7 @@ def shipped(relative: str) -> Path:
 
 
 def resolve(path: str) -> Path:
-    """A setting's path: `shipped:NAME`, or an ordinary path made absolute with `~` expanded."""
+    """Return a setting's path: that of `shipped:NAME`, or an ordinary path made absolute, `~` expanded."""
     if path.startswith(PREFIX):
         return shipped(path.removeprefix(PREFIX))
     return Path(path).expanduser().resolve()

@@ -1,4 +1,4 @@
-"""The loop's sizes: how many prompts make a step, how stale they may be. Imports no torch."""
+"""Settings of the loop: prompts and groups of a step, and their staleness. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rlpipe.config.limits import at_least
 
 
 class Stale(Choice):
-    """What bounds staleness, and with it the order of training."""
+    """The rule that bounds staleness, and the order of training that follows from it."""
 
     WAIT = "wait"  # a prompt starts only when it cannot become too stale; trained in order, nothing dropped
-    DROP = "drop"  # first finished, first trained; what became too stale is given up (favours short ones)
+    DROP = "drop"  # first finished, first trained; groups that become too stale are dropped
     KEEP = "keep"  # first finished, first trained, whatever its age; needs an algo.correction
 
 
 @dataclass(slots=True, kw_only=True)
 class PipelineConfig:
-    """Groups of a training step, and the age that their tokens may have."""
+    """Groups of a training step, and the maximum age of their tokens."""
 
     prompts_per_step: int = 8
     """Groups of one training step."""
@@ -50,6 +50,7 @@ class PipelineConfig:
         at_least(2, self, "pipeline", "group_size", remedy="group-normalised advantages compare siblings")
         at_least(0, self, "pipeline", "max_staleness", remedy="0 is synchronous")
         at_least(1, self, "pipeline", "oversample", remedy="1.5 is usual")
+
         if self.oversample > 1 and self.stale is not Stale.DROP:
             raise ValueError(
                 f"pipeline.oversample={self.oversample} plays groups that are not trained on, and "
@@ -58,5 +59,5 @@ class PipelineConfig:
 
     @property
     def groups_ahead(self) -> int:
-        """Groups that may be in the works for each step."""
+        """Maximum number of groups in flight for each step."""
         return math.ceil(self.prompts_per_step * self.oversample)

@@ -1,7 +1,7 @@
-"""Settings of PPOW, window-level reinforcement learning for a drafter.
+"""Settings of PPOW, window-level reinforcement learning for a draft model.
 
-The paper's Table 5, its hyperparameters, is empty in the text that is available; what is set here is either
-in the prose (said so) or our choice.
+The paper's Table 5, its hyperparameters, is empty in the text that is available. Each default is either from
+its prose, or our choice where the field says so.
 """
 
 from __future__ import annotations

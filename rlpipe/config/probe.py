@@ -1,4 +1,4 @@
-"""The probe set of acceptance. Imports no torch."""
+"""Settings of the probe, which measures acceptance on a fixed set of contexts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class ProbeConfig:
         at_least(0, self, "metrics.probe", "every", remedy="0 is never")
         remedy = "fewer leave nothing to draft; metrics.probe.every=0 is no probe"
         at_least(2, self, "metrics.probe", "contexts", remedy=remedy)
+
+        # A list of any other length than 3 becomes an interval that is refused.
         value, low, high = self.slope if len(self.slope) == 3 else (0.0, 1.0, 0.0)
         if self.slope and not (isfinite(low) and low <= value <= high and isfinite(high)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Settings of earlier versions: names that changed, and names that are gone. Imports no torch.
+"""Settings of earlier versions: names that changed, and names that were removed. Imports no torch.
 
 Owns both tables. Command lines and YAML files with such a name are refused with its successor
 (`rlpipe.cli.suggestions`); records of earlier runs are read under the new names (`with_current_names`).
@@ -29,7 +29,7 @@ REMOVED = {
     "env.sandbox.memo_mb": "remembered outcomes take 256 MB at most. Leave it out, or set "
     "env.sandbox.memo=false to remember none",
 }
-"""Name -> why it is gone, and the setting to use instead."""
+"""Name -> why it was removed, and the setting to use instead."""
 
 
 def current_name(name: str) -> str:
@@ -63,7 +63,7 @@ def outdated_setting(name: str, value: str) -> ValueError | None:
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parsed config.yaml of any version with its sections and settings under today's names.
 
-    Values stay as they are. A name that is gone stays too; nothing reads it.
+    Values are unchanged. A name that was removed stays too; no code reads it.
 
     >>> with_current_names({"mtp": {"train": "off"}, "spec": {"gamma": 3}})
     {'draft': {'train': 'off'}, 'spec': {'gamma': 3}}

@@ -1,4 +1,4 @@
-"""The rollout engine's settings. Imports no torch."""
+"""Settings of the rollout engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rlpipe.config.sglang import SglangConfig
 
 
 class EngineKind(Choice):
-    """Which engine decodes."""
+    """The engine that decodes."""
 
     EMBEDDED = "embedded"  # in-process, CPU or GPU
-    SGLANG = "sglang"  # a server process of its own, in an environment of its own
+    SGLANG = "sglang"  # a separate server process, in a separate virtual environment
 
 
 class KvOnUpdate(Choice):
-    """What becomes of cached keys and values when weights are replaced."""
+    """The handling of cached keys and values when weights are replaced."""
 
-    KEEP = "keep"  # unfinished requests go on with the KV of the old weights
+    KEEP = "keep"  # unfinished requests continue with the KV of the old weights
     RECOMPUTE = "recompute"  # their KV is rebuilt with the new weights; idle conversations are dropped
 
 
 class Dtype(Choice):
-    """Weights and KV cache; probabilities are float32 in any case."""
+    """Number type of weights and KV cache; probabilities are always float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -36,7 +36,7 @@ class Dtype(Choice):
 
 @dataclass(slots=True, kw_only=True)
 class RolloutConfig:
-    """Settings of the rollout side."""
+    """Settings of rollout workers and their engines."""
 
     engine: EngineKind = EngineKind.EMBEDDED
     """Implementation of the rollout engine."""
@@ -93,10 +93,12 @@ class RolloutConfig:
         self.engine = EngineKind(self.engine)
         self.dtype = Dtype(self.dtype)
         self.kv_on_update = KvOnUpdate(self.kv_on_update)
+
         at_least(1, self, "rollout", "workers", "max_running", "max_new_tokens", "threads", "prefill_tokens")
         at_least(2, self, "rollout", "max_context", remedy="it holds a prompt token and a sampled one")
         at_least(0, self, "rollout", "concurrent_groups", remedy="0 plays all that are admitted")
         at_least(0, self, "rollout", "temperature", remedy="0 is greedy, 1.0 samples the policy")
+
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(
                 f"rollout.device={self.device!r} is no device: set auto, cpu, cuda, or one GPU as in cuda:1."
@@ -104,12 +106,12 @@ class RolloutConfig:
 
     @property
     def cards(self) -> int:
-        """GPUs of one engine, where it has any."""
+        """GPUs of one engine, if it runs on GPUs."""
         return self.sglang.tp if self.engine is EngineKind.SGLANG else 1
 
 
 def check_embedded(path: str, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model that the embedded engine cannot decode. Raises ValueError with what serves it instead.
+    """Refuse a model that the embedded engine cannot decode. Raises ValueError with an engine that can.
 
     hf_config: the `config.json` of the checkpoint in `path`.
     """

@@ -1,6 +1,7 @@
-"""The whole configuration: one dataclass per component; checks.py holds what crosses components.
+"""The full configuration, with one dataclass for each component.
 
-Defaults live here and in the component dataclasses; YAML states only differences. Imports no torch.
+Defaults are set here and in the component dataclasses; YAML files contain only differences. Checks of several
+components together are in `rlpipe.preflight.settings`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from rlpipe.config.trainer import TrainerConfig
 
 
 class Task(Choice):
-    """What a recipe runs."""
+    """The kind of training that a recipe runs."""
 
     RL = "rl"  # the async loop
-    MTP_ADAPT = "mtp_adapt"  # the MTP layer of a frozen model learns to draft for it
+    MTP_ADAPT = "mtp_adapt"  # a draft model is trained to draft for a frozen model
 
 
 class ClusterMode(Choice):
-    """How components are placed."""
+    """Where the components run."""
 
     RAY = "ray"  # one actor per rollout worker and per trainer rank
     INLINE = "inline"  # all in this process, in threads
 
 
 class Resume(Choice):
-    """What to do with checkpoints that `run.dir` already holds."""
+    """How checkpoints that `run.dir` already has are treated."""
 
-    AUTO = "auto"  # continue from the newest one, if any, with the settings it was begun with
-    ANYWAY = "anyway"  # the same with settings that make it another experiment
+    AUTO = "auto"  # continue from the newest one, if any; the settings must be those of its run
+    ANYWAY = "anyway"  # the same with settings that change the experiment
     NEVER = "never"  # refuse a directory that holds a run
 
 
@@ -200,14 +201,14 @@ class Config:
 
     @property
     def cotrains_draft(self) -> bool:
-        """Whether a draft with a trainer of its own is co-trained with the policy."""
+        """Whether a draft model with a separate trainer is co-trained with the policy."""
         return self.task is Task.RL and self.draft.online and self.spec.needs_draft
 
     @property
     def broadcasts_weights(self) -> bool:
-        """Whether the trainer brings weights to all SGLang servers itself.
+        """Whether the trainer sends weights to all SGLang servers itself.
 
-        Not in one process, and not where a rollout worker serves other weights than the trainer's own.
+        Not in one process, and not where rollout workers serve weights that differ from the trainer's.
         """
         rollout = self.rollout
         return (
@@ -219,20 +220,21 @@ class Config:
         )
 
     def validates(self, step: int) -> bool:
-        """Whether the policy is validated at a step: before the first, every so many, and after the last."""
+        """Return whether the policy is validated at a step: the first, every val.every, and the last."""
         every = self.val.every
         return bool(every) and (step % every == 0 or step == self.run.steps)
 
 
 def for_run_mode(config: Config) -> Config:
-    """The settings a half goes by: without what needs the other one.
+    """Return the settings of a run mode: without features that need the part that does not run.
 
-    No validation (it needs engines, and weights that change) and, without a trainer, no probe. What a dump
-    holds was selected when it was made: all of it is trained on, in its order.
+    Validation is off (it needs engines, and weights that change); without a trainer the probe is off too. The
+    groups of a dump were selected when it was written: all are trained on, in their order.
     """
     run_mode = config.run.half
     if run_mode is RunMode.BOTH:
         return config
+
     settings: dict[str, Any] = {"val": replace(config.val, every=0)}
     if run_mode is RunMode.ROLLOUT:
         probe = replace(config.metrics.probe, every=0)
@@ -245,28 +247,34 @@ def for_run_mode(config: Config) -> Config:
 
 
 def with_weight_transfer(config: Config, *, hosts: int, gpus: bool) -> tuple[Config, str]:
-    """The settings with `rollout.sglang.weight_transfer=auto` decided, and why; without `auto` as they are.
+    """Replace `rollout.sglang.weight_transfer=auto` by a transfer, and return the settings and the reason.
 
-    Shared memory where trainer and servers are on one host, unless the servers have GPUs of their own: then,
-    and across hosts, the trainer broadcasts, where it can. On one GPU with it, the server maps its memory.
-    hosts: of the cluster. gpus: whether it has any. Raises ValueError for ipc where no server can.
+    Trainer and servers on one host share memory, unless the servers have separate GPUs: then, and across
+    hosts, the trainer broadcasts if it can. A server on the GPU of a single trainer rank maps its memory
+    (ipc). Other values than `auto` are unchanged. hosts: number in the cluster. gpus: whether it has any.
+    Raises ValueError for ipc where servers cannot map the trainer's memory.
     """
     rollout = config.rollout
     sglang = rollout.sglang
     on_gpu = gpus if rollout.device == "auto" else rollout.device.startswith("cuda")
     apart = on_gpu and not config.cluster.share_gpus
+
+    # A server can map memory only of its own host and GPU.
     if sglang.weight_transfer is WeightTransfer.IPC and config.broadcasts_weights and (hosts > 1 or apart):
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"
         raise ValueError(
             f"rollout.sglang.weight_transfer=ipc with {where}: a server maps memory of the trainer's own "
             "host and GPU. Set weight_transfer=auto, or cluster.share_gpus=true."
         )
+
     if rollout.engine is not EngineKind.SGLANG or sglang.weight_transfer is not WeightTransfer.AUTO:
         return config, ""
 
     def by(transfer: WeightTransfer) -> Config:
+        """Return the settings with this transfer."""
         return replace(config, rollout=replace(rollout, sglang=replace(sglang, weight_transfer=transfer)))
 
+    # `broadcasts_weights` reads the transfer, so it is evaluated with the candidate.
     broadcast = by(WeightTransfer.COLLECTIVE)
     if broadcast.broadcasts_weights and (hosts > 1 or apart):
         where = f"{hosts} hosts" if hosts > 1 else "servers with GPUs of their own"

@@ -1,4 +1,4 @@
-"""Which part of the loop a run executes: rollout, training, or both. Imports no torch."""
+"""The part of the loop that a run executes: rollout, training, or both. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlpipe.config.choice import Choice
 
 
 class RunMode(Choice):
-    """Which part of the loop runs (the setting `run.half`)."""
+    """The part of the loop that runs (the setting `run.half`)."""
 
     BOTH = "both"
     ROLLOUT = "rollout"  # roll out and score batches with fixed weights and dump them; no trainer is built

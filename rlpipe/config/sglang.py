@@ -14,20 +14,20 @@ class WeightTransfer(Choice):
     AUTO = "auto"  # shared, collective or ipc: see `run.with_weight_transfer`
     SHARED = "shared"  # through memory that the worker writes and its server maps
     COLLECTIVE = "collective"  # by broadcast from the trainer to all ranks of all servers (NCCL, or gloo)
-    IPC = "ipc"  # through memory of the trainer that servers of its GPU map (CUDA IPC), or of its host
-    DISK = "disk"  # as a checkpoint the server reads; needs a folder both see
+    IPC = "ipc"  # servers map memory of the trainer on the same GPU (CUDA IPC) or host
+    DISK = "disk"  # as a checkpoint that the server reads; needs a folder that both can access
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether the trainer brings weights to all servers at once."""
+        """Whether the trainer sends weights to all servers at once."""
         return self in (WeightTransfer.COLLECTIVE, WeightTransfer.IPC)
 
 
 class CanaryReaction(Choice):
-    """What to do when a server does not hold the weights that were sent."""
+    """The reaction to a server with weights that differ from those that were sent."""
 
     RETRY = "retry"  # send them once more, then stop
-    NO_SPECULATION = "no_speculation"  # the same, but a stale draft alone is then switched off
+    NO_SPECULATION = "no_speculation"  # the same, but if only the draft is stale, stop drafting instead
     STOP = "stop"  # end the run at once
 
 
@@ -102,6 +102,7 @@ class SglangConfig:
         at_least(1, self, section, "tp", "bucket_mb")
         at_least(0, self, section, "max_restarts")
         positive(self, section, *times, "health_timeout", remedy="name seconds")
+
         if not 0 <= self.port < 65536:
             raise ValueError(f"rollout.sglang.port={self.port} is no port: use 1..65535, or 0 (any).")
         if not 0 <= self.memory_fraction < 1:

@@ -1,4 +1,4 @@
-"""Speculative decoding: which verification, how many drafts. Imports no torch."""
+"""Settings of speculative decoding: drafter, verification rule, number of draft tokens. No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rlpipe.config.drafters import KINDS, Drafter
 
 
 class SpecMode(Choice):
-    """How drafted tokens are verified; every mode emits the target's distribution exactly."""
+    """How draft tokens are verified; every mode emits the target's distribution exactly."""
 
     NONE = "none"  # no drafts
     TARGET_ONLY = "target_only"  # draft = argmax of q, accepted with probability p(draft)
     REJECTION = "rejection"  # draft sampled from q, accepted with probability min(1, p/q)
-    BLOCK = "block"  # as rejection, but the drafts of a step are judged together (accepts at least as many)
+    BLOCK = "block"  # as rejection, but all drafts of a step together (accepts at least as many)
     GREEDY = "greedy"  # draft = argmax of q, accepted if it is the argmax of p; temperature 0 only
-    TREE = "tree"  # several drafts per position, siblings judged in rounds
+    TREE = "tree"  # several draft tokens per position, siblings verified in rounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +59,8 @@ class SpecConfig:
                 f"spec.gamma={self.gamma} drafts nothing: gamma must be at least 1. "
                 "To decode without speculation set spec.mode=none."
             )
+
+        # Some combinations of drafter and verification do not exist.
         if self.adaptive and self.mode in (SpecMode.NONE, SpecMode.TREE):
             raise ValueError(
                 f"spec.adaptive=true needs a chain of drafts, got spec.mode={self.mode}: "
@@ -68,12 +70,14 @@ class SpecConfig:
             raise ValueError(
                 f"spec.drafter={self.drafter} drafts one path, got spec.mode=tree: use target_only or greedy."
             )
+
         if bool(self.draft_path) != self.drafter.kind.has_directory:
             with_directory = " or ".join(name for name, kind in KINDS.items() if kind.has_directory)
             raise ValueError(
                 f"spec.drafter={self.drafter} and spec.draft_path={self.draft_path!r}: the directory of a "
                 f"draft belongs to spec.drafter={with_directory}, which needs one. Set both or neither."
             )
+
         if self.suffix < 1:
             raise ValueError(f"spec.suffix={self.suffix}: at least the last token is looked up.")
         if not self.tree or min(self.tree) < 1:
@@ -86,26 +90,28 @@ class SpecConfig:
 
     @property
     def needs_draft(self) -> bool:
-        """Whether a draft with a directory of its own drafts."""
+        """Whether a draft model with a separate directory drafts."""
         return self.mode is not SpecMode.NONE and self.drafter.kind.has_directory
 
     @property
     def needs_model(self) -> bool:
-        """Whether drafts come from a model, which has a distribution q and keys to keep up."""
+        """Whether a model drafts. It has a distribution q, and a KV cache that must follow the text."""
         return self.mode is not SpecMode.NONE and self.drafter.kind.has_model
 
     @property
     def depth(self) -> int:
-        """Most drafts one verify step can accept; 0 without speculation."""
+        """Maximum number of draft tokens that one verify step can accept; 0 without speculation."""
         if self.mode is SpecMode.TREE:
             return len(self.tree)
         return 0 if self.mode is SpecMode.NONE else self.gamma
 
     @property
     def drafts(self) -> int:
-        """Most drafted tokens of one verify step: gamma, or the nodes of the tree."""
+        """Maximum number of draft tokens of one verify step: gamma, or the nodes of the tree."""
         if self.mode is not SpecMode.TREE:
             return self.depth
+
+        # Each level has the nodes of the one above, times the children of each.
         nodes, level = 0, 1
         for children in self.tree:
             level *= children

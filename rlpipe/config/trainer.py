@@ -1,4 +1,4 @@
-"""The Megatron trainer: parallel sizes, precision, optimizer, schedule. Imports no torch."""
+"""Settings of the Megatron trainer: parallel sizes, precision, optimizer, schedule. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlpipe.config.lora import LoraConfig
 
 
 class Precision(Choice):
-    """Type of parameters and activations; the optimizer always keeps float32."""
+    """Number type of parameters and activations; the optimizer state is always float32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -27,7 +27,7 @@ class LrSchedule(Choice):
 
 
 class Recompute(Choice):
-    """What the backward pass recomputes to save memory."""
+    """The activations that the backward pass recomputes to save memory."""
 
     NONE = "none"
     SELECTIVE = "selective"  # each layer's MLP or experts, where most activations are
@@ -35,7 +35,7 @@ class Recompute(Choice):
 
 
 class LayerSpec(Choice):
-    """Which implementation of the layers Megatron builds."""
+    """The implementation of the layers that Megatron builds."""
 
     AUTO = "auto"  # TransformerEngine on a GPU that has it, local otherwise
     LOCAL = "local"
@@ -122,6 +122,7 @@ class TrainerConfig:
         at_least(1, self, "trainer", "tp", "dp", "pp", "cp", "ep", "micro_batch_tokens")
         at_least(0, self, "trainer", "warmup_steps", "weight_decay", "clip_grad", "threads")
         learning_rates(self, "trainer")
+
         replicas = self.dp * self.cp
         if replicas % self.ep:
             fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
@@ -129,6 +130,8 @@ class TrainerConfig:
                 f"trainer.ep={self.ep} does not divide trainer.dp * trainer.cp = {replicas}, the ranks that "
                 f"share the experts. Set trainer.ep to one of {fitting}, or raise trainer.dp."
             )
+
+        # What the local layers can do and those of TransformerEngine cannot.
         if self.cp > 1 and self.layers is LayerSpec.TE:
             raise ValueError(
                 f"trainer.cp={self.cp} needs our attention, and trainer.layers=te has TransformerEngine's: "
@@ -144,12 +147,14 @@ class TrainerConfig:
                 "trainer.sp=true needs micro-batches filled up to a multiple of trainer.tp, and "
                 "trainer.layers=te reads padded rows: set trainer.layers=local, or trainer.sp=false."
             )
+
         if self.lora.active and self.layers is LayerSpec.TE:
             raise ValueError(
                 f"trainer.layers=te with trainer.lora.rank={self.lora.rank}: TransformerEngine fuses norms "
                 "into the layers that adapters stand beside. Set trainer.layers=local, or "
                 "trainer.lora.rank=0."
             )
+
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} must be in [0, 1), got {getattr(self, name)}.")
@@ -160,7 +165,7 @@ class TrainerConfig:
         return self.tp * self.cp * self.pp * self.dp
 
     def stage_layers(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline stage has; the last, with the head, has the fewest.
+        """Return how many layers each pipeline stage has; the last, with the head, has the fewest.
 
         >>> TrainerConfig(pp=4).stage_layers(47)
         [12, 12, 12, 11]
@@ -168,6 +173,8 @@ class TrainerConfig:
         [11, 12, 11, 11]
         """
         each, more = divmod(layers, self.pp)
+
+        # Left-over layers go to middle stages first: the first stage has the embedding, the last the head.
         middle_first = sorted(range(self.pp), key=lambda stage: (stage == self.pp - 1, stage == 0))
         return [each + (stage in middle_first[:more]) for stage in range(self.pp)]
 
@@ -178,8 +185,9 @@ def check_parallel(
     """Refuse parallel sizes that cannot work for a model, before anything is started.
 
     hf_config: the checkpoint's `config.json`. world_size: ranks that exist, when known.
-    Raises ValueError with what, the value and the remedy.
+    Raises ValueError with what, the value and a hint.
     """
+    # Sizes of the model that tensor parallelism divides.
     heads = int(hf_config["num_attention_heads"])
     inner = "moe_intermediate_size" if hf_config.get("moe_intermediate_size") else "intermediate_size"
     sizes = {
@@ -192,6 +200,7 @@ def check_parallel(
     sizes |= {name: int(hf_config[name]) for name in linear if hf_config.get(name)}
     if hf_config.get("first_k_dense_replace"):
         sizes["intermediate_size"] = int(hf_config["intermediate_size"])
+
     if latent := int(hf_config.get("kv_lora_rank") or 0):
         if config.layers is LayerSpec.TE:
             raise ValueError(
@@ -200,6 +209,7 @@ def check_parallel(
             )
         sizes["kv_lora_rank + qk_rope_head_dim"] = latent + int(hf_config["qk_rope_head_dim"])
         sizes["q_lora_rank"] = int(hf_config.get("q_lora_rank") or 0)
+
     for name, size in sizes.items():
         if size % config.tp:
             fitting = [n for n in range(1, config.tp) if all(s % n == 0 for s in sizes.values())]
@@ -207,6 +217,7 @@ def check_parallel(
                 f"trainer.tp={config.tp} does not divide the model's {name}={size}. "
                 f"Set trainer.tp to one of {fitting} and raise trainer.dp instead."
             )
+
     if (delta := int(hf_config.get("linear_num_key_heads") or 0)) and delta % (config.tp * config.cp):
         fitting = [n for n in range(1, config.cp) if delta % (config.tp * n) == 0]
         raise ValueError(
@@ -214,11 +225,14 @@ def check_parallel(
             f"delta net, and {config.tp * config.cp} does not divide linear_num_key_heads={delta}. "
             f"Set trainer.cp to one of {fitting} and raise trainer.dp instead."
         )
+
     if config.pp > 1 and config.pp > (layers := int(hf_config["num_hidden_layers"])):
         raise ValueError(
             f"trainer.pp={config.pp} is more stages than the model has layers, num_hidden_layers={layers}. "
             f"Set trainer.pp to at most {layers} and raise trainer.dp instead."
         )
+
+    # Model families name the number of experts differently.
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = max(int(hf_config.get(name) or 0) for name in names)
     if config.ep > 1 and (not experts or experts % config.ep):
@@ -226,6 +240,7 @@ def check_parallel(
             f"trainer.ep={config.ep} shares experts between ranks, and the model has {experts or 'none'}. "
             "Set trainer.ep to a divisor of their number, and to 1 for a model without."
         )
+
     if world_size is not None and world_size != config.world_size:
         raise ValueError(
             f"trainer.tp * trainer.cp * trainer.pp * trainer.dp = {config.tp} * {config.cp} * {config.pp} * "
@@ -234,7 +249,7 @@ def check_parallel(
 
 
 def with_layers(config: TrainerConfig, hf_config: Mapping[str, Any]) -> TrainerConfig:
-    """The same settings; with our own layers where a model has a part that TransformerEngine's do not cover.
+    """Return the settings, with local layers for a model with parts that TransformerEngine's do not have.
 
     hf_config: the checkpoint's `config.json`, which `check_parallel` has accepted.
     """

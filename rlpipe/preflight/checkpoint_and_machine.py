@@ -1,11 +1,11 @@
-"""What a run needs besides its settings, looked at before anything is started: files, machine, own code.
+"""Checks of what a run needs besides its settings, before anything is started: files, machine, user code.
 
     checkpoint   headers of its weights, tokenizer, chat template, vocabulary   no torch
     machine      device, GPUs, a Ray cluster's address, a W&B login             torch, for a GPU
-    sizes        memory and time that the settings cost at the very least
-    own code     algorithm names, a correction of one's own, on two tokens      torch, if not the default
+    sizes        lower bounds of the memory and time that the settings need
+    user code    algorithm names, a user's correction, run on two tokens        torch, if not the default
 
-Everything here raises ValueError with what, the value and the remedy. Settings alone are checked in `config`,
+Every check raises ValueError with what, the value and a hint. Single settings are checked in `config`,
 environments in `envs`.
 """
 
@@ -37,13 +37,13 @@ from rlpipe.preflight.memory_estimate import conversation_bytes
 
 _CONNECT_S = 3.0
 _TRAJECTORY_BYTES = 4096  # of the shortest trajectory and its record
-_FLOPS = {"cpu": 5e10, "cuda": 1e15}  # of a core, of a GPU: more than any reaches
+_FLOPS = {"cpu": 5e10, "cuda": 1e15}  # per second of a CPU core, of a GPU: more than any reaches
 _LONGEST_STEP_S = 86400.0
 _QUESTION, _ANSWER = "question-marker", "answer-marker"
 
 
 def check_surroundings(config: Config) -> None:
-    """Everything of this module but sizes. Raises ValueError."""
+    """Run all checks of this module except `check_sizes`. Raises ValueError."""
     check_checkpoint("model.path", config.model.path, config)
     if config.decoupled.active:
         check_checkpoint("decoupled.path", config.decoupled.path, config)
@@ -52,19 +52,24 @@ def check_surroundings(config: Config) -> None:
 
 
 def check_checkpoint(setting: str, path: str, config: Config) -> None:
-    """Headers of the weights against the architecture, then the tokenizer. Raises ValueError."""
+    """Compare the headers of the weights with the architecture; check the tokenizer. Raises ValueError."""
     directory, hf_config = resolve(path), read_config(resolve(path), setting)
     arch = read_architecture(hf_config)
     stored = weight_shapes(directory, setting)
+    # A tied head is not stored: it is the embedding.
     if "lm_head.weight" not in stored and arch.tied:
         stored["lm_head.weight"] = (arch.vocab, arch.hidden)
+
+    # MTP weights must be complete where they draft; elsewhere they are not read.
     served = setting == "decoupled.path" or not config.decoupled.active
     drafts = bool(arch.mtp_layers) and config.spec.needs_mtp and served
     optional = frozenset(name for name in stored if is_mtp_weight(name) and not drafts)
     expected = arch.weight_shapes(mtp=drafts)
+
     try:
         check_weights({n: SimpleNamespace(shape=shape) for n, shape in stored.items()}, expected, optional)
     except ValueError as error:
+        # Leave out the hint of the message, which is about weights sent to an engine.
         what = str(error).partition("Send every")[0].strip()
         raise ValueError(
             f"{setting}={path!r}: {what} Its config.json and its *.safetensors are not of one model: "
@@ -74,7 +79,7 @@ def check_checkpoint(setting: str, path: str, config: Config) -> None:
 
 
 def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
-    """Tokenizer and chat template can be read and fit the model. Raises ValueError."""
+    """Refuse a tokenizer or chat template that is unreadable or unfit for the model. Raises ValueError."""
     where = f"{setting}={str(directory)!r}"
     settings = read_json(directory / "tokenizer_config.json", setting)
     stops = read_json(directory / "generation_config.json", setting).get("eos_token_id")
@@ -85,17 +90,21 @@ def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
             f"{where} has no tokenizer: {file} does not exist. Copy tokenizer.json and tokenizer_config.json "
             "there from the checkpoint that the model comes from."
         )
+
+    # Only tokenizer.json can be read without transformers; the older formats are accepted unread.
     if file.is_file():
         read_json(file, setting)
         from tokenizers import Tokenizer
 
         try:
             ids = Tokenizer.from_file(str(file)).get_vocab().values()
-        except Exception as error:  # the Rust library raises bare Exception
+        # The Rust library raises bare Exception.
+        except Exception as error:
             raise ValueError(
                 f"{file} is no tokenizer ({described(error)}). Copy tokenizer.json from the checkpoint that "
                 "the model comes from."
             ) from None
+
         largest = max(ids, default=0)
         for name, token in (("tokenizer.json", largest), ("generation_config.json's eos_token_id", stops)):
             token = max(token) if isinstance(token, list) and token else token
@@ -108,23 +117,33 @@ def check_tokenizer(setting: str, directory: Path, vocabulary: int) -> None:
 
 
 def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> None:
+    """Refuse a chat template that is missing, fails, or omits a message. Raises ValueError.
+
+    settings: contents of tokenizer_config.json, which may hold the template.
+    """
     file = directory / "chat_template.jinja"
     inside = settings.get("chat_template")
+    # A list holds several templates by name.
     if isinstance(inside, list):
         inside = next((t.get("template") for t in inside if t.get("name") == "default"), None)
+
     place = file if file.is_file() else directory / "tokenizer_config.json"
     text = file.read_text(errors="replace") if file.is_file() else inside
     if not text:
         raise ValueError(f"{where} has no chat template: use an instruction-tuned checkpoint, or add {file}.")
+
     try:
         said = render_template(text, bos_token="", eos_token="", tools=None)
-    except Exception as error:  # a template is a program: it may raise anything
+    # A template is a program: it may raise anything.
+    except Exception as error:
         line = getattr(error, "lineno", None) or _template_line(error)
         raise ValueError(
             f"{place}{f':{line}' if line and place == file else ''}: the chat template fails with "
             f"{described(error)}. Correct it, or copy chat_template.jinja from the checkpoint that the model "
             "comes from."
         ) from None
+
+    # Both messages of the test conversation must appear in the rendered text.
     if missing := [word for word in (_QUESTION, _ANSWER) if word not in said]:
         role = "user" if _QUESTION in missing else "assistant"
         raise ValueError(
@@ -134,40 +153,48 @@ def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> No
 
 
 def render_template(text: str, **names: Any) -> str:
-    """A conversation of two turns by a chat template, as transformers would render it, which loads torch."""
+    """Render a conversation of two turns by a chat template.
+
+    The result is that of transformers, which is not used here because it loads torch.
+    """
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` around what the model says: here, nothing but its body."""
+        """The tag `{% generation %}`, which marks what the model writes; only its body is rendered."""
 
         tags: ClassVar = {"generation"}
 
         def parse(self, parser: Any) -> Any:
+            """Return the statements between the tags."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
+        """Raise the error that a template reports by `raise_exception`."""
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+
+    # Names that transformers offers to templates.
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     return environment.from_string(text).render(messages=turns, add_generation_prompt=False, **names)
 
 
 def _template_line(error: BaseException) -> int | None:
-    """The line of a template in which an error rose."""
+    """Return the line of a template in which an error was raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
     return frames[-1].lineno if frames else None
 
 
 def check_sizes(config: Config) -> None:
-    """What a step must at the very least hold in memory, and compute. Raises ValueError with the estimate.
+    """Refuse sizes that even by the lowest estimate need too much memory or time. Raises ValueError.
 
     The estimates are far below what a step really takes: every trajectory has one turn of one token.
     """
@@ -177,10 +204,13 @@ def check_sizes(config: Config) -> None:
             f"spec.gamma={spec.gamma} drafts {spec.depth} tokens at a time, and a turn has at most "
             f"rollout.max_new_tokens={rollout.max_new_tokens}: lower it (3 to 8 is usual)."
         )
+
     arch = read_architecture(read_config(resolve(config.rollout_model)))
     remote, gpu = bool(config.cluster.address), rollout.device.startswith("cuda")
     memory = psutil.virtual_memory().total
     numbers = sum(math.prod(shape) for shape in arch.weight_shapes(mtp=False).values())
+
+    # The embedded engine on a CPU: its KV rows and the logits of one step are in this machine's memory.
     if not remote and not gpu and rollout.engine is EngineKind.EMBEDDED:
         _fits(
             f"rollout.max_running={rollout.max_running}",
@@ -191,14 +221,18 @@ def check_sizes(config: Config) -> None:
         logits = 4 * arch.vocab * (spec.drafts + 1) * rollout.max_running
         drafting = f"spec.tree={spec.tree}" if spec.mode is SpecMode.TREE else f"spec.gamma={spec.gamma}"
         _fits(drafting, logits, memory, "logits of a step")
+
+    # Assume more speed than there is: 8 GPUs, on a remote cluster 8 for each worker.
     speed = _FLOPS["cuda"] * 8 if gpu or remote else _FLOPS["cpu"] * (os.cpu_count() or 1)
     speed *= max(rollout.workers if remote else 1, 1)
     if task is Task.RL:
         attempts = pipeline.groups_ahead * pipeline.group_size
         ahead = attempts * (1 + pipeline.max_staleness)
+        # The message names the largest of the factors.
         names = ("group_size", "prompts_per_step", "oversample")
         largest = max(names, key=lambda name: getattr(pipeline, name))
         sizes = f"pipeline.{largest}={getattr(pipeline, largest)}"
+
         if not remote:
             _fits(sizes, attempts * _TRAJECTORY_BYTES, memory, f"{attempts} attempts of a step")
             _fits(
@@ -207,6 +241,8 @@ def check_sizes(config: Config) -> None:
                 memory,
                 f"{ahead} attempts in the works",
             )
+
+        # A training step takes 6 floating-point operations per weight and token, a forward pass 2.
         _in_time(sizes, 6 * numbers * attempts / speed, f"one step of {attempts} attempts")
         played = config.val.samples * max(config.val.instances, 1)
         if config.val.every:
@@ -216,6 +252,7 @@ def check_sizes(config: Config) -> None:
 
 
 def _fits(setting: str, needed: float, memory: int, what: str) -> None:
+    """Raise ValueError where something needs more bytes than `memory`."""
     if needed > memory:
         raise ValueError(
             f"{setting} is too large: {what} need at least {needed / 2**30:,.0f} GiB, and this machine has "
@@ -224,6 +261,7 @@ def _fits(setting: str, needed: float, memory: int, what: str) -> None:
 
 
 def _in_time(setting: str, seconds: float, what: str) -> None:
+    """Raise ValueError where something takes longer than the longest step that is allowed."""
     if seconds > _LONGEST_STEP_S:
         raise ValueError(
             f"{setting} is too large: {what} would take at least {seconds / 86400:,.0f} days on this "
@@ -232,12 +270,13 @@ def _in_time(setting: str, seconds: float, what: str) -> None:
 
 
 def check_machine(config: Config) -> None:
-    """The device, the cluster and the login that the settings name are there. Raises ValueError."""
+    """Refuse a device, a cluster or a login that the settings name and that is missing. Raises ValueError."""
     if config.metrics.wandb is WandbMode.ONLINE and not logged_in():
         raise ValueError(
             "metrics.wandb=online needs a login, and there is none: run `wandb login`, or set "
             "metrics.wandb=offline and upload later with `wandb sync`."
         )
+
     ray = config.cluster.mode is ClusterMode.RAY and config.task is Task.RL
     if ray and config.cluster.address:
         check_address(config.cluster.address)
@@ -246,6 +285,7 @@ def check_machine(config: Config) -> None:
 
 
 def _check_gpus(config: Config, ray: bool) -> None:
+    """Refuse a device that is missing, and more GPUs than this machine has. Raises ValueError."""
     import torch
 
     device, count = config.rollout.device, torch.cuda.device_count()
@@ -261,6 +301,8 @@ def _check_gpus(config: Config, ray: bool) -> None:
         raise ValueError(
             f"rollout.device={device}, and there are {count} GPUs: set cuda:0 to cuda:{count - 1}."
         )
+
+    # Each engine and each trainer rank has its GPUs, unless the two share them.
     rollout, run_mode, shared = config.rollout, config.run.half, config.cluster.share_gpus
     served, ranks = (
         rollout.workers * rollout.cards * run_mode.generates,
@@ -276,11 +318,13 @@ def _check_gpus(config: Config, ray: bool) -> None:
 
 
 def check_address(address: str) -> None:
-    """Something listens where a Ray cluster should be. Raises ValueError."""
+    """Refuse an address at which no Ray cluster answers. Raises ValueError."""
     remedy = (
         "start it (ray start --head --port=6379) and give HOST:6379, or leave cluster.address empty for a "
         "Ray of the run's own"
     )
+
+    # For `auto`, read the address where Ray itself looks for it.
     where = address.removeprefix("ray://")
     if address == "auto":
         where = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://")
@@ -288,9 +332,11 @@ def check_address(address: str) -> None:
         where = where or (file.read_text().strip() if file.is_file() else "")
         if not where:
             raise ValueError(f"cluster.address=auto, and no Ray cluster runs on this machine: {remedy}.")
+
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"cluster.address={address!r} is not HOST:PORT: {remedy}.")
+
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -300,13 +346,14 @@ def check_address(address: str) -> None:
 
 
 def check_algorithm(config: AlgoConfig) -> None:
-    """Names of verl's, where they are not the defaults (its import takes seconds), and a correction of one's
-    own, which weighs two tokens. Raises ValueError."""
+    """Refuse unknown names of verl's, and a user's correction that fails on two tokens. Raises ValueError."""
+    # The defaults are not checked, because the import of verl takes seconds.
     default = AlgoConfig()
     if (config.advantage, config.policy_loss) != (default.advantage, default.policy_loss):
         from rlpipe.algo.policy_loss import check_names
 
         check_names(config)
+
     if config.correction is not Correction.USER:
         return
     import torch
@@ -315,8 +362,11 @@ def check_algorithm(config: AlgoConfig) -> None:
     from rlpipe.algo.user_correction import SETTING, UserCorrection
 
     rule = UserCorrection(config)
-    if rule.needs_candidates:  # it reads what only an engine has
+    # A rule on candidates reads what only an engine has.
+    if rule.needs_candidates:
         return
+
+    # Two tokens on which the policies differ by 0.1 nats, and one position of padding.
     logprobs, mask = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     inputs = CorrectionInputs(
         trainer_logprobs=logprobs,
@@ -326,17 +376,20 @@ def check_algorithm(config: AlgoConfig) -> None:
         threshold=config.correction_threshold,
         low=config.correction_low,
     )
+
     try:
         rule.weigh(inputs)
     except ValueError as error:
         if str(error).startswith(SETTING):
             raise
         raise _raised(config, error) from error
-    except Exception as error:  # whatever the user's code raises
+    # The user's code may raise anything.
+    except Exception as error:
         raise _raised(config, error) from error
 
 
 def _raised(config: AlgoConfig, error: BaseException) -> ValueError:
+    """Return the refusal of a user's correction that raised an error."""
     return ValueError(
         f"{raised_at(error)}: algo.user_correction={config.user_correction!r} raised {described(error)} on "
         "two tokens. Correct that line; rlpipe.algo.rule says what it gets."

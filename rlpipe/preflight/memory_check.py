@@ -1,7 +1,6 @@
-"""Whether what a run takes fits into what is there, and with which settings it would.
+"""Checks at launch whether a run fits into memory, and searches settings with which it would.
 
-Owns the comparison, the search for a remedy and the refusal at launch; the sums are
-`memory_estimate`'s.
+Owns the comparison, the search and the refusal; the sums are those of `memory_estimate`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,19 @@ from rlpipe.preflight.memory_estimate import (
 from rlpipe.preflight.object_store import check_store, local_store
 from rlpipe.preflight.settings import check_adapters
 
-_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a card, as nvidia-smi counts
-_NODE = 8  # cards
-_RANK = 16  # of adapters
+_LARGER = {"H200": 140, "B200": 179, "B300": 268}  # GiB of a GPU, as nvidia-smi counts
+_NODE = 8  # GPUs of a node
+_RANK = 16  # rank of LoRA adapters
 
 
 def excess(config: Config, card: int, host: int) -> str:
-    """What does not fit, in words; empty when all does. host: bytes of the machine, 0 if it is not known."""
+    """Describe what does not fit; empty when everything does.
+
+    card: bytes of one GPU. host: bytes of the machine, 0 if unknown.
+    """
     found = estimate(config, card)
+
+    # Processes that share a GPU are added up; otherwise each kind of process has its GPUs.
     together = config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE
     on_gpu = [memory for memory in found if memory.on_gpu]
     trainers = [memory for memory in on_gpu if memory.process.startswith("trainer")]
@@ -44,6 +48,8 @@ def excess(config: Config, card: int, host: int) -> str:
         needed, room = sum(m.total for m in group), card - RESERVED * (len(group) if together else 1)
         if group and needed > room:
             return f"{needed / GIB:.1f} GiB on a GPU that has {room / GIB:.1f} for it"
+
+    # The total of a server is a fixed share of its GPU: check that its KV cache holds a conversation.
     for memory in on_gpu:
         if memory.process.startswith("SGLang"):
             arch = read_architecture(read_config(resolve(config.rollout_model)))
@@ -59,23 +65,30 @@ def excess(config: Config, card: int, host: int) -> str:
 
 
 def remedy(config: Config, card: int, host: int) -> str:
-    """The first changes of settings, in a fixed order, with which everything fits; empty: none does."""
+    """Return the first changes of settings, in a fixed order, with which everything fits; empty if none."""
     for changes in _changes(config, card, host):
         if not excess(_changed(config, changes), card, host):
             return " ".join(f"{name}={value}" for name, value in changes.items())
+
     return ""
 
 
 def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
-    """Settings that take less memory, those that cost least first; none where no engine fits by itself."""
+    """Yield settings that need less memory, the cheapest first.
+
+    Yields no settings where no engine fits even without a trainer.
+    """
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
     arch = read_architecture(read_config(resolve(config.model.path)))
+
+    # Trainer layouts: as many ranks as now, or a multiple, wherever the sizes divide the model.
     grown = (
         (1,) if config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE else (1, 2, 4, 8, 16)
     )
     experts = arch.experts.count if arch.experts else 1
     tokens = [n for k in range(6) if (n := trainer.micro_batch_tokens >> k) >= context or k == 0]
-    shares = (2, 4, 8) if len(tokens) == 1 else ()  # where a micro-batch is one conversation
+    # Context parallelism is worth its cost only where a micro-batch cannot become smaller.
+    shares = (2, 4, 8) if len(tokens) == 1 else ()
     worlds = [
         (tp, cp, pp, ranks // (tp * cp * pp), ep)
         for pp in (trainer.pp, *(n for n in (2, 4) if n != trainer.pp))
@@ -93,6 +106,8 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
             or pp > arch.layers
         )
     ]
+
+    # Engine layouts. Those that do not fit even without a trainer are dropped early, to shorten the search.
     servers: list[dict[str, Any]] = [{}]
     if rollout.engine is EngineKind.SGLANG:
         if config.cluster.share_gpus:
@@ -101,9 +116,11 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
             servers += [{"rollout.sglang.tp": n} for n in (2, 4, 8) if arch.kv_heads % n == 0]
     else:
         servers += [{"rollout.max_running": rollout.max_running >> k} for k in (1, 2, 3, 4)]
+
     if config.run.half.generates:
         engine = _changed(config, {"run.half": RunMode.ROLLOUT})
         servers = [server for server in servers if not excess(_changed(engine, server), card, host)]
+
     cheap = [
         {"trainer.recompute": how, "trainer.distributed_optimizer": True} for how in ("selective", "full")
     ]
@@ -125,15 +142,20 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
 
 
 def _value(config: Config, name: str) -> Any:
+    """Return the setting with a dotted name."""
     for part in name.split("."):
         config = getattr(config, part)
     return config
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:
-    """The configuration with some settings replaced, by their dotted names; those of a part at once."""
+    """Return the configuration with some settings, named with dots, replaced.
+
+    The settings of one section are replaced together, because its dataclass checks them together.
+    """
     parts: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
+
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         part = getattr(config, first)
@@ -149,18 +171,21 @@ def check_memory(config: Config) -> None:
     """Refuse a run that cannot fit, before anything is started. Raises ValueError with what would fit."""
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address:
         check_store(config, local_store())
+
     card = gpu_bytes(config)
     host = 0 if card or config.cluster.address else host_bytes()
     if not (wrong := excess(config, card, host)):
         return
+
     shown = "; ".join(str(memory) for memory in estimate(config, card))
     raise ValueError(f"the run would take {wrong} ({shown}). {advice(config, card, host)}")
 
 
 def advice(config: Config, card: int, host: int) -> str:
-    """Settings that fit, as a sentence; where none do, what else fits by the same sums."""
+    """Return a sentence with settings that fit; where none do, with other hardware or training that fits."""
     if change := remedy(config, card, host):
         return f"Set {change}."
+
     several = _cards_of_a_server(config, card)
     apart = f"One server needs {several} such cards, and it lies on one node, of {_NODE}. " if several else ""
     ways = [*_ways(config, card, host), "a smaller model"]
@@ -168,15 +193,16 @@ def advice(config: Config, card: int, host: int) -> str:
 
 
 def _ways(config: Config, card: int, host: int) -> Iterator[str]:
-    """What beside another layout makes a run fit, with its settings; each is tried."""
+    """Yield what makes a run fit when no layout does, with its settings; each is estimated first."""
 
     def settings(changes: dict[str, Any], size: int) -> str:
-        """All settings that change; empty where none makes it fit."""
+        """Return all settings that change; empty where none makes the run fit."""
         changed = _changed(config, changes)
         more = remedy(changed, size, host) if excess(changed, size, host) else " "
         shown = (f"{name}={str(value).lower()}" for name, value in changes.items())
         return more and " ".join([*shown, more]).strip()
 
+    # Separate GPUs, where trainer and engines share them now.
     apart: dict[str, Any] = {}
     if card and (config.cluster.share_gpus or config.cluster.mode is ClusterMode.INLINE):
         apart = {"cluster.mode": ClusterMode.RAY, "cluster.share_gpus": False}
@@ -184,6 +210,8 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
         apart = {name: value for name, value in apart.items() if value != _value(config, name)}
         if found := settings(apart, card):
             yield f"a GPU for each trainer rank and each server ({found})"
+
+    # The smallest of the larger GPUs that is enough.
     sizes = {name: size for name, size in _LARGER.items() if 0 < card < size * GIB}
     larger = (
         (name, settings({"cluster.gpu_gb": size, **changes}, size * GIB))
@@ -192,17 +220,20 @@ def _ways(config: Config, card: int, host: int) -> Iterator[str]:
     )
     if fitting := next(((name, found) for name, found in larger if found), None):
         yield f"{fitting[0]}s ({fitting[1]})"
+
     if _may_adapt(config) and (found := settings({"trainer.lora.rank": _RANK}, card)):
         yield f"adapters in place of all weights ({found})"
+
     if host and not card:
         needed = sum(memory.total * memory.count for memory in estimate(config))
         yield f"a machine with {needed / GIB:.0f} GiB"
 
 
 def _may_adapt(config: Config) -> bool:
-    """Whether the run trains all weights and could train adapters."""
+    """Return whether the run trains all weights and could train LoRA adapters."""
     if config.trainer.lora.active or not config.run.half.trains:
         return False
+
     try:
         adapted = _changed(config, {"trainer.lora.rank": _RANK})
         check_adapters(adapted, read_config(resolve(config.model.path)))
@@ -212,9 +243,10 @@ def _may_adapt(config: Config) -> bool:
 
 
 def _cards_of_a_server(config: Config, card: int) -> int:
-    """Cards of this size that one server needs, where they are more than a node has; else 0."""
+    """Return the number of GPUs of this size that one server needs, if a node has fewer; else 0."""
     if not (card and config.run.half.generates and config.rollout.engine is EngineKind.SGLANG):
         return 0
+
     engine = _changed(config, {"run.half": RunMode.ROLLOUT, "cluster.share_gpus": False})
     sizes = [n for n in (1, 2, 4, 8, 16, 32, 64) if n >= config.rollout.sglang.tp]
     fits = (n for n in sizes if not excess(_changed(engine, {"rollout.sglang.tp": n}), card, 0))

@@ -1,22 +1,24 @@
-"""How much memory each process of a run takes at its peak, from shapes and settings, before anything starts.
+"""Estimates the peak memory of each process of a run from shapes and settings, before anything is started.
 
-Owns the sums; `refusal` compares them with what is there. Reads `config.json` and loads no torch. Libraries,
-the CUDA context (`RESERVED` of each card is left to those), EAGLE-3 drafts and environments are not counted.
-`scripts/bench/memory_estimate.py` holds the sums against measured processes.
+Owns the sums; `memory_check` compares them with the memory of the machine. Reads `config.json` and loads no
+torch. Not counted: libraries and the CUDA context (`RESERVED` bytes of each GPU are left to them), EAGLE-3
+drafts, environments. `scripts/bench/memory_estimate.py` compares the sums with measured processes.
 
 A trainer rank with P trainable parameters, e bytes an element, N tokens of a micro-batch, H and F the
-hidden and intermediate sizes, q and k the widths of queries and of keys (q, k and F divided by tp), d of a
-head, holds
+hidden and intermediate sizes, q and k the widths of queries and of keys (q, k and F divided by tp), and d the
+width of a head, needs these bytes:
 
     gradients    4 P            optimizer  8 P, in bf16 4 P more of master weights; divided by dp if sharded
-    a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    kept for its gradient
-    backward     N e (3 H + 4 F)                      beside it while that is computed
-    experts      F of those that read a token together; their inputs and two more products of F are kept too
-    head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it learns
+    a layer      N e (4 H + 3 q + 3 k + 4 d + 3 F)    stored for its gradient
+    backward     N e (3 H + 4 F)                      in addition, while the gradient is computed
+    experts      F is the sum over the experts that read one token; their inputs and two more products of
+                 width F are stored too
+    head         2 chunks of logits, 3 where there are several; its gradient, in float32, if it is trained
 
-Without recomputation every layer is kept; with trainer.recompute=full N e H of each, and one layer at a time;
-with selective all but what MLPs and experts make of their inputs, and that of one layer at a time. Of `pp`
-pipeline stages the s-th, counted from 0, keeps that of pp - s micro-batches. With trainer.sp H is H / tp.
+Without recomputation the activations of every layer are stored. With recompute=full, N e H bytes of
+each layer and all of one layer at a time. With recompute=selective, all except what MLPs and experts compute,
+and that for one layer at a time. Of `pp` pipeline stages the s-th, counted from 0, stores pp - s
+micro-batches. With trainer.sp, H stands for H / tp.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ from rlpipe.models.checkpoint import is_mtp_weight, read_config
 from rlpipe.models.delta_net import DeltaNet
 
 GIB, MIB = 1 << 30, 1 << 20
-RESERVED = GIB  # of a card, for each process on it: CUDA context, libraries, NCCL (an assumption)
-HEAD_BYTES = {True: GIB, False: GIB // 4}  # on a GPU or not; of trainer/logprobs
+RESERVED = GIB  # of a GPU, for each process on it: CUDA context, libraries, NCCL (an assumption)
+HEAD_BYTES = {True: GIB, False: GIB // 4}  # bytes of a chunk of logits, on a GPU or not (trainer/logprobs)
 HEAD_BLOCK = 1 << 14
 DELTA_CHUNK = 64  # tokens that a delta net reads at once
-ROW_STREAMS = 7  # arrays of 8 bytes a slot that an engine keeps on the host
-SERVER_FRACTION = 0.85  # about what SGLang takes of a card by itself
+ROW_STREAMS = 7  # arrays with 8 bytes for each slot that an engine has on the host
+SERVER_FRACTION = 0.85  # approximate share of a GPU's memory that SGLang takes by default
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Memory:
-    """Bytes of one process by part, at its peak. count: processes like it. on_gpu: of a card."""
+    """Peak bytes of one process by purpose. count: processes of this kind. on_gpu: of GPU memory."""
 
     process: str
     parts: dict[str, int]
@@ -59,30 +61,35 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
+        """Total bytes."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
+        """Return the total, then the entries above a twentieth of a GiB."""
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items() if size > GIB // 20)
         return f"{self.count} x {self.process}: {self.total / GIB:.1f} GiB" + (f" ({shown})" if shown else "")
 
 
 @cache
 def parameters(arch: Architecture, tp: int = 1, ep: int = 1, layers: range | None = None) -> tuple[int, int]:
-    """Parameters of the model proper, and of its draft, on a rank of `tp` and `ep`; matrices are cut.
+    """Count the parameters of the model and of its draft on a rank of `tp` and `ep`, which split matrices.
 
-    layers: of a pipeline stage (None: all). The first has the embedding, the last norm, head and draft, and a
-    copy of the embedding for the draft or as a tied head.
+    layers: those of a pipeline stage (None: all). The first stage has the embedding; the last one has norm,
+    head and draft, and a copy of the embedding for the draft or as a tied head.
     """
     layers = layers or range(arch.layers)
     last = layers.stop == arch.layers
     ends = {"model.embed_tokens.weight": layers.start == 0 or (last and (arch.tied or arch.mtp_layers > 0))}
-    sizes = {True: 0, False: 0}
+    sizes = {True: 0, False: 0}  # by whether a weight is of the draft
+
+    # Count one layer of each kind and multiply, instead of listing the weights of all layers.
     dense = arch.experts.dense if arch.experts else 0
     few, like = replace(arch, layers=dense + 1), Counter(min(layer, dense) for layer in layers)
-    if arch.delta:  # a layer with a delta net and one without stand for all
+    if arch.delta:
+        # Layer 0 represents all with a delta net, layer 1 for all without.
         few = replace(arch, layers=2, delta=replace(arch.delta, linear=(True, False)))
         like = Counter(int(not arch.delta.linear[layer]) for layer in layers)
+
     for name, shape in few.weight_shapes(mtp=bool(arch.mtp_layers)).items():
         size = prod(shape) // (tp if len(shape) > 1 else 1) // (ep if ".experts." in name else 1)
         times = int(ends.get(name, last))
@@ -94,13 +101,13 @@ def parameters(arch: Architecture, tp: int = 1, ep: int = 1, layers: range | Non
 
 
 def _kinds(arch: Architecture) -> tuple[int, int]:
-    """Layers with a delta net, and those with attention."""
+    """Count the layers with a delta net, and those with attention."""
     linear = sum(arch.delta.linear) if arch.delta else 0
     return linear, arch.layers - linear
 
 
 def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int:
-    """Parameters of the adapters on a rank of `tp`: what lies beside a cut side of a matrix is cut."""
+    """Count the parameters of LoRA adapters on a rank of `tp`, which splits one side of each matrix."""
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     inner = arch.inner // tp
     sides = lora.attention * (4 * arch.hidden + 2 * query + 2 * keys)
@@ -109,7 +116,7 @@ def adapter_parameters(arch: Architecture, lora: LoraConfig, tp: int = 1) -> int
 
 
 def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
-    """One trainer rank; of several pipeline stages the one that takes most."""
+    """Estimate one trainer rank: that of the pipeline stage which needs the most memory."""
     stages, first = [], 0
     for stage, count in enumerate(config.trainer.stage_layers(arch.layers)):
         layers = range(first, first + count)
@@ -119,32 +126,48 @@ def trainer_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) 
 
 
 def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: int, on_gpu: bool) -> Memory:
-    """A trainer rank with some of the layers. in_flight: micro-batches whose activations it keeps at once."""
+    """Estimate a trainer rank that has some of the layers.
+
+    in_flight: micro-batches whose activations are stored at once.
+    """
     trainer = config.trainer
     half = trainer.precision is Precision.BF16
     size = 2 if half else 4
     model, draft = parameters(arch, trainer.tp, trainer.ep, layers)
+
+    # What is trained: the policy or its adapters in RL, the draft if it learns.
     adapts = config.task is Task.MTP_ADAPT
     online = adapts or (config.draft.online and not config.cotrains_draft)
     adapters = adapter_parameters(replace(arch, layers=len(layers)), trainer.lora, trainer.tp)
     policy = adapters if trainer.lora.active else model
     trained = (0 if adapts else policy) + (draft if online else 0)
-    stepped = trained  # parameters whose optimizer state this rank keeps
-    if trainer.distributed_optimizer:  # over all data parallel ranks, whichever of them hold an expert
+
+    # Parameters whose optimizer state is on this rank. A distributed optimizer shards that of the full model
+    # over all data parallel ranks, whichever of them have an expert.
+    stepped = trained
+    if trainer.distributed_optimizer:
         whole = parameters(arch, trainer.tp, layers=layers)[0]
         more = 0 if adapts or trainer.lora.active else whole - model
         stepped = (trained + more) // (trainer.dp * trainer.cp)
-    own = config.algo.kl_coef and not adapts and not trainer.lora.active  # adapters can be left out
+
+    # A KL penalty needs a copy of the start weights, except with adapters, which can be switched off.
+    own = config.algo.kl_coef and not adapts and not trainer.lora.active
     reference = model + draft if own else 0
     kept, head = _activations(arch, trainer, layers, in_flight, on_gpu)
-    update = 4 * stepped if on_gpu else 0  # AdamW's roots of all second moments at once
+
+    # During the optimizer step: AdamW computes the roots of all second moments at once.
+    update = 4 * stepped if on_gpu else 0
+
+    # While weights are sent to engines: two buckets of a broadcast, or a copy of all.
     sent = (
         2 * config.rollout.sglang.bucket_mb * MIB
         if config.broadcasts_weights or on_gpu
         else size * (model + draft)
     )
-    if arch.experts:  # those of a layer travel together
+    if arch.experts:
+        # The experts of one layer are sent together.
         sent = max(sent, 2 * size * 3 * arch.hidden * arch.inner * arch.experts.count)
+
     return Memory(
         process="trainer rank",
         count=trainer.world_size,
@@ -164,28 +187,41 @@ def _stage_memory(arch: Architecture, config: Config, layers: range, in_flight: 
 def _activations(
     arch: Architecture, trainer: TrainerConfig, layers: range, in_flight: int, on_gpu: bool
 ) -> tuple[int, int]:
-    """Bytes kept of a stage's layers at the peak, and bytes beyond them."""
+    """Return the bytes stored of a stage's layers at the peak, and the bytes needed in addition."""
     size = 2 if trainer.precision is Precision.BF16 else 4
     hidden, tp, everywhere = arch.hidden, trainer.tp, trainer.micro_batch_tokens
     tokens = -(-everywhere // trainer.cp)
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
-    copies = arch.experts.per_token if arch.experts else 0  # of each token, one for each of its experts
+    # With experts, each token is copied once for each of its experts.
+    copies = arch.experts.per_token if arch.experts else 0
     shared = arch.experts.shared if arch.experts else 0
     inner, vocab = (max(1, copies) * arch.inner + shared) // tp, -(-arch.vocab // tp)
-    apart = tp if trainer.sp else 1  # ranks that share the tokens of norms and residuals
-    inputs = 2 * hidden // apart + 2 * hidden // (apart if on_gpu else 1)  # a CPU keeps them gathered
+
+    # With sequence parallelism, tp ranks share the tokens of norms and residuals; a CPU stores half of those
+    # gathered.
+    apart = tp if trainer.sp else 1
+    inputs = 2 * hidden // apart + 2 * hidden // (apart if on_gpu else 1)
+
+    # One layer's norms, residuals and attention.
     layer = tokens * size * (inputs + 3 * query + 3 * keys + 4 * arch.head_dim)
     layer += 4 * tokens * (2 + arch.heads // tp)
-    if arch.latent:  # keys and values before they are joined and padded
+    if arch.latent:
+        # Keys and values before they are joined and padded.
         layer += 2 * tokens * size * keys
-    if arch.delta:  # the larger of a delta net and attention with its gate, for every layer
+    if arch.delta:
+        # For every layer the larger of a delta net and attention with its gate.
         layer = max(layer + 3 * tokens * size * query, _delta_bytes(arch.delta, tokens, size, hidden, tp))
-    if trainer.cp > 1:  # keys and values of the other ranks
+    if trainer.cp > 1:
+        # Keys and values of the other ranks.
         layer += 2 * everywhere * size * keys
+
+    # Its MLP or experts, and what their backward pass needs in addition.
     mlp, backward = 3 * tokens * size * inner, tokens * size * (3 * hidden + 4 * inner)
     if arch.experts:
         mlp += tokens * size * (copies * hidden + 2 * inner) + 8 * tokens * arch.experts.count
         backward += tokens * size * 2 * copies * hidden
+
+    # The head, whose logits are computed in chunks of rows.
     row = vocab * size
     rows = max(1, HEAD_BYTES[on_gpu] // row)
     chunks = (2 if tokens <= rows else 3) * min(tokens, rows) * row
@@ -193,10 +229,13 @@ def _activations(
     if not trainer.lora.active:
         head += 4 * vocab * hidden + HEAD_BLOCK * hidden * size
     if on_gpu:
-        head += 12 << 24  # a block of rows in float32, three times
-    if arch.tied and not trainer.lora.active:  # the head's gradient waits for the embedding's
+        # A block of rows in float32, three times.
+        head += 12 << 24
+    if arch.tied and not trainer.lora.active:
+        # The head's gradient is stored until the embedding's is added.
         backward += vocab * hidden * size
-    if layers.stop < arch.layers:  # the last stage has the head; this one keeps what it passes on
+    if layers.stop < arch.layers:
+        # Only the last stage has the head; this one stores what it passes on.
         head = in_flight * tokens * hidden * size // apart
     kept = len(layers) * in_flight
     if trainer.recompute is Recompute.FULL:
@@ -207,10 +246,10 @@ def _activations(
 
 
 def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) -> int:
-    """What is kept of one gated delta net for its gradient; of its rule in float32.
+    """Return the bytes that one gated delta net stores for its gradient; its update rule is in float32.
 
-    Of a token and value head: queries, keys and values in several forms, six rows of a chunk, and the share
-    of a state that each chunk keeps.
+    For each token and value head: queries, keys and values in several forms, six rows of a chunk, and the
+    token's share of the state that is stored for each chunk.
     """
     wide, heads = 2 * delta.keys + delta.values, delta.value_heads
     rule = heads * (8 * delta.key_dim + 5 * delta.value_dim + 6 * DELTA_CHUNK)
@@ -219,20 +258,27 @@ def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) 
 
 
 def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
-    """One embedded engine."""
+    """Estimate one embedded engine."""
     rollout, spec, size = config.rollout, config.spec, _element(config)
     given = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
+
+    # Embedding and head are separate copies, even where they are tied.
     arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0, tied=False)
-    ends = arch.vocab * arch.hidden * size  # embedding and head, a copy each
+    ends = arch.vocab * arch.hidden * size
     layers = sum(parameters(arch)) * size - 2 * ends
-    packed = 0 if on_gpu else layers + ends  # oneDNN's copy of all products
+    # On a CPU, oneDNN has a packed copy of every matrix.
+    packed = 0 if on_gpu else layers + ends
+
     rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
     query, keys = arch.heads * arch.cached_dim, arch.cached_heads * arch.cached_dim
     cache = rows * conversation_bytes(arch, config)
+    # Prefill, then the logits of a verify step.
     tokens = min(max(rollout.prefill_tokens, rollout.max_context), rows * rollout.max_context)
     working = tokens * size * (3 * arch.hidden + 3 * query + 2 * keys) + _mlp_bytes(arch, tokens, size)
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
     host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
+
+    # During a weight update the old and the new weights are in memory together.
     replaced = layers + (0 if on_gpu else packed - ends + given)
     return Memory(
         process="embedded engine",
@@ -249,12 +295,15 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
 
 
 def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
-    """One GPU of an SGLang server; card: its bytes, of which the server takes a fraction for weights and KV.
+    """Estimate one GPU of an SGLang server.
 
-    Without a card it is sized by what `max_running` conversations of `max_context` tokens need.
+    card: bytes of the GPU, of which the server takes a fraction for weights and KV. 0: the KV cache has
+    the size that `max_running` conversations of `max_context` tokens need.
     """
     rollout, tp, size = config.rollout, config.rollout.sglang.tp, _element(config)
     weights = sum(parameters(arch if config.spec.needs_mtp else replace(arch, mtp_layers=0), tp)) * size
+
+    # The KV cache fills what weights leave of the server's share.
     kv = conversation_bytes(arch, config, tp) * rollout.max_running
     if card:
         kv = max(0, int((rollout.sglang.memory_fraction or SERVER_FRACTION) * card) - weights)
@@ -262,6 +311,7 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
     query, keys = arch.heads * arch.head_dim // tp, arch.kv_heads * arch.head_dim // tp
     working = tokens * size * (3 * arch.hidden + 2 * query + 2 * keys) + _mlp_bytes(arch, tokens, size) // tp
     working += rollout.max_running * (config.spec.depth + 1) * arch.vocab * 16 // tp
+
     return Memory(
         process="SGLang server, each GPU" if card else "SGLang server",
         count=rollout.workers * tp,
@@ -276,7 +326,7 @@ def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
 
 
 def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
-    """What an engine holds while one layer's MLP, or its experts, read so many tokens."""
+    """Return the bytes that an engine needs while the MLP or experts of one layer read `tokens` tokens."""
     if not arch.experts:
         return 3 * tokens * size * arch.intermediate
     own = tokens * arch.experts.per_token * (size * (3 * arch.inner + arch.hidden) + 4 * arch.hidden)
@@ -284,10 +334,11 @@ def _mlp_bytes(arch: Architecture, tokens: int, size: int) -> int:
 
 
 def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
-    """Keys, values and routes of one conversation of `max_context` tokens on one of `tp` devices.
+    """Return the bytes of keys, values and routes of one conversation on one of `tp` devices.
 
-    With latent attention each device keeps the latent vectors, one a token, of which both are made. Of a
-    delta net its state, in float32, and one more for each token that is drafted.
+    The conversation has `max_context` tokens. With latent attention each device stores one latent vector for
+    each token, from which keys and values are computed. A delta net stores its state in float32, and one more
+    for each draft token.
     """
     heads = max(1, arch.cached_heads // tp)
     linear, attention = _kinds(arch)
@@ -300,19 +351,21 @@ def conversation_bytes(arch: Architecture, config: Config, tp: int = 1) -> int:
 
 
 def route_bytes(arch: Architecture) -> int:
-    """What the experts that read one token take, recorded; 0 without experts."""
+    """Return the bytes that record which experts read one token; 0 without experts."""
     if (experts := arch.experts) is None:
         return 0
+
+    # Up to 255 experts, an index takes one byte.
     return (arch.layers - experts.dense) * experts.per_token * (1 if experts.count < 256 else 2)
 
 
 def _element(config: Config) -> int:
-    """Bytes of a number in the engine."""
+    """Return the bytes of one number in the engine."""
     return 4 if config.rollout.dtype is Dtype.FLOAT32 else 2
 
 
 def estimate(config: Config, card: int = 0) -> list[Memory]:
-    """Every kind of process of a run. card: bytes of one GPU, 0 where everything runs on the CPU."""
+    """Estimate every kind of process of a run. card: bytes of one GPU, 0 on a CPU."""
     run_mode, found = config.run.half, []
     policy = read_architecture(read_config(resolve(config.model.path)))
     served = read_architecture(read_config(resolve(config.rollout_model)))
@@ -321,6 +374,7 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
         if config.decoupled.active:
             actor = trainer_memory(served, config, on_gpu=card > 0)
             found.append(replace(actor, process="trainer rank, the actor's part"))
+
     if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
         found.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
     elif run_mode.generates:
@@ -329,7 +383,7 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
 
 
 def gpu_bytes(config: Config) -> int:
-    """Memory of one GPU: what `cluster.gpu_gb` says, else this machine's first one, 0 without any."""
+    """Return the bytes of one GPU: `cluster.gpu_gb`, else this machine's first GPU, 0 without any."""
     if config.cluster.gpu_gb or shutil.which("nvidia-smi") is None:
         return int(config.cluster.gpu_gb * GIB)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -338,8 +392,10 @@ def gpu_bytes(config: Config) -> int:
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Return the bytes of memory of this machine, or of the container that this process is in."""
     total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+
+    # A container's limit is that of its cgroup (version 2).
     limit = Path("/sys/fs/cgroup/memory.max")
     said = limit.read_text().strip() if limit.is_file() else "max"
     return total if said == "max" else min(total, int(said))

@@ -1,8 +1,8 @@
-"""What recorded experts (rollout.replay_routes) take of Ray's object store, and whether it holds them.
+"""Checks that Ray's object store can hold the recorded experts of rollout.replay_routes.
 
-Owns this sum alone: all else that a trajectory carries is tens of bytes a token. Groups that have been
-played lie in the store of the driver's node until they are trained on, as views that nobody may move; those
-of a step are put there once more, together, and copied to each node with a trainer rank. At full length:
+Owns this sum only: everything else in a trajectory is tens of bytes for each token. Finished groups stay in
+the store of the driver's node until they are trained on, as views that cannot be moved. Those of a step are
+stored there a second time, together, and copied to each node with a trainer rank. At full length:
 
     a token   layers with experts * experts per token * 1 byte (2 from 256 experts on)
     a step    prompts_per_step * group_size * max_context tokens
@@ -22,16 +22,17 @@ from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
 from rlpipe.preflight.memory_estimate import GIB, Memory, host_bytes, route_bytes
 
-# Of a node, where nothing else is asked for (ray/_private/utils.py: resolve_object_store_memory)
+# Ray's defaults for a node (ray/_private/utils.py: resolve_object_store_memory).
 _SHARE, _MOST, _DISK = 0.3, 200 * 10**9, 10**10
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def store_memory(config: Config) -> Memory | None:
-    """Records in the store of the driver's node at the peak; None for a run without any, or without Ray."""
+    """Estimate the records in the store of the driver's node at the peak; None without records or Ray."""
     recorded = config.rollout.replay_routes and config.task is Task.RL
     if not recorded or config.cluster.mode is not ClusterMode.RAY:
         return None
+
     arch, pipeline = read_architecture(read_config(resolve(config.rollout_model))), config.pipeline
     group = pipeline.group_size * config.rollout.max_context * route_bytes(arch)
     waiting = group * pipeline.groups_ahead * (1 + pipeline.max_staleness)
@@ -40,23 +41,31 @@ def store_memory(config: Config) -> Memory | None:
 
 
 def local_store() -> int:
-    """Bytes of the object store of a Ray that is started here."""
+    """Return the bytes of the object store of a Ray that is started on this machine."""
     shared = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     room = int(0.95 * shared.f_bavail * shared.f_bsize) if shared else 0
+
+    # Ray takes a share of the free memory: at most /dev/shm, or 10 GB where that is smaller, and never more
+    # than 200 GB.
     return min(int(_SHARE * (host_bytes() - psutil.virtual_memory().used)), max(_DISK, room), _MOST)
 
 
 def check_store(config: Config, driver: int, others: int | None = None) -> None:
-    """Refuse records that an object store cannot hold. Raises ValueError with what could be.
+    """Refuse records that an object store cannot hold. Raises ValueError with settings that fit.
 
-    driver: bytes of the store of the driver's node. others: of the smallest one (None: there is no other).
+    driver: bytes of the store of the driver's node. others: of the smallest store of another node (None:
+    there is no other).
     """
     if (memory := store_memory(config)) is None:
         return
+
+    # The driver's node stores what waits too, the others only a copy of the step.
     step = memory.parts["a step"]
     short = memory.total > driver, others is not None and step > others
     if not any(short):
         return
+
+    # Suggest sizes scaled down by the share that fits.
     needed, room, where = (memory.total, driver, "the driver's") if short[0] else (step, others, "a")
     pipeline, longest = config.pipeline, config.rollout.max_context
     prompts, context = (int(size * room / needed) for size in (pipeline.prompts_per_step, longest))

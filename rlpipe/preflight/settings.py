@@ -1,6 +1,6 @@
-"""What only several sections of the settings together, or they and the files they name, show to be wrong.
+"""Checks that compare several sections of the settings with each other, or with the files that they name.
 
-Limits of a single section stand in its dataclass. Imports no torch.
+The limits of a single section are checked by its dataclass. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlpipe.models.rope import read_rope
 
 
 def check_shared_gpus(config: Config) -> None:
-    """Refuse what cannot run with cluster.share_gpus. Raises ValueError with the remedy."""
+    """Refuse settings that cannot run with cluster.share_gpus. Raises ValueError with a hint."""
     rollout, ranks = config.rollout, config.trainer.world_size
     if config.cluster.mode is not ClusterMode.RAY or config.run.half is not RunMode.BOTH:
         raise ValueError(
@@ -37,20 +37,25 @@ def check_shared_gpus(config: Config) -> None:
             f"{config.cluster.mode} with run.half={config.run.half} has not both as processes: set it to "
             "false."
         )
+
     if rollout.workers != ranks:
         raise ValueError(
             f"cluster.share_gpus=true puts one worker and one trainer rank on each GPU, but rollout.workers="
             f"{rollout.workers} and trainer.tp * trainer.cp * trainer.pp * trainer.dp = {ranks}: make them "
             "equal."
         )
+
     if rollout.engine is not EngineKind.SGLANG:
         return
+
     if rollout.sglang.tp > 1 or not rollout.sglang.memory_fraction:
         raise ValueError(
             f"cluster.share_gpus=true with rollout.sglang.tp={rollout.sglang.tp} and memory_fraction="
             f"{rollout.sglang.memory_fraction}: a server has half of one GPU, so set tp=1 and say how much "
             "of its memory, weights and KV, the server takes (e.g. memory_fraction=0.4)."
         )
+
+    # On a shared GPU one transfer does not work at all, and one only with a single trainer rank.
     if rollout.sglang.weight_transfer is WeightTransfer.COLLECTIVE:
         raise ValueError(
             "cluster.share_gpus=true with rollout.sglang.weight_transfer=collective: NCCL allows one rank "
@@ -65,13 +70,15 @@ def check_shared_gpus(config: Config) -> None:
 
 
 def _check_growth(config: Config) -> None:
-    """Refuse a pool that cannot grow as it is told to. Raises ValueError with the remedy."""
+    """Refuse a worker pool that cannot grow as the settings require. Raises ValueError with a hint."""
     most, workers, cluster = config.cluster.max_workers, config.rollout.workers, config.cluster
     if most and most < workers:
         raise ValueError(
             f"cluster.max_workers={most} is below rollout.workers={workers}, with which the run starts: "
             "raise it, or set 0 for a pool that keeps its size."
         )
+
+    # A new worker needs a separate process, and a device that no trainer rank uses.
     apart = cluster.mode is ClusterMode.RAY and not cluster.share_gpus and config.run.half is RunMode.BOTH
     if most and not (apart and config.task is Task.RL):
         raise ValueError(
@@ -82,33 +89,42 @@ def _check_growth(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Everything that can be known to be wrong before anything is started.
+    """Refuse every setting that is certain to fail, before anything is started.
 
-    Raises ValueError with what, the value and the remedy.
+    Raises ValueError with what, the value and a hint.
     """
     if config.cluster.share_gpus:
         check_shared_gpus(config)
     _check_growth(config)
     check_run_dir(config.run)
     check_run_mode(config)
+
     if config.task is not Task.RL and config.injection.active():
         raise ValueError(
             f"injection={config.injection.active()} disturbs the rollouts of task=rl, not of "
             f"task={config.task}: remove it."
         )
+
+    # The model that generates may be a separate actor, with another config.json than the policy.
     served = hf_config = read_config(resolve(config.model.path))
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)
+
     if config.spec.mode is not SpecMode.NONE:
         DRAFTERS[config.spec.drafter].check_served(config, served)
+
     if config.algo.correction is Correction.OBRS:
         _require_sampling(config, "algo.correction=obrs compares the distributions of rollout and trainer")
+
+    # Training and probing the MTP layer both need a checkpoint that has one.
     probed = config.metrics.probe.every and config.spec.needs_mtp
-    # needs no MTP layer
+    # A draft model with a separate directory does not.
     beside = config.task is Task.MTP_ADAPT and config.adapt.drafter.kind.has_directory
     learns = config.draft.online and not (beside or config.cotrains_draft)
     if learns or (probed and config.task is Task.RL):
         check_draft(config.draft, served, config.rollout_model)
+
+    # Objectives on windows verify sequences that the draft generates itself, which some layouts cannot do.
     trained = config.draft.online or config.task is Task.MTP_ADAPT
     if trained and config.draft.windows and config.trainer.cp > 1:
         raise ValueError(
@@ -132,17 +148,21 @@ def check(config: Config) -> None:
             "rollout.temperature=0 leaves no distribution: set rollout.temperature=1.0, or "
             "draft.objective=e2e_tv."
         )
+
     if config.cotrains_draft:
         DRAFTERS[config.spec.drafter].check_cotrained(config)
     if config.task is Task.RL:
         check_staleness(config)
         _check_learnable(config)
+
     temperatures = (config.rollout.temperature, config.val.temperature)
     if config.spec.mode is SpecMode.GREEDY and any(temperatures):
         raise ValueError(
             f"spec.mode=greedy decodes the argmax, but rollout.temperature={temperatures[0]} and "
             f"val.temperature={temperatures[1]}: set both to 0, or spec.mode=rejection to sample."
         )
+
+    # The policy and the model that generates must both reach to the end of a conversation.
     models = (hf_config, served)
     longest = min(read_rope(model).reach(int(model.get("max_position_embeddings", 0))) for model in models)
     if longest and config.rollout.max_context > longest:
@@ -150,20 +170,25 @@ def check(config: Config) -> None:
             f"rollout.max_context={config.rollout.max_context} exceeds the model's "
             f"longest context of {longest} tokens (max_position_embeddings, rope scaling): lower it."
         )
+
     if config.rollout.max_context > config.trainer.micro_batch_tokens:
         raise ValueError(
             f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one trajectory of "
             f"rollout.max_context={config.rollout.max_context} tokens: raise it, or lower the context."
         )
-    read_architecture(hf_config)  # refuses what the next would not find
+
+    # Refuse unknown architectures first: the next checks read fields that those may lack.
+    read_architecture(hf_config)
     check_parallel(config.trainer, hf_config)
     check_adapters(config, hf_config)
     check_biases(config.model.path, hf_config)
     check_replay(config, hf_config)
+
     if config.rollout.engine is EngineKind.EMBEDDED and config.run.half.generates:
         check_embedded(config.rollout_model, served)
     if config.rollout.engine is EngineKind.SGLANG:
         check_sglang(config)
+
     ranks = config.trainer.world_size
     if config.task is Task.MTP_ADAPT:
         DRAFTERS[config.adapt.drafter].check_trained(config, hf_config)
@@ -176,13 +201,15 @@ def check(config: Config) -> None:
 
 
 def _check_learnable(config: Config) -> None:
-    """Refuse runs that would train on nothing. Raises ValueError."""
-    greedy = config.spec.mode is SpecMode.GREEDY  # asked for: nothing else can be decoded so
+    """Refuse runs in which nothing could be learnt. Raises ValueError."""
+    # spec.mode=greedy decodes at temperature 0 only, so there it is no mistake.
+    greedy = config.spec.mode is SpecMode.GREEDY
     if config.rollout.temperature == 0 and config.run.half is RunMode.BOTH and not greedy:
         raise ValueError(
             "rollout.temperature=0 makes all siblings of a group equal, so that every advantage is 0 and "
             "nothing is learnt: set rollout.temperature=1.0 (val.temperature=0 validates greedily)."
         )
+
     if config.draft.online and config.spec.mode is SpecMode.NONE:
         raise ValueError(
             "draft.train=online trains a draft, and spec.mode=none never drafts: set spec.mode=rejection, or "
@@ -191,10 +218,11 @@ def _check_learnable(config: Config) -> None:
 
 
 def check_adapters(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse adapters where nothing would train them. Raises ValueError."""
+    """Refuse LoRA adapters in runs that do not train them. Raises ValueError."""
     lora = config.trainer.lora
     if not lora.active:
         return
+
     check_lora(lora, hf_config)
     if config.task is not Task.RL or config.decoupled.active:
         where = f"task={config.task}" if config.task is not Task.RL else "decoupled.path"
@@ -205,21 +233,24 @@ def check_adapters(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_replay(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse the replay of routes where there are none, or nothing reads them. Raises ValueError."""
+    """Refuse the replay of routes where none are recorded, or no trainer reads them. Raises ValueError."""
     if not config.rollout.replay_routes:
         return
+
     dense = read_architecture(hf_config).experts is None
     refused = {
         f"model.path={config.model.path!r}, which has no experts": dense,
         f"task={config.task}, which trains no policy": config.task is not Task.RL,
         "decoupled.path, whose experts are not the policy's": config.decoupled.active,
     }
+
     for what, present in refused.items():
         if present:
             raise ValueError(
                 f"rollout.replay_routes=true with {what}: it sends the tokens of a mixture of experts to the "
                 "experts that read them in the rollout. Set rollout.replay_routes=false."
             )
+
     if config.trainer.layers is LayerSpec.TE:
         raise ValueError(
             "rollout.replay_routes=true with trainer.layers=te: TransformerEngine gets no routes. Set "
@@ -242,12 +273,16 @@ def check_biases(path: str, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an actor needs; hf_config: the policy's. Returns the actor's. Raises ValueError."""
+    """Check the actor against the policy and return the actor's `config.json`. Raises ValueError.
+
+    hf_config: the policy's `config.json`.
+    """
     if config.task is not Task.RL:
         raise ValueError(
             f"decoupled.path={config.decoupled.path!r} generates for a policy of task=rl, not of "
             f"task={config.task}: remove it."
         )
+
     _require_sampling(config, "decoupled.path compares the distributions of actor and policy")
     sglang = config.rollout.sglang
     if config.rollout.engine is EngineKind.SGLANG and config.val.every and sglang.port:
@@ -255,6 +290,7 @@ def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, A
             f"decoupled.path with val.every={config.val.every} starts a second server, for the policy, and "
             f"rollout.sglang.port={sglang.port} is one port: set it to 0, or val.every=0."
         )
+
     path = resolve(config.decoupled.path)
     actor = read_config(path, "decoupled.path")
     check_actor(path, actor, resolve(config.model.path), hf_config, config)
@@ -262,7 +298,10 @@ def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, A
 
 
 def _require_sampling(config: Config, need: str) -> None:
-    """Refuse greedy rollouts where `need` asks for a distribution. Raises ValueError."""
+    """Refuse greedy rollouts where a distribution is needed. Raises ValueError.
+
+    need: the first clause of the message.
+    """
     if config.rollout.temperature == 0:
         raise ValueError(
             f"{need}, and rollout.temperature=0 leaves none: set rollout.temperature=1.0, or the temperature "
@@ -271,13 +310,14 @@ def _require_sampling(config: Config, need: str) -> None:
 
 
 def check_run_mode(config: Config) -> None:
-    """Halves are of RL, and fixed weights never become stale. Raises ValueError."""
+    """Refuse modes and dumps outside task=rl, and stale=drop with fixed weights. Raises ValueError."""
     run_mode = config.run.half
     if config.task is not Task.RL and (run_mode is not RunMode.BOTH or config.run.dump):
         raise ValueError(
             f"run.half={run_mode} and run.dump={config.run.dump!r} are of task=rl, not of "
             f"task={config.task}: remove them."
         )
+
     if run_mode is RunMode.ROLLOUT and config.pipeline.stale is Stale.DROP:
         raise ValueError(
             "run.half=rollout decodes with the weights of version 0 throughout, and pipeline.stale=drop "
@@ -286,13 +326,17 @@ def check_run_mode(config: Config) -> None:
 
 
 def check_staleness(config: Config) -> None:
-    """Data of any age need a correction (or PPO's own ratio to the rollout policy). Raises ValueError."""
+    """Refuse tokens of any age without a correction, and runs that would drop all. Raises ValueError.
+
+    PPO's ratio to the rollout policy (proximal=rollout) is a correction too.
+    """
     corrected = config.algo.correction is not Correction.NONE or config.algo.proximal is Proximal.ROLLOUT
     if config.pipeline.stale is Stale.KEEP and not corrected:
         raise ValueError(
             "pipeline.stale=keep trains on tokens of any age, and algo.correction=none takes them for the "
             "policy's own: set algo.correction (tis_token is usual), or pipeline.stale=wait."
         )
+
     pipeline, injected = config.pipeline, config.injection.stale_steps
     if pipeline.stale is Stale.DROP and injected > pipeline.max_staleness:
         raise ValueError(
@@ -303,12 +347,13 @@ def check_staleness(config: Config) -> None:
 
 
 def check_sglang(config: Config) -> None:
-    """What the SGLang engine cannot do, whatever the machine. Raises ValueError."""
+    """Refuse what the SGLang engine cannot do on any machine. Raises ValueError."""
     if config.spec.mode is SpecMode.TREE:
         raise ValueError(
             f"spec.mode={config.spec.mode}: SGLang decodes a chain of drafts. Use spec.mode=rejection, or "
             "rollout=embedded."
         )
+
     sglang = config.rollout.sglang
     if config.spec.adaptive and (sglang.tp > 1 or not sglang.plugin):
         raise ValueError(
@@ -316,6 +361,7 @@ def check_sglang(config: Config) -> None:
             "rlpipe's plugin chooses the drafts, on one device. Set tp=1 and plugin=true, or "
             "spec.adaptive=false."
         )
+
     if not config.spec.drafter.kind.sglang:
         served = " or ".join(name for name, kind in KINDS.items() if kind.sglang)
         raise ValueError(
@@ -325,9 +371,10 @@ def check_sglang(config: Config) -> None:
 
 
 def check_adapt(config: Config) -> None:
-    """Refuse settings that adaptation cannot honour. Raises ValueError."""
+    """Refuse settings that pre-RL adaptation cannot follow. Raises ValueError."""
     config.adapt.environments(config.env)
     _require_sampling(config, "task=mtp_adapt learns the distribution of the target")
+
     if config.trainer.world_size > 1 and config.adapt.drafter.kind.has_directory:
         raise ValueError(
             f"adapt.drafter={config.adapt.drafter} is trained by one process, but trainer.tp*trainer.cp*"
@@ -348,24 +395,31 @@ def check_adapt(config: Config) -> None:
 
 
 def check_run_dir(run: RunSettings) -> None:
-    """Refuse a run directory that cannot be written or reused; what it makes to find out it removes."""
+    """Refuse a run directory that cannot be written or reused. Raises ValueError.
+
+    The test writes a file in it, then removes the file and every folder that it had to create.
+    """
     directory = resolve(run.dir)
     checkpoints = directory / "checkpoints"
     new = [path for path in (checkpoints, *checkpoints.parents) if not path.exists()]
+
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         probe = checkpoints / ".writable"
         try:
-            probe.write_bytes(bytes(1 << 20))  # what the records of the first steps take
+            # 1 MiB is about the size of the records of the first steps.
+            probe.write_bytes(bytes(1 << 20))
         finally:
             probe.unlink(missing_ok=True)
-            for path in new:  # a command that is refused leaves no folder behind
+            # A command that is refused later must leave no folder behind.
+            for path in new:
                 path.rmdir()
     except OSError as error:
         raise ValueError(
             f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "
             "set run.dir to a directory you can write to, with space for checkpoints."
         ) from error
+
     if run.resume is Resume.NEVER and _holds_run(directory):
         raise ValueError(
             f"run.dir={run.dir!r} already holds a run and run.resume=never: "
@@ -374,4 +428,5 @@ def check_run_dir(run: RunSettings) -> None:
 
 
 def _holds_run(directory: Path) -> bool:
+    """Return whether a directory has the records or checkpoints of a run."""
     return (directory / "metrics.jsonl").exists() or any((directory / "checkpoints").glob("step_*"))
