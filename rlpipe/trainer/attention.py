@@ -1,12 +1,12 @@
 """Attention over branches that share their prefixes, in memory linear in the tokens.
 
-A branch attends to the tokens it follows, and causally to its own. Both are plain flash attention, so no mask
+A branch attends to the tokens it follows, and causally to itself. Both are plain flash attention, so no mask
 is ever materialised; the two results are joined by their normalisers. With out_i = softmax(s_i) V_i and
 L_i = logsumexp(s_i) of a part i of the keys (Liu et al. 2023, Ring Attention, use the same identity):
 
     L = log sum_i exp(L_i)        out = sum_i exp(L_i - L) out_i
 
-Backwards, the kernel's own gradient of each part is right if it gets `out` and `L` of all parts together: it
+Backwards, the kernel's gradient of each part is right if it gets `out` and `L` of all parts together: it
 computes p = exp(s - L) and dS = p (dP - <dO, out>) from them.
 """
 
@@ -47,6 +47,8 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 class _BranchAttention(torch.autograd.Function):
+    """Attention of branches; spans: queries, keys and context of each, as `_spans` yields them."""
+
     @staticmethod
     def forward(ctx, query, key, value, spans, scale):
         out = torch.empty_like(query)
@@ -59,6 +61,7 @@ class _BranchAttention(torch.autograd.Function):
                 q, key[:, :, self_keys], value[:, :, self_keys], scale=scale, causal=True
             )
 
+            # Join with attention to the context, weighted by the two normalisers.
             if context:
                 keys, values = _joined(key, context), _joined(value, context)
                 shared, shared_norm, _ = _forward(q, keys, values, scale=scale)
@@ -67,6 +70,7 @@ class _BranchAttention(torch.autograd.Function):
                     part * (norm - total).exp()[..., None] + shared * (shared_norm - total).exp()[..., None]
                 )
                 norm = total
+
             out[:, :, rows], norms[:, :, rows] = part, norm
 
         ctx.save_for_backward(query, key, value, out, norms)
@@ -81,6 +85,7 @@ class _BranchAttention(torch.autograd.Function):
         grad_key, grad_value = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (key, value))
 
         for rows, self_keys, context in ctx.spans:
+            # Each call gets the output and normaliser over all keys, and returns the gradient of its keys.
             q = query[:, :, rows]
             joint = _Joint(out[:, :, rows], norms[:, :, rows], grad[:, :, rows], ctx.scale, ctx.seed)
             dq, dk, dv = _backward(q, key[:, :, self_keys], value[:, :, self_keys], joint=joint, causal=True)
@@ -99,6 +104,7 @@ class _BranchAttention(torch.autograd.Function):
                     grad_key[:, :, span] += dk[:, :, start:end]
                     grad_value[:, :, span] += dv[:, :, start:end]
                     start = end
+
             grad_query[:, :, rows] = dq
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
@@ -114,7 +120,8 @@ def _spans(
         context: list[slice] = []
 
         for j, count in branch.context:
-            if context and context[-1].stop == starts[j]:  # adjacent slices are merged
+            # Adjacent slices are merged.
+            if context and context[-1].stop == starts[j]:
                 context[-1] = slice(context[-1].start, starts[j] + count)
             else:
                 context.append(slice(starts[j], starts[j] + count))
@@ -125,10 +132,12 @@ def _spans(
 
 
 def _joined(x: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
+    """Concatenate spans of tokens; a single one is not copied."""
     return x[:, :, spans[0]] if len(spans) == 1 else torch.cat([x[:, :, span] for span in spans], 2)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type for sums: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -139,6 +148,7 @@ def _forward(
     if not q.is_cuda:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return *flash(q, k, v, 0.0, causal, scale=scale), None
+
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, norm, _, _, _, _, seed, offset, _ = flash(q, k, v, 0.0, causal, scale=scale)
     return out, norm, (seed, offset)
@@ -162,6 +172,8 @@ def _backward(
     if seed is None:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return flash(grad, q, k, v, out, norm, 0.0, causal, scale=scale)
+
+    # No cumulative lengths: all rows have one length.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    lengths = None, None, q.shape[2], k.shape[2]  # all rows of one length
+    lengths = None, None, q.shape[2], k.shape[2]
     return flash(grad, q, k, v, out, norm.contiguous(), *lengths, 0.0, causal, *seed, scale=scale)

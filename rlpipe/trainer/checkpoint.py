@@ -1,12 +1,12 @@
 """Checkpoints of the trainer: Megatron's resharding format to resume, Hugging Face's to use elsewhere.
 
-Owns what is in a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
+Owns the content of a checkpoint and that it appears complete or not at all: rank 0 renames a temporary
 directory after every rank has written. A checkpoint may be loaded with other tp and dp sizes.
 
     begin_save (copies; collective) -> write (any thread, while training goes on) -> finish (collective)
 
-It is Megatron's asynchronous save, whose writer is a thread of the rank: its own starts processes, which is
-neither safe below Ray nor free of leftovers after a crash.
+It is Megatron's asynchronous save with a thread of the rank as the writer: Megatron's writer starts
+processes, which is neither safe below Ray nor free of leftovers after a crash.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlpipe.trainer.unpickling import nothing_executed
 
 
 class Resumable(Protocol):
-    """The state of a trainer, in the parts that a checkpoint has."""
+    """The state of a trainer that a checkpoint stores."""
 
     model: PolicyModel
     optimizer: PolicyOptimizer
@@ -46,32 +46,36 @@ class Resumable(Protocol):
 
 
 class Saving:
-    """A checkpoint in the making, of a state that was copied. Every rank calls `write`, then all `finish`."""
+    """An unfinished checkpoint of a copied state. Every rank calls `write`, then all call `finish`."""
 
     def __init__(self, request: AsyncRequest, unfinished: Path, directory: Path) -> None:
+        """Copy the planned tensors. unfinished: temporary directory. directory: its name when complete."""
         self._unfinished, self._directory = unfinished, directory
         self._function, self._finalize = request.async_fn, request.finalize_fns
-        if self._function is not None:  # else there is nothing to write on this rank
+
+        # Without a function this rank has no files to write.
+        if self._function is not None:
             self._rank, planned, self._results = request.async_fn_args
             self._buckets = _copied(planned, request.preload_fn())
 
     def write(self) -> None:
-        """This rank's files. Touches no model and no process group. Raises OSError."""
+        """Write this rank's files. Uses no model and no process group. Raises OSError."""
         if self._function is not None:
             self._function(self._rank, self._buckets, self._results)
             self._buckets = []
 
     def finish(self) -> None:
-        """Once every rank has written: the index of all files, and the name; collective."""
+        """Write the index of all files and rename the directory, once every rank has written; collective."""
         for finalize in self._finalize:
             finalize()
+
         if dist.get_rank() == 0:
             self._unfinished.rename(self._directory)
         dist.barrier()
 
 
 class SavingHf:
-    """A Hugging Face checkpoint of weights that were copied, each in its type of `like`; see `Saving`.
+    """An unfinished Hugging Face checkpoint of copied weights, each in its type in `like`; see `Saving`.
 
     weights: None on a rank that does not write.
     """
@@ -80,12 +84,12 @@ class SavingHf:
         self._weights, self._directory, self._like = weights, directory, like
 
     def write(self) -> None:
-        """All of it. Raises OSError."""
+        """Write all files. Raises OSError."""
         save_hf(self._weights, self._directory, self._like)
         self._weights = None
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Return at once: `write` has completed the checkpoint."""
 
 
 def save(trainer: Resumable, directory: Path) -> None:
@@ -103,13 +107,16 @@ def begin_save(trainer: Resumable, directory: Path) -> Saving:
     """Copy what `save` writes; collective. Raises as `save` does."""
     if directory.exists():
         raise ValueError(f"{directory} exists: a checkpoint is never overwritten. Save to a new directory.")
+
+    # Remove the files of a crashed save before any rank writes.
     unfinished = directory.with_name(directory.name + ".unfinished")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
+
+    # Megatron saves one step count for all groups and refuses to save several.
     updates = trainer.optimizer.updates
-    # Megatron saves one step count for all groups and refuses to save several
     trainer.optimizer.write_steps(dict.fromkeys(updates, max(updates.values())))
     state = _tensors(trainer, loading=False) | {
         "updates": dict(updates),
@@ -117,6 +124,8 @@ def begin_save(trainer: Resumable, directory: Path) -> Saving:
         "correction": {} if trainer.rule is None else trainer.rule.state_dict(),
         "random": _random_states(),
     }
+
+    # Megatron's queue of results belongs to processes; a thread's replaces it.
     filesystem_async._results_queue = queue.Queue()
     strategy = _WriteInProcess("torch_dist", 1, thread_count=1)
     try:
@@ -139,31 +148,40 @@ def load(trainer: Resumable, directory: Path) -> None:
         raise ValueError(
             f"{directory} holds no trainer checkpoint: it was not written by `save`, or in part."
         )
+
     with nothing_executed(directory):
         restored = dist_checkpointing.load(_tensors(trainer, loading=True), str(directory))
         common = dist_checkpointing.load_common_state_dict(str(directory))
-    state = cast("dict[str, Any]", restored)  # a tuple only where mismatches are to be returned
 
+    # Megatron returns a tuple only on request. Without strict, the backbone below LoRA adapters is left out.
+    state = cast("dict[str, Any]", restored)
     trainer.model.load_state_dict(state["model"], strict=trainer.model.adapters is None)
     _load_optimizer(trainer.optimizer.inner, state["optimizer"])
     trainer.optimizer.set_updates(common["updates"])
     trainer.policy_version = common["policy_version"]
-    if trainer.rule is not None:  # older checkpoints hold the calibration of OBRS alone
+
+    # Older checkpoints hold only the calibration of OBRS.
+    if trainer.rule is not None:
         older = {} if "correction" in common else {"kappa": common["kappa"]}
         trainer.rule.load_state_dict(common.get("correction", older))
     _restore_random_states(common["random"])
 
 
 def save_hf(weights: Mapping[str, torch.Tensor] | None, directory: Path, like: Path) -> None:
-    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type of `like`."""
+    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type in `like`."""
     if weights is None:
         return
+
     types = {name: tensor.dtype for name, tensor in read_weights(like).items()}
     write_checkpoint(directory, {name: tensor.to(types[name]) for name, tensor in weights.items()}, like)
 
 
 def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
-    """`staged` was brought to the host by `preload_fn`; what was there before is the trainer's: cloned."""
+    """Clone the tensors of `staged` that are still the trainer's.
+
+    planned: the buckets before `preload_fn` moved them to the host. A tensor that was on the host already is
+    the same object in both.
+    """
     copies = []
     for (path, name, (data, tensors)), (*_, (_, owned)) in zip(staged, planned, strict=True):
         own = [
@@ -175,28 +193,33 @@ def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:
 
 
 def _tensors(trainer: Resumable, *, loading: bool) -> dict[str, Any]:
-    """Sharded state of model and optimizer."""
+    """Return the sharded state of model and optimizer."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+    # With LoRA adapters the backbone is unchanged: it is read from model.path again.
     model = trainer.model.sharded_state_dict(metadata=metadata)
-    if trainer.model.adapters is not None:  # the backbone stays as model.path has it
+    if trainer.model.adapters is not None:
         model = {name: part for name, part in model.items() if name.startswith(("adapters.", "mtp."))}
+
+    # Megatron leaves out a step count of 0, and fails to save without one.
     optimizer = trainer.optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     if not loading:
         states = optimizer.get("optimizer", optimizer).get("state")
-        if states is not None:  # Megatron leaves out a step count of 0, and fails without one
+        if states is not None:
             states.setdefault("common_step", torch.tensor(0.0))
     return {"model": model, "optimizer": optimizer}
 
 
 def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
-    """Megatron's load with a defect of 0.16.1 made good, met with torch's AdamW.
+    """Load by Megatron, around a defect of 0.16.1 that occurs with torch's AdamW.
 
-    The distributed optimizer asks every saved parameter for a `step` it did not save. (Another: afterwards
-    all parameters share one `step` tensor, which each would advance; `set_updates` gives each its own.)
+    The distributed optimizer reads a `step` from every saved parameter, which it did not save. (Another
+    defect: afterwards all parameters share one `step` tensor, which each would advance; `set_updates` gives
+    each a separate one.)
     """
     for optimizer in chained.chained_optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -211,10 +234,11 @@ def _load_optimizer(chained: ChainedOptimizer, state: dict[str, Any]) -> None:
 
 
 def _with_step(optimizer: DistributedOptimizer) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
-    """Return the optimizer's setter of a parameter's state, which keeps its `step` where none was saved."""
+    """Return the optimizer's setter of a parameter's state; it retains the `step` where none was saved."""
     set_states = optimizer._set_main_param_and_optimizer_states
 
     def set_states_and_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        """Set a parameter's state, with the current `step` unless `tensors` has one."""
         group, order = optimizer.model_param_group_index_map[parameter]
         main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
         set_states(parameter, {"step": optimizer.optimizer.state[main_parameter]["step"], **tensors})
@@ -223,10 +247,12 @@ def _with_step(optimizer: DistributedOptimizer) -> Callable[[torch.nn.Parameter,
 
 
 def _random_states() -> dict[str, Any]:
+    """Return the states of this rank's random number generators on the CPU."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 def _restore_random_states(states: dict[str, Any]) -> None:
+    """Restore the states that `_random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -236,23 +262,28 @@ class _WriteInProcess(TorchDistSaveShardedStrategy):
     """Megatron's format, written by the calling process itself."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        """Return Megatron's request with `_write` as its function."""
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        if request.async_fn is None:  # nothing to write on this rank
+
+        # This rank has no files to write.
+        if request.async_fn is None:
             return request
+
         return request._replace(async_fn=functools.partial(_write, transforms=[writer.transforms]))
 
 
 def _write(rank: int, buckets: list[Any], results: queue.Queue, *, transforms: list[Any]) -> None:
-    """Stand-in for `write_preloaded_data_multiproc`: same writer, no processes."""
+    """Write buckets as `write_preloaded_data_multiproc` does, by the same writer but without processes."""
     written = {}
     for number, bucket in enumerate(buckets):
-        # Queues of threads in place of those of processes, which the types of Megatron name.
+        # Megatron's types name queues of processes; here the writer fills queues of threads.
         answer: Any = queue.Queue()
         pending: Any = queue.Queue()
         pending.put(number)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, answer, pending, use_fsync=True
         )
+
         _, outcome = answer.get_nowait()
         if isinstance(outcome, Exception):
             raise outcome

@@ -2,9 +2,10 @@
 
 A flat micro-batch of N tokens (`batching.micro_batch`) is cut into 2 R equal chunks for R ranks; rank r has
 the r-th from the front and the r-th from the back, so that all have about the same number of earlier tokens
-to attend to. Where a chunk begins inside a branch, the branch is cut in two. Two parts of a model need other
-ranks. Attention gathers their keys and values, and its gradient sums the gradients of all ranks for each key.
-A delta net, which reads all tokens in order, does so for a share of its heads (`ContextSuccession`).
+to attend to. Where a chunk begins inside a branch, the branch is cut in two. Two kinds of layers exchange
+with other ranks. Attention gathers their keys and values, and its gradient sums the gradients of all ranks
+for each key. A delta net, which reads all tokens in order, does so for a share of its heads
+(`ContextSuccession`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class ContextLayout(BranchLayout):
         multiple: int = 1,
     ) -> None:
         """Cut a micro-batch. replay: the experts that read its tokens. multiple: divides chunk sizes."""
+        # Chunks of equal size need padding: a separate branch.
         ranks, count = group.size(), len(micro_batch.tokens)
         size = -(-count // (2 * ranks * multiple)) * multiple
         padding = 2 * ranks * size - count
@@ -56,6 +58,7 @@ class ContextLayout(BranchLayout):
         by_rank = np.concatenate([np.concatenate([chunks[r], chunks[-1 - r]]) for r in range(ranks)])
         self.indices = by_rank.reshape(ranks, -1)[group.rank()]
 
+        # After the cut every branch is in one chunk, so on one rank.
         cut = cut_branches(branches, size)
         starts = np.cumsum([0, *(branch.length for branch in cut)])[:-1]
         self.local_branches = np.flatnonzero(np.isin(starts // size, self.indices // size)).tolist()
@@ -63,9 +66,11 @@ class ContextLayout(BranchLayout):
         self._group, self._all_branches, self._count = group, branches, count
         self._order = torch.from_numpy(np.argsort(by_rank)).to(device)
         self._ranks = torch.from_numpy(by_rank).to(device)
+
+        # This rank's tokens, positions and routes; padding has no record of routes.
         self.tokens = np.pad(micro_batch.tokens, (0, padding))[self.indices]
         positions = np.concatenate([micro_batch.positions, np.arange(padding)])
-        if replay is not None:  # padding has no record
+        if replay is not None:
             routes = replay.padded(padding).routes
             replay = Replay(routes[torch.from_numpy(self.indices).to(device)], replay.unrecorded)
         super().__init__(cut, torch.from_numpy(positions[self.indices]).to(device), replay=replay)
@@ -79,6 +84,7 @@ class ContextLayout(BranchLayout):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attention: CausalAttention
     ) -> torch.Tensor:
         """Attend from this rank's tokens to those of all ranks that they follow; all [1, heads, n, d]."""
+        # One collective for both.
         pairs = torch.cat([key, value]).permute(2, 0, 1, 3).contiguous()  # [n, 2, groups, d]
         keys, values = self._gather_ranks(pairs).permute(1, 2, 0, 3).split(1)
         return self.attend_to(query, keys, values, attention=attention, selected=self.local_branches)
@@ -137,6 +143,8 @@ def cut_branches(branches: Sequence[Branch], size: int) -> list[Branch]:
 
     for branch in branches:
         context = [part for j, count in branch.context for part in first_tokens(paths[j], count)]
+
+        # Every cut branch attends to the context of the original one and to its earlier parts.
         paths.append([])
         end = start + branch.length
         while start < end:

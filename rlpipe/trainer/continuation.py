@@ -1,11 +1,11 @@
 """Windows that continue a finished pass: they read its keys and values instead of running it again.
 
-Owns which of their tokens attend to which. Knows neither the tokens nor the model: the backbone's layers and
-the MTP layer both call `attend`. Gradients flow into the retained keys where those have a graph.
+Owns which of their tokens attend to which; independent of the tokens and of the model. The backbone's layers
+and the MTP layer both call `attend`. Gradients flow into the retained keys where those have a graph.
 
     finished pass p p p p a a a a b b
     windows       W prefixes, each continued G times, q tokens at a time:   w0g0 w0g1 .. w1g0 w1g1 ..
-    attention     prefix of its window | earlier tokens of its own continuation | its q tokens, causally
+    attention     prefix of its window | earlier tokens of the same continuation | its q tokens, causally
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 if TYPE_CHECKING:
     from rlpipe.trainer.layers import CausalAttention, RetainedKeys
 
-GATHERED_ELEMENTS = 2**23  # of keys that are gathered at once
+GATHERED_ELEMENTS = 2**23  # limit of the keys that are gathered at once
 
 
 class Continuation(PackedSeqParams):
@@ -56,9 +56,12 @@ class Continuation(PackedSeqParams):
         """Attend: query [1, heads, W * G * q, d], key and value [1, groups, W * G * q, d] -> as query."""
         shape = (len(self._prefixes), self._group, -1)
         query, *current = (x[0].unflatten(1, shape) for x in (query, key, value))  # [heads, W, G, q, d]
+
+        # Append this call's keys and values to those of the continuations' earlier tokens.
         if attention in self._window_keys:
             current = [torch.cat(pair, 3) for pair in zip(self._window_keys[attention], current, strict=True)]
         self._window_keys[attention] = current[0], current[1]
+
         siblings = self._siblings(query, current[0].shape[3])
         outputs = []
 
@@ -73,14 +76,16 @@ class Continuation(PackedSeqParams):
             sizes = len(index), 1, len(siblings), -1
             mask = torch.cat((prefix[:, None, None].expand(*sizes), siblings.expand(*sizes)), 3)
             queries = query[:, rows].transpose(0, 1).flatten(2, 3)
+
             attended = attention.attend(queries, keys, values, mask=mask)
             outputs.append(attended.transpose(0, 1).flatten(1, 2))
+
         return torch.cat(outputs, 1)[None]
 
     def _batches(self, width: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Plan which prefixes are read at once: rows, indices [w, C] padded with 0, mask of the padding.
 
-        width: numbers of a key.
+        width: numbers of a key. The plan is made once and is the same in every layer.
         """
         if not self._gather_plan:
             step = max(1, GATHERED_ELEMENTS // (int(self._starts.max()) * width))
@@ -93,7 +98,7 @@ class Continuation(PackedSeqParams):
         return self._gather_plan
 
     def _siblings(self, query: torch.Tensor, read: int) -> torch.Tensor:
-        """Make an additive mask [G * q, G * read]: each continuation attends causally to itself alone."""
+        """Make an additive mask [G * q, G * read]: each continuation attends causally, only to itself."""
         count = query.shape[3]
         causal = torch.ones(count, read, device=query.device).tril(read - count)
         seen = torch.kron(torch.eye(self._group, device=query.device), causal)

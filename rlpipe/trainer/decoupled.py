@@ -1,13 +1,13 @@
 """Two models, one batch: the policy, and the smaller actor that generated it (Jackpot Eq. 8).
 
-Owns the actor's loss and the order of the two trainers; each is a full `MegatronTrainer` with its own
+Owns the actor's loss and the order of the two trainers; each is a full `MegatronTrainer` with a separate
 optimizer, draft and checkpoint, in the same ranks. Per optimizer step, at the same weights of both:
 
     policy   forward, backward of its loss (algo.correction=obrs: Eq. 5) ---- states of the sampled tokens
     actor    forward, backward of  ppo_coef * PPO (Eq. 6) + distill_coef * KL (Eq. 7)  <--+
     both     step
 
-So the policy runs once, for its own loss: its distributions of the sampled tokens come from its head, applied
+So the policy runs once, for its loss: its distributions of the sampled tokens come from its head, applied
 again to the states of that pass, one micro-batch at a time. The actor does not affect the policy's gradient.
 Held between the two passes: the states of one update's sampled tokens, [tokens, H].
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rlpipe.trainer.checkpoint import Saving, SavingHf
     from rlpipe.trainer.draft import Table
 
-METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported under; mtp/* keeps its own
+METRIC_NAMES = {  # metric of the actor's trainer -> the name it is reported under; mtp/* is not renamed
     "actor/pg_loss": "decoupled/pg_loss",
     "actor/pg_clipfrac": "decoupled/pg_clipfrac",
     "actor/ppo_kl": "decoupled/ppo_kl",
@@ -88,7 +88,7 @@ def divergences(
 class DecoupledTrainer:
     """Replaces a `MegatronTrainer`; the run trains `policy` and generates with `actor`.
 
-    actor: built with `beside=policy`, with the settings `DecoupledConfig.trainer` and `.algo` make.
+    actor: built with `beside=policy` and the settings of `DecoupledConfig.trainer` and `.algo`.
     algo: the actor's. policy_version is the policy's.
     """
 
@@ -217,6 +217,7 @@ class _Teacher:
         loss: torch.Tensor,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
+        """Store the states; the policy's loss does not change."""
         self.states[index] = predictions.states.detach()
         return loss, {}
 
@@ -244,6 +245,7 @@ class _Student:
         loss: torch.Tensor,
         totals: LossTotals,
     ) -> tuple[torch.Tensor, dict[str, Value]]:
+        """Return the weighted sum of the actor's loss and the divergence, and metrics of both models."""
         config, model = self._config, self._policy.model
         loss = config.ppo_coef * loss
 
@@ -251,6 +253,7 @@ class _Student:
         if not len(micro_batch.targets):
             return loss, {"decoupled/distill_loss": Mean(0.0, 0.0)}
 
+        # The policy's distribution, from the states of its pass.
         with torch.no_grad():
             target = model.head(self._teacher.states[index])
         group, shard = model.pg_collection.tp, model.vocab_size // model.pg_collection.tp.size()
@@ -261,12 +264,14 @@ class _Student:
             group=group if group.size() > 1 else None,
         )
 
+        # Average by the rule of the policy loss, over all sampled tokens.
         mask = torch.from_numpy(micro_batch.mask).to(predictions.logprobs)
         divergence = rows.kl if config.distill_kl is DistillKl.FORWARD else rows.reverse_kl
         grid = torch.zeros_like(predictions.logprobs).masked_scatter(mask > 0, divergence[:, 0])
         distillation, share = distillation_loss(grid, mask, totals=totals, config=self._algo)
         if config.distill_coef:
             loss = loss + config.distill_coef * distillation
+
         return loss, {
             "decoupled/distill_loss": share,
             "decoupled/kl": _mean(rows.kl),
@@ -303,4 +308,5 @@ def _padded(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _mean(values: torch.Tensor) -> Mean:
+    """Return the mean over rows as a metric."""
     return Mean(values.detach().sum(dtype=torch.float64).item(), len(values))

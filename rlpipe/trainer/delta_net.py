@@ -5,19 +5,20 @@ A value head keeps a state S [d_k, d_v] that each token decays, corrects and is 
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
-where q, k and v come out of a causal convolution over the last few tokens. Tokens of a trajectory lie in
+where q, k and v come out of a causal convolution over the last few tokens. The tokens of a trajectory are in
 branches (`micro_batch`): a branch starts from the state, and from the last inputs of the convolution, at the
-end of its context, wherever in other branches that is. `Succession` says which tokens those are; gradients of
+end of its context, wherever in other branches that is. `Succession` finds those tokens; gradients of
 siblings sum in the state they start from.
 
 Within a chunk of 64 tokens everything is a product of matrices (Section 3.3 there); chunks at the same depth
-of all trajectories are computed together, so that the steps in sequence are those of the longest trajectory.
-On a GPU with `fla` its kernel runs instead, once for each generation of branches.
+of all trajectories are computed together, so that the longest trajectory determines the number of sequential
+steps. On a GPU with `fla` its kernel runs instead, once for each generation of branches.
 
 Context parallel ranks, which share the tokens, share the heads here: each sends q, k, v, b and a of its
-tokens to the ranks that have the heads, goes over all tokens with its share of them, and gets back what the
-others made of its own. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank sends 152 MB a layer
-(101 there, 50 back), 5.5 GB in the 36 delta nets of a forward pass, and as much backwards.
+tokens to the ranks that have the heads, runs over all tokens with its share of the heads, and receives the
+outputs of its tokens from the others. With Qwen3-Next 80B in bf16, 32,768 tokens and four ranks, a rank
+sends 152 MB a layer (101 there, 50 back), 5.5 GB in the 36 delta nets of a forward pass, and as much in the
+backward pass.
 
 Megatron-core 0.16.1 has such a layer, which raises without `fla` or CUDA and refuses packed tokens.
 """
@@ -55,26 +56,31 @@ EPS = 1e-6  # of the norm of queries and keys
 
 
 class Succession:
-    """Which tokens follow which in a flat micro-batch, for what goes over them in order.
+    """The order of the tokens of a flat micro-batch, for layers that run over them in sequence.
 
     A segment is a stretch of a branch that ends where the branch does, or where a context does.
 
-    spans: start and length of each segment in the flat tokens. parents: the segment each follows, -1 at the
-    start of a trajectory; always an earlier one.
+    spans: start and length of each segment in the flat tokens. parents: the segment that each one follows,
+    always an earlier one; -1 at the start of a trajectory. tokens: how many there are.
     """
 
     def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
         self._device = device
+
+        # A branch is cut where another one's context ends in it.
         ends: list[set[int]] = [{branch.length} for branch in branches]
         for branch in branches:
             if branch.context:
                 last, count = branch.context[-1]
                 assert branch.context[:-1] == branches[last].context, "a context is the start of a trajectory"
                 ends[last].add(count)
+
         self.spans: list[tuple[int, int]] = []
         self.parents: list[int] = []
         ending: dict[tuple[int, int], int] = {}  # branch and count -> segment that ends there
         start = 0
+
+        # The first segment of a branch follows the end of its context, the others the one before them.
         for index, branch in enumerate(branches):
             parent = ending[branch.context[-1]] if branch.context else -1
             done = 0
@@ -85,10 +91,12 @@ class Succession:
                 done = end
             start += branch.length
         self.tokens = start
-        self._made: dict[tuple[str, int], Any] = {}  # by every layer of a pass
+
+        # All layers of a pass share what the first one has built.
+        self._made: dict[tuple[str, int], Any] = {}
 
     def before(self, segment: int, count: int) -> list[int]:
-        """The `count` tokens before a segment, in order; -1 where there is none."""
+        """List the `count` tokens before a segment, in order; -1 where there is none."""
         found: list[int] = []
         parent = self.parents[segment]
         while len(found) < count and parent >= 0:
@@ -96,34 +104,41 @@ class Succession:
             taken = min(count - len(found), length)
             found = [*range(start + length - taken, start + length), *found]
             parent = self.parents[parent]
+
         return [-1] * (count - len(found)) + found
 
     def extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens, those of each segment after the `count` before it, and where each token is in that."""
+        """List each segment's tokens after the `count` before it, and each token's index in that list."""
         return self._once("extended", count, self._extended)
 
     def _extended(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Build what `extended` returns."""
         pieces, places, done = [], [], 0
         for segment, (start, length) in enumerate(self.spans):
             pieces.append(np.array(self.before(segment, count), dtype=np.int64))
             pieces.append(np.arange(start, start + length))
             places.append(np.arange(done + count, done + count + length))
             done += count + length
+
         return self._to_device(np.concatenate(pieces)), self._to_device(np.concatenate(places))
 
     def chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Segments cut into chunks, in order of their depth: those of depth 0 start a trajectory.
+        """Cut segments into chunks, in order of their depth: those of depth 0 start a trajectory.
 
-        Returns tokens [chunks, size], -1 is padding, at the end of segments; where each token is in that,
-        flat; and of each depth the place of each chunk's predecessor among those of the depth before.
+        Returns tokens [chunks, size], where -1 is padding at the end of segments; the flat index of each
+        token in that; and for each depth the index of each chunk's predecessor among the chunks of the depth
+        before.
         """
         return self._once("chunks", size, self._chunks)
 
     def _chunks(self, size: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Build what `chunks` returns."""
         rows: list[np.ndarray] = []
         depths: list[int] = []
         follows: list[int] = []
-        last: list[int] = []  # chunk of each segment
+        last: list[int] = []  # last chunk of each segment
+
+        # A segment's first chunk follows the last one of its parent.
         for (start, length), parent in zip(self.spans, self.parents, strict=True):
             before = last[parent] if parent >= 0 else -1
             for begin in range(0, length, size):
@@ -134,53 +149,63 @@ class Succession:
                 follows.append(before)
                 before = len(rows) - 1
             last.append(before)
+
+        # Sort the chunks by depth, and number those of each depth.
         order = np.argsort(depths, kind="stable")
         counts = np.bincount(depths)
         rank = np.empty(len(order), dtype=np.int64)  # of each chunk among those of its depth
         rank[order] = np.concatenate([np.arange(count) for count in counts])
         by_depth = np.split(order, np.cumsum(counts)[:-1])
+
         predecessors = [self._to_device(rank[np.array(follows)[chunk]]) for chunk in by_depth[1:]]
+
+        # Invert the grid: where each token is.
         grid = np.stack(rows)[order]
         places = np.empty(self.tokens, dtype=np.int64)
         places[grid[grid >= 0]] = np.flatnonzero(grid >= 0)
+
+        # Chunks of depth 0 follow a single initial state.
         first = self._to_device(np.zeros(counts[0], dtype=np.int64))
         return self._to_device(grid), self._to_device(places), [first, *predecessors]
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens with all heads -> all tokens in order, its share of the heads; [N, heads, d].
+        """Exchange this rank's tokens with all heads for all tokens with its share of the heads.
 
-        Here it has all of both; context parallel ranks exchange (`context`).
+        x: [N, heads, d]. Returns x: without context parallelism a rank has all of both (else see `context`).
         """
         return x
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The way back of `to_heads`."""
+        """Reverse `to_heads`."""
         return x
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight, which go by head, of the heads that `to_heads` gives this rank."""
+        """Return a weight's rows (ordered by head) of the heads that `to_heads` gives this rank."""
         return weight
 
     def generations(self) -> list[list[int]]:
-        """Segments by how many others they follow."""
+        """List the segments by generation: the number of segments that they follow."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return [[s for s, depth in enumerate(depths) if depth == d] for d in range(max(depths) + 1)]
 
     def _once(self, name: str, size: int, make: Callable[[int], Any]) -> Any:
+        """Make a value on the first request and return the same one from then on."""
         if (name, size) not in self._made:
             self._made[name, size] = make(size)
         return self._made[name, size]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Copy a host array to the device of the tokens."""
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 class GatedDeltaNet(MegatronModule):
-    """out_proj(norm(o) * silu(z)), o of the delta rule; this rank's key heads and their value heads.
+    """out_proj(norm(o) * silu(z)), with o of the delta rule; this rank's key heads and their value heads.
 
-    Rows of the input projections and of the convolution go by key head: q, k, v, z and b, a of one together.
+    Rows of the input projections and of the convolution are ordered by key head: first q, k, v, z (or b, a)
+    of one head, then those of the next.
     """
 
     in_proj_qkvz: ColumnParallelLinear
@@ -199,6 +224,7 @@ class GatedDeltaNet(MegatronModule):
         self._tp = pg_collection.tp
         self._delta, ranks = delta, self._tp.size()
         self._heads, self._served = delta.key_heads // ranks, delta.value_heads // delta.key_heads
+
         # Megatron's configuration fills them in where they are not set.
         assert config.init_method is not None and config.output_layer_init_method is not None
 
@@ -211,6 +237,7 @@ class GatedDeltaNet(MegatronModule):
                 config.hidden_size, rows, init_method=config.init_method, gather_output=False, **options
             )
             self.add_module(name, linear)
+
         self.out_proj = RowParallelLinear(
             delta.values,
             config.hidden_size,
@@ -218,6 +245,8 @@ class GatedDeltaNet(MegatronModule):
             input_is_parallel=True,
             **options,
         )
+
+        # Parameters of this rank's heads, except the norm's weight, which all heads share.
         convolved = (2 * delta.keys + delta.values) // ranks
         self.conv_weight = torch.nn.Parameter(torch.zeros(convolved, 1, delta.kernel))
         self.A_log, self.dt_bias = (
@@ -230,42 +259,51 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: Any = None, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        """[S, B, H] -> [S, B, H]; with a layout B is 1 and S the flat tokens, else rows stand alone."""
+        """Map [S, B, H] to [S, B, H]; with a layout B is 1 and S the flat tokens, else rows are separate."""
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
         length, rows, _width = qkvz.shape
         if packed_seq_params is None:
             succession = Succession([Branch(length=length, context=[])] * rows, qkvz.device)
         else:
             succession = packed_seq_params.succession
+
+        # Flat tokens by key head; z stays with its tokens, the others go to the rank of their heads.
         qkvz, ba = (x.transpose(0, 1).reshape(rows * length, self._heads, -1) for x in (qkvz, ba))
         values = self._served * self._delta.value_dim
         qkv, z = qkvz.split([qkvz.shape[-1] - values, values], dim=-1)
+
         out = self._mix(succession.to_heads(qkv), succession.to_heads(ba), succession)
         out = succession.to_tokens(out.to(qkvz.dtype))
         mixed = self._gated_norm(out, z.reshape(out.shape)).flatten(1)
         return self.out_proj(mixed.view(rows, length, -1).transpose(0, 1).contiguous())
 
     def _mix(self, qkv: torch.Tensor, ba: torch.Tensor, succession: Succession) -> torch.Tensor:
-        """Convolution and rule over all tokens: [N, key heads, ...] -> [N, value heads, d_v]."""
+        """Apply convolution and rule to all tokens: [N, key heads, ...] -> [N, value heads, d_v]."""
         d, tokens = self._delta, len(qkv)
         weight, decay, bias = map(succession.share, (self.conv_weight, self.A_log, self.dt_bias))
         b, a = (x.reshape(tokens, -1) for x in ba.chunk(2, dim=-1))
+
         qkv = self._convolve(qkv.reshape(tokens, -1), weight, succession).view(qkv.shape)
         q, k, v = qkv.split([d.key_dim, d.key_dim, self._served * d.value_dim], dim=-1)
+
+        # The logarithm of the decay, in float32 at least.
         wide = torch.promote_types(qkv.dtype, torch.float32)
         g = -decay.to(wide).exp() * F.softplus(a.to(wide) + bias.to(wide))
+
         v = v.reshape(tokens, -1, d.value_dim)
         return delta_rule(q, k, v, g=g, beta=b.sigmoid(), succession=succession)
 
     def _convolve(self, x: torch.Tensor, weight: torch.Tensor, succession: Succession) -> torch.Tensor:
-        """silu of each channel's causal convolution, [N, channels] -> the same; weight [channels, 1, w]."""
+        """Apply silu to each channel's causal convolution [N, channels]; weight [channels, 1, w]."""
         index, places = succession.extended(self._delta.kernel - 1)
-        padded = F.pad(x, (0, 0, 0, 1))  # a row of zeros, the last one, before the start
+
+        # Index -1, before the start of a trajectory, selects the appended row of zeros.
+        padded = F.pad(x, (0, 0, 0, 1))
         found = F.conv1d(padded[index].t()[None], weight, groups=x.shape[1])[0].t()
         return F.silu(found.index_select(0, places - (self._delta.kernel - 1)))
 
     def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """RMSNorm(x) * silu(gate) [N, heads, d_v]."""
+        """Compute RMSNorm(x) * silu(gate) [N, heads, d_v]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._tp)
         normed = F.rms_norm(x.to(wide), x.shape[-1:], eps=self.config.layernorm_epsilon).to(x.dtype)
@@ -274,7 +312,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description of each parameter's shard."""
+        """Return Megatron's description of each parameter's shard."""
         own = dict(self.named_parameters(recurse=False))
         axes = {name: 0 for name in own if name != "norm_weight"}
         found = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
@@ -292,13 +330,17 @@ def delta_rule(
     beta: torch.Tensor,
     succession: Succession,
 ) -> torch.Tensor:
-    """The rule over all trajectories, in float32 at least.
+    """Apply the rule to all trajectories, in float32 at least.
 
-    q, k: [N, key heads, d_k]. v: [N, value heads, d_v]. g, beta: [N, value heads]. Returns as v.
+    q, k: [N, key heads, d_k]. v: [N, value heads, d_v]. g, beta: [N, value heads]. Returns the shape of v.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     repeats = v.shape[1] // k.shape[1]
+
+    # A key head serves several value heads.
     q, k = (_l2_normed(x.to(wide)).repeat_interleave(repeats, dim=1) for x in (q, k))
+
+    # The kernel takes a single type and scales q itself.
     if fla_kernel is not None and v.is_cuda:
         q, k = q.to(v.dtype), k.to(v.dtype)
         return _by_generations(q, k, v, g=g, beta=beta, succession=succession)
@@ -308,6 +350,7 @@ def delta_rule(
 
 
 def _l2_normed(x: torch.Tensor) -> torch.Tensor:
+    """Divide x by its norm over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
@@ -321,29 +364,38 @@ def _by_chunks(
     succession: Succession,
     size: int,
 ) -> torch.Tensor:
-    """The rule of `delta_rule` by products of matrices; q and k are those of each value head.
+    """Apply the rule of `delta_rule` by products of matrices; q and k are repeated for each value head.
 
     With b_i the sum of g up to token i of a chunk, A_ij = beta_i exp(b_i - b_j) k_i k_j for j < i, and
-    T = (I + A)^-1, tokens add U = T (beta v) - T (beta exp(b) k) S to the state S of the chunk before.
+    T = (I + A)^-1, the tokens add U = T (beta v) - T (beta exp(b) k) S to the state S of the chunk before.
     """
     grid, places, predecessors = succession.chunks(size)
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (1,))  # padding adds nothing and decays nothing
-        return padded[grid].transpose(1, 2)  # [chunks, heads, size, ...]
+        """Gather [chunks, heads, size, ...]; zeros as padding neither add to the state nor decay it."""
+        padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (1,))
+        return padded[grid].transpose(1, 2)
 
     q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta))
+
+    # decay_ij = exp(b_i - b_j) for j <= i, masked before the exponential, which could overflow.
     b = g.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     decay = (b[..., :, None] - b[..., None, :]).masked_fill(~later, -torch.inf).exp()
+
+    # Solve (I + A) [added, read] = [beta v, beta exp(b) k] for all chunks at once.
     a = (beta[..., None] * k) @ k.transpose(-1, -2) * decay
     right = torch.cat((beta[..., None] * v, (beta * b.exp())[..., None] * k), dim=-1)
     solved = torch.linalg.solve_triangular(a.tril(-1), right, upper=False, unitriangular=True)
     added, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    # The parts that do not depend on the state: attention within a chunk, and factors of the state's update.
     within = q @ k.transpose(-1, -2) * decay
     q = q * b.exp()[..., None]
     k = (k * (b[..., -1:] - b).exp()[..., None]).transpose(-1, -2)
     kept = b[..., -1, None, None].exp()
+
+    # Only the state runs in sequence, over the depths.
     counts = [len(before) for before in predecessors]
     state = q.new_zeros(1, q.shape[1], q.shape[-1], v.shape[-1])
     outputs = []
@@ -354,6 +406,7 @@ def _by_chunks(
         new = added_ - read_ @ state
         outputs.append(q_ @ state + within_ @ new)
         state = kept_ * state + k_ @ new
+
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
@@ -366,20 +419,24 @@ def _by_generations(
     beta: torch.Tensor,
     succession: Succession,
 ) -> torch.Tensor:
-    """The same by the kernel of `fla`, which reads segments of any lengths and the states they start from."""
+    """Apply the rule by the kernel of `fla`, which takes segments of any lengths and their initial states."""
     assert fla_kernel is not None
     outputs: list[torch.Tensor] = []
     order: list[np.ndarray] = []
-    place: dict[int, int] = {}  # of a segment among those of its generation
+    place: dict[int, int] = {}  # index of a segment within its generation
     state = None
+
     for segments in succession.generations():
         spans = [succession.spans[segment] for segment in segments]
         index = np.concatenate([np.arange(start, start + length) for start, length in spans])
         tokens = torch.from_numpy(index).to(q.device)
         bounds = torch.tensor([0, *np.cumsum([length for _, length in spans])], device=q.device)
+
+        # A segment starts from the final state of its parent, in the generation before.
         if state is not None:
             parents = [place[succession.parents[segment]] for segment in segments]
             state = state.index_select(0, torch.tensor(parents, device=q.device))
+
         out, state = fla_kernel(
             *(x.index_select(0, tokens)[None] for x in (q, k, v)),
             g=g.index_select(0, tokens)[None],
@@ -391,5 +448,7 @@ def _by_generations(
         outputs.append(out[0])
         order.append(index)
         place = {segment: number for number, segment in enumerate(segments)}
+
+    # Back to the order of the flat tokens.
     places = torch.from_numpy(np.argsort(np.concatenate(order))).to(q.device)
     return torch.cat(outputs).index_select(0, places)

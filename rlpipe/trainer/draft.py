@@ -1,4 +1,4 @@
-"""The draft's passes over micro-batches: under its objective, or for statistics and tables.
+"""The draft model's passes over micro-batches: for its objective, or for statistics and tables.
 
 Owns the path from hidden states of the backbone to the loss of the MTP layer, and the sums over micro-batches
 and ranks. The layout is `draft_batch`, the layer's unrolling `drafts.megatron_draft`, the loss on sampled
@@ -56,9 +56,10 @@ MULTIPLE = 32  # as the batcher's: kernels prepared for a number of rows are reu
 
 
 class Aligned(NamedTuple):
-    """What the draft is compared with, per token of its turns.
+    """The draft's states aligned with the target's, per token of the turns.
 
-    states: of the draft [N, K, H]. backbone: hidden states [N, H] of the target's prediction.
+    batch: its layout. states: of the draft [N, K, H]. backbone: hidden states [N, H] that predict the target.
+    targets: tokens and mask of each depth.
     """
 
     batch: DraftBatch
@@ -92,6 +93,8 @@ class DraftPasses:
             )
         self._passes, self._group, self._device = passes, group, runtime.device
         self._config, self._runtime = config, runtime
+
+        # The schedule of windows counts the draft's steps, not the policy's.
         self._windows: WindowTraining | None = None
         if windows is not None:
             steps = max(1, updates // config.interval)
@@ -124,10 +127,12 @@ class DraftPasses:
             # Each context parallel rank computes all of it, and Megatron sums their gradients.
             return numerator / policy.pg_collection.cp.size(), stats
 
+        # An objective on windows: depth 1 predicts from every anchor, and windows start at some of them.
         no_windows = torch.zeros((), device=self._device), PpowTotals.zeros(self._device)
         batch = draft_batch(micro_batch, 1, MULTIPLE)
         if batch is None:
             return no_windows
+
         assert layout is not None, "windows are refused with layers that have no layout"
         windows = MtpWindows(
             policy,
@@ -198,12 +203,14 @@ class DraftPasses:
         return {row: table for tables in self._run(policy, shard, tabulate) for row, table in tables.items()}
 
     def _no_stats(self) -> MtpStats:
+        """Return the statistics of no tokens."""
         return no_stats(self._config.depths, self._device)
 
     def _sum(self, parts: Iterable[Any], empty: Any) -> Any:
+        """Add statistics of micro-batches to the empty ones, then over ranks."""
         total = reduce(add, parts, empty)
 
-        # Stages before the last add nothing.
+        # Pipeline stages before the last add zeros.
         for group in self._group, pipeline_group():
             total = total.all_reduce(group) if group.size() > 1 else total
         return total
@@ -236,6 +243,7 @@ class DraftPasses:
         if aligned is None:
             return torch.zeros((), device=hidden.device), no_stats(self._config.depths, hidden.device)
 
+        # A normalizer of 1 leaves the loss a numerator (see the module's docstring).
         group = policy.pg_collection.tp
         return linear_mtp_loss(
             self._config.supervised,
@@ -275,6 +283,8 @@ class DraftPasses:
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
         )
+
+        # One column per depth for each statistic, nan where no token is drafted.
         accept = accept_probabilities(rows.draft_logprob, rows.target_logprob)
         columns = {"target_only": target_only, "top": top, "accept": accept}
         columns |= {name: getattr(rows, field) for name, field in TABLE_ROWS.items()}
@@ -301,14 +311,17 @@ class DraftPasses:
         if batch is None:
             return None
 
+        # The layouts index flat tokens: undo the padding of rows first.
         hidden = hidden.detach()
         if as_padded_rows:
             hidden = hidden.index_select(0, move(as_rows(micro_batch.branches, micro_batch.tokens)[1]))
+
         inputs = hidden.index_select(0, move(batch.places))
         states = torch.stack(
             (self._draft_rows if as_padded_rows else self._draft_branches)(policy, batch, inputs), 1
         )
 
+        # Select, for each token of the turns, the states of its anchor and of the backbone.
         anchors, backbone = (move(index.flatten()) for index in (batch.anchors, batch.backbone))
         targets = depth_targets(move(batch.tokens), move(batch.sampled), self._config.depths)
         return Aligned(batch, states.index_select(0, anchors), hidden.index_select(0, backbone), targets)
@@ -335,6 +348,7 @@ class DraftPasses:
         indices = move(as_rows(batch.branches, batch.places)[1])
         _, count, length = following.shape
 
+        # Scatter the flat inputs into rows, run, and gather the states back.
         padded = inputs.new_zeros(count * length, inputs.shape[1]).index_copy(0, indices, inputs)
         padded = padded.view(count, length, -1).transpose(0, 1).contiguous()
         states = draft_hidden_states(

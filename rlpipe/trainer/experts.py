@@ -1,11 +1,12 @@
-"""A mixture of experts whose tensor parallel ranks all hold every token.
+"""MoE layers in which every tensor parallel rank holds every token.
 
-Router and experts are Megatron's; its own way between them (`MoELayer.forward`) needs sequence parallelism
-beside tensor parallelism. Here each rank sends all tokens through its slice of every expert, so outputs are
-sums over ranks, and so are the gradients of the tokens and of the router's weights for them.
+Router and experts are Megatron's; its path between them (`MoELayer.forward`) needs sequence parallelism
+together with tensor parallelism. Here each rank sends all tokens through its slice of every expert, so
+outputs are sums over ranks, and so are the gradients of the tokens and of their router weights.
 
-With expert parallelism a rank holds some of the experts whole (but for that slice). Data parallel ranks then
-exchange tokens: each goes to the rank of its expert, and what the expert makes of it comes back.
+With expert parallelism a rank holds only some of the experts (each cut by tensor parallelism as before).
+Data parallel ranks then exchange tokens: each token is sent to the rank of its expert, and the output is sent
+back.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from rlpipe.metrics.values import Mean, Value
 
 @dataclass(slots=True)
 class Replay:
-    """The experts that read each token in the rollout, which read it again (R3, arXiv:2510.11370).
+    """The experts chosen for each token in the rollout, to be used again (R3, arXiv:2510.11370).
 
-    routes: [N, layers with experts, experts per token], a micro-batch's; a token whose numbers are
-    `unrecorded` chooses for itself. counts: per pass of a layer, [3] int64: tokens, recorded ones, and
-    those of them whose own choice differs.
+    routes: [N, layers with experts, experts per token], of a micro-batch. unrecorded: value of the routes of
+    a token without a record; the trainer's router chooses its experts. counts: per pass of a layer, [3]
+    int64: tokens, recorded tokens, and recorded tokens for which the trainer's choice differs.
     """
 
     routes: torch.Tensor
@@ -48,15 +49,15 @@ class Replay:
     counts: list[torch.Tensor] = field(default_factory=list)
 
     def of_layer(self, number: int, layers: int) -> LayerReplay:
-        """What one decoder layer replays, counted from 1 over all `layers`; the first may lack experts."""
+        """Select one decoder layer, counted from 1 over all `layers`; the first layers may lack experts."""
         return LayerReplay(self, self.routes[:, number - 1 - layers + self.routes.shape[1]])
 
     def padded(self, count: int) -> Replay:
-        """The same with so many tokens more, which have no record."""
+        """Append `count` tokens without a record."""
         return Replay(F.pad(self.routes, (0, 0, 0, 0, 0, count), value=self.unrecorded), self.unrecorded)
 
     def metrics(self) -> dict[str, Value]:
-        """Shares over the tokens of all layers of this rank that have run."""
+        """Compute shares over the tokens of all layers of this rank that have run."""
         tokens, recorded, differing = torch.stack(self.counts).sum(0).tolist() if self.counts else (0, 0, 0)
         shares = {"routes/replayed": (recorded, tokens), "routes/flipped": (differing, recorded)}
         return {name: Mean(part, whole) for name, (part, whole) in shares.items() if whole}
@@ -64,19 +65,21 @@ class Replay:
 
 @dataclass(slots=True)
 class LayerReplay:
-    """What of a `Replay` one layer's router reads; chosen: [N, experts per token]."""
+    """The routes of one layer of a `Replay`; chosen: [N, experts per token]."""
 
     replay: Replay
     chosen: torch.Tensor
 
     def choice(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tokens [N, 1] are recorded, and the experts that read each [N, experts].
+        """Return which tokens [N, 1] are recorded, and the experts to use for each [N, experts].
 
         chosen: [N, experts] bool, by the trainer's own scores.
         """
         recorded = (self.chosen != self.replay.unrecorded).all(-1, keepdim=True)
         numbers = self.chosen.long().masked_fill(~recorded, 0)
         replayed = torch.where(recorded, torch.zeros_like(chosen).scatter(1, numbers, value=True), chosen)
+
+        # Count on the device, without waiting for it.
         differ = (replayed != chosen).any(-1)
         counts = torch.full_like(recorded.sum(), len(recorded)), recorded.sum(), differ.sum()
         self.replay.counts.append(torch.stack(counts))
@@ -84,41 +87,48 @@ class LayerReplay:
 
 
 class Router(TopKRouter):
-    """Megatron's; its own product of scores names a TransformerEngine kernel where there is none (0.16.1).
+    """Megatron's router, without the TransformerEngine kernels that it needs even on a CPU (0.16.1).
 
-    So does the bias of its choice, which it also moves after each step to balance the experts; here the bias
-    is a buffer that stays as it was loaded.
+    It needs one for the scores and one for the bias of the choice, which it also changes after each step to
+    balance the experts; here the bias is a buffer that stays as it was loaded.
 
-    replay: whose choice stands in place of its own; the weights are still its own scores of those experts,
-    and gradients flow through them. Megatron's `RouterReplay` records the routers of MTP layers too, knows
-    one micro-batch at a time, and wants a record of every token.
+    replay: its choice replaces the router's; the weights are still the router's scores of those experts, and
+    gradients flow through them. Megatron's `RouterReplay` also records the routers of MTP layers, holds
+    one micro-batch at a time, and requires a record of every token.
     """
 
     replay: LayerReplay | None = None
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
-        # It reads all tokens on every rank.
+
+        # The router reads all tokens on every rank.
         self.weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+
+        # Megatron leaves an attribute of this name (None), which would prevent the buffer.
         if config.moe_router_score_function == "sigmoid":
             assert config.num_moe_experts is not None
-            del self.expert_bias  # None, as without a bias
+            del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts))
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Scores [S, B, experts] in float32 of [S, B, H]."""
+        """Compute scores [S, B, experts] in float32 of [S, B, H]."""
         return torch.nn.functional.linear(input.float(), self.weight.float())
 
     def routing(self, logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [N, experts], 0 for experts that are not chosen, and which are; logits [S, B, experts]."""
+        """Return weights [N, experts], 0 for experts that are not chosen, and the chosen ones [N, experts].
+
+        logits: [S, B, experts].
+        """
         weights, chosen = super().routing(logits, **options)
         if self.replay is None:
             return weights, chosen
+
         recorded, replayed = self.replay.choice(chosen)
         return torch.where(recorded, self._weights(logits.flatten(0, -2), replayed), weights), replayed
 
     def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Weights of given experts; logits and chosen [N, experts]."""
+        """Compute the weights of chosen experts; logits and chosen [N, experts]."""
         config = self.config
         if self.score_function == "sigmoid":
             scores = logits.sigmoid() * chosen
@@ -131,58 +141,66 @@ class Router(TopKRouter):
 
 
 class ReplayingLayer(TransformerLayer):
-    """A decoder layer that hands its router the routes on the layout of the pass.
+    """A decoder layer that passes the routes on the layout of the pass to its router.
 
-    The layout is the one of this pass also where the layer is computed again for the gradient, when another
-    micro-batch may have been run since. Layers of MTP are Megatron's own: they have no record, because the
-    rollout's draft read other tokens.
+    The layout is the one of this pass even where the layer is computed again for the gradient after another
+    micro-batch has run. MTP layers are Megatron's: they have no record, because the rollout's draft model
+    read other tokens.
     """
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
-        """Megatron's, with `packed_seq_params` by name, as Megatron's block passes it."""
+        """Run Megatron's layer, with `packed_seq_params` by name, as Megatron's block passes it."""
         replay = getattr(packed_seq_params, "replay", None)
         self.mlp.replay = replay and replay.of_layer(self.layer_number, self.config.num_layers)
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
 class MixtureOfExperts(MoELayer):
-    """y = sum over the chosen experts e of p_e(x) f_e(x), and f(x) of a shared one where there is one.
+    """y = sum over the chosen experts e of p_e(x) f_e(x), plus f(x) of a shared expert where there is one.
 
-    replay: of the next pass.
+    replay: routes of the next pass (None: the router chooses).
     """
 
     router: Router
     replay: LayerReplay | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Megatron's, with experts whose optimizer is apart whether ranks share them or not.
+        """Build Megatron's layer, with a separate optimizer for experts whether ranks share them or not.
 
-        Megatron puts them apart with expert parallelism alone, and then loads no checkpoint of other sizes.
+        Megatron separates them only with expert parallelism, and then loads no checkpoint of other sizes.
         """
         super().__init__(*args, **options)
         for parameter in self.experts.parameters():
             parameter.allreduce = False
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """[S, B, H] -> [S, B, H]; with selective recomputation only the input is kept for the gradient."""
+        """Map [S, B, H] to [S, B, H]; selective recomputation stores only the input for the gradient."""
         if self.moe_layer_recompute and torch.is_grad_enabled():
             return checkpoint(partial(self._mixture, self.replay), False, hidden_states), None
         return self._mixture(self.replay, hidden_states), None
 
     def _mixture(self, replay: LayerReplay | None, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Mix the outputs of the experts of each token [S, B, H]."""
         self.router.replay = replay
+
+        # With sequence parallelism collect all tokens on every rank first.
         everywhere = hidden_states
         if self.config.sequence_parallel:
             everywhere = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
+
+        # Sort copies of the tokens by their experts.
         weights, chosen = self.router(everywhere)  # [S * B, experts]
         tokens = copy_to_tensor_model_parallel_region(everywhere.flatten(0, 1))
         sent, sent_weights, order = permute(tokens, chosen, probs=weights)
-        # not of `weights`: the gradient of a transposed tensor is lost in Megatron's sum over ranks
+
+        # Not of `weights`: the gradient of a transposed tensor is lost in Megatron's sum over ranks.
         sent_weights = copy_to_tensor_model_parallel_region(sent_weights)
         found = self._through_experts(sent, sent_weights, chosen.sum(0))
         mixed = unpermute(found, order, restore_shape=tokens.shape)
+
+        # Each rank has applied its slice of the experts: sum over ranks.
         if self.config.sequence_parallel:
             mixed = reduce_scatter_to_sequence_parallel_region(mixed.view_as(everywhere))
         else:
@@ -192,14 +210,18 @@ class MixtureOfExperts(MoELayer):
     def _through_experts(
         self, tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """[N, H] of tokens [N, H] and their weights [N], in order of their experts; counts: [experts]."""
+        """Apply experts to tokens [N, H] with weights [N], sorted by expert; counts: tokens of each."""
         ranks, group = self.ep_group.size(), self.ep_group
         if ranks == 1:
             return self.experts(tokens, counts, weights)[0]
+
+        # Exchange the counts: how many tokens each rank sends to each expert of this rank.
         everyone = [torch.empty_like(counts) for _ in range(ranks)]
         dist.all_gather(everyone, counts, group=group)
         arriving = torch.stack(everyone).view(ranks, ranks, -1)[:, group.rank()]  # [from rank, local expert]
         there, here = counts.view(ranks, -1).sum(1).tolist(), arriving.sum(1).tolist()
+
+        # Tokens arrive by rank, then by expert; sort them by expert, then by rank.
         by_rank = torch.arange(arriving.numel(), device=counts.device).view_as(arriving)
         received, received_weights = sort_chunks_by_idxs(
             all_to_all(group, tokens, here, there),
@@ -208,5 +230,7 @@ class MixtureOfExperts(MoELayer):
             probs=all_to_all(group, weights, here, there),
         )
         found, _bias = self.experts(received, arriving.sum(0), received_weights)
+
+        # Reverse the sorting and the exchange.
         back, _ = sort_chunks_by_idxs(found, arriving.T.flatten(), by_rank.view(-1, ranks).T.flatten())
         return all_to_all(group, back, there, here)

@@ -3,11 +3,11 @@
 Owns the layout of each tensor; names come from the family's table (`rlpipe/models`), files are
 read and written by `models.checkpoint`.
 Every Megatron parameter is made of one to three HF tensors: `merge` builds the full tensor from them
-and `split` is its inverse; `shard_dim` says how tensor parallelism cuts it. So loading is
-merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split, by
-buckets: one gathering each, so that memory is bounded however large the model is. With expert parallelism a
-rank's experts are some of the model's; they are gathered from the expert parallel ranks too. With pipeline
-parallelism each bucket is of one stage, whose first rank hands it to rank 0 (`stages`).
+and `split` is its inverse; `shard_dim` is the dimension that tensor parallelism cuts. So loading is
+merge -> pad vocabulary -> take this rank's shard, and exporting is gather -> drop padding -> split. Exports
+go by buckets, each gathered at once, so that memory is bounded however large the model is. With expert
+parallelism a rank holds some of the model's experts; they are gathered from the expert parallel ranks too.
+With pipeline parallelism each bucket belongs to one stage, and its first rank sends it to rank 0 (`stages`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Tensors = list[torch.Tensor]
 Merge = Callable[[Tensors], torch.Tensor]
 Split = Callable[[torch.Tensor], Tensors]
 Bucket = list[tuple[str, torch.Tensor]]
-BUCKET_MB = 256  # gathered at once where nothing else is said
+BUCKET_MB = 256  # gathered at once by default
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """One Megatron parameter and the HF tensors it is made of.
 
-    hf: their names. shard_dim: dimension cut over tensor parallel ranks (None: replicated).
-    merge: HF tensors -> full tensor, such that an even cut along shard_dim gives each rank its own
-        heads and its own slice of gate and up. split: its inverse.
+    hf: names of the HF tensors. shard_dim: dimension cut over tensor parallel ranks (None: replicated).
+    merge: HF tensors -> full tensor, such that an even cut along shard_dim gives each rank its
+        heads and its slice of gate and up. split: its inverse. vocab: rows are padded to the vocabulary.
     """
 
     hf: list[str]
@@ -52,12 +52,13 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class _Piece:
-    """One parameter of this rank, or of its like on another stage (on the meta device); what it is made of.
+    """One parameter of this rank or (on the meta device) of another stage, with the HF tensors it is made of.
 
-    stage: that holds it. parameter: or a buffer of the router. entries: of the parameter of this name on each
-        expert parallel rank in turn; a single one where all hold the same. rank: this one's place in them.
-        experts: the mixture it belongs to, empty outside of one. float32: whether it is sent so whatever the
-        others are.
+    name: in the full model. stage: index of the pipeline stage that holds it. parameter: may be a router's
+        buffer. entries: one per expert parallel rank, for the parameter of this name there; a single one
+        where all ranks hold the same. rank: index of this rank's entry.
+        experts: name of the MoE layer it belongs to, empty outside of one. float32: exported in float32
+        whatever the type of the others.
     """
 
     name: str
@@ -70,15 +71,15 @@ class _Piece:
 
     @property
     def entry(self) -> Entry:
-        """What this rank's parameter is made of."""
+        """The entry of this rank's parameter."""
         return self.entries[self.rank]
 
     def dtype(self, asked: torch.dtype | None) -> torch.dtype:
-        """What it is gathered in where a type is asked of all."""
+        """Return the type to gather in, where `asked` is the type requested of all (None: as trained)."""
         return torch.float32 if asked and self.float32 else asked or self.parameter.dtype
 
     def full_shape(self, tp: int) -> list[int]:
-        """Shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""
+        """Return the shape of the tensor that `tp` ranks hold together, a padded vocabulary included."""
         shape = list(self.parameter.shape)
         if self.entry.shard_dim is not None:
             shape[self.entry.shard_dim] *= tp
@@ -95,17 +96,23 @@ def load_hf_weights(
     pieces, group = _pieces(model, hf_config), model.pg_collection.tp
     wanted = {name for piece in pieces for entry in piece.entries for name in entry.hf}
     stage = model.pg_collection.pp.rank()
+
+    # Names are compared over all stages and ranks. A tied checkpoint may store its head as well.
     if missing := sorted(wanted - weights.keys()):
         raise ValueError(f"the checkpoint lacks {missing[:4]} ({len(missing)} tensors in all).")
     if extra := sorted(weights.keys() - wanted - {"lm_head.weight"}):
         raise ValueError(f"the checkpoint holds tensors this model has no place for: {extra[:4]}.")
+
     with torch.no_grad():
         for piece in (piece for piece in pieces if piece.stage == stage):
             parameter, entry = piece.parameter, piece.entry
+
+            # Build the full tensor, pad its vocabulary and take this rank's shard.
             full = entry.merge([weights[hf] for hf in entry.hf])
             if entry.vocab:
                 full = torch.nn.functional.pad(full, (0, 0, 0, model.vocab_size - full.shape[0]))
             shard = _cut(full, entry, rank=group.rank(), size=group.size())
+
             if shard.shape != parameter.shape:
                 raise ValueError(
                     f"{entry.hf} make {tuple(shard.shape)} but {piece.name} is {tuple(parameter.shape)}: "
@@ -121,21 +128,26 @@ def weight_buckets(
     megabytes: int = BUCKET_MB,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Bucket]:
-    """Full tensors under HF names, where the model lies, gathered over the ranks that share it by buckets.
+    """Gather full tensors over the ranks that share the model, and yield them under HF names by buckets.
 
-    megabytes: most of one bucket; what one Megatron parameter makes stays together, and may be more alone.
-    dtype: of what is gathered (None: as trained). A tied head has no name of its own here.
+    megabytes: maximum size of a bucket; the tensors of one Megatron parameter stay together, and such a
+    bucket may be larger. dtype: type to gather in (None: as trained). A tied head is not listed separately.
+    Tensors are on the model's device.
 
-    Collective: every tensor, expert and pipeline parallel rank must come to the end. Rank 0 yields; it holds
-    about four buckets at a time (the one its caller still has, the parts of the next, and what is made of
-    them), the others their part of one. Tensors may be the parameters themselves: copy what is kept.
-    Adapters are merged.
+    Collective: every tensor, expert and pipeline parallel rank must iterate to the end. Rank 0 yields; it
+    holds about four buckets at a time (the one its caller still has, the shards of the next, and the tensors
+    made of them), the others their shards of one. Tensors may be the parameters themselves: copy those
+    that you retain. LoRA adapters are merged.
     """
     groups = model.pg_collection
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
         experts = parts[0].experts
+
+        # All expert parallel ranks hold the same tensors outside of experts: the first one exports them.
         if groups.ep.rank() and not experts:
-            continue  # the first of these ranks has the same
+            continue
+
+        # Gather on the first rank of the stage that holds the bucket.
         full, stage = None, parts[0].stage
         if stage == groups.pp.rank():
             shards = [model.merged(part.parameter).to(part.dtype(dtype)) for part in parts]
@@ -143,10 +155,13 @@ def weight_buckets(
             group = groups.tp_ep if experts else groups.tp
             full = _gather(shards, dims, group=group, tp=groups.tp.size())
             del shards
+
+        # That rank sends the bucket of a later stage to the first stage.
         if stage and groups.tp_ep.rank() == 0:
             blank = _blank(parts, groups.tp.size(), dtype)
             device = next(model.parameters()).device
             full = hand_over(full, blank, stage=stage, stages=groups.pp, device=device)
+
         if full is not None:
             yield _as_hf(full, _in_turn(parts), model.vocab_real)
 
@@ -158,7 +173,7 @@ def bucket_plan(
     megabytes: int = BUCKET_MB,
     dtype: torch.dtype | None = None,
 ) -> list[Bucket]:
-    """What `weight_buckets` will yield: names, types and shapes, as tensors on the meta device."""
+    """List the buckets of `weight_buckets`: names, types and shapes, as tensors on the meta device."""
     size, plan = model.pg_collection.tp.size(), []
     for parts in _cut_into_buckets(model, hf_config, megabytes=megabytes, dtype=dtype):
         plan.append(_as_hf(_blank(parts, size, dtype), _in_turn(parts), model.vocab_real))
@@ -166,15 +181,17 @@ def bucket_plan(
 
 
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """All weights under HF names, full, on the CPU; collective as `weight_buckets` is.
+    """Gather all weights under HF names, full, on the CPU; collective as `weight_buckets` is.
 
-    None on ranks other than the first of them.
+    Returns None on ranks other than the first of them.
     """
     weights = {
         name: tensor.to("cpu", copy=True).contiguous()
         for bucket in weight_buckets(model, hf_config)
         for name, tensor in bucket
     }
+
+    # Only rank 0 received tensors. Hugging Face names a tied head as well.
     if model.pg_collection.tp_ep.rank() or model.pg_collection.pp.rank():
         return None
     if model.share_embeddings_and_output_weights:
@@ -183,10 +200,11 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
 
 
 def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str, Entry]:
-    """Megatron parameter name (local or TransformerEngine spec) -> Entry, from the family's table."""
+    """Map Megatron parameter names (local or TransformerEngine spec) to entries, from the family's table."""
     family, arch = family_of(hf_config), read_architecture(hf_config)
     layer, table = family.layer_parts(hf_config), {}
 
+    # One entry may have several Megatron names: those of the two specs.
     def add(parts: Iterable[Part], megatron_prefix: str = "", hf_prefix: str = "") -> None:
         for part in parts:
             entry = _entry(part, prefix=hf_prefix, arch=arch, tp=tp)
@@ -202,7 +220,10 @@ def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str
 
 
 def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
+    """Return the entry of one part of a layer, by its layout."""
     hf = [prefix + name for name in part.hf]
+
+    # Layouts that rearrange rows or columns.
     if part.layout is Layout.QKV:
         merge, split = _by_query_group(arch)
         return Entry(hf=hf, shard_dim=0, merge=merge, split=split)
@@ -219,6 +240,8 @@ def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
             merge=lambda tensors: _swap_halves(tensors[0]),
             split=lambda full: [_swap_halves(full)],
         )
+
+    # Layouts that only cut.
     if part.layout is Layout.VOCABULARY:
         return Entry(hf=hf, shard_dim=0, vocab=True)
     if part.layout in (Layout.ROWS, Layout.HEADS):
@@ -227,12 +250,16 @@ def _entry(part: Part, *, prefix: str, arch: Architecture, tp: int) -> Entry:
 
 
 def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
+    """Return merge and split of q, k and v: in Megatron the rows of a query group are consecutive."""
     groups = arch.kv_heads
-    gated = 2 if arch.delta else 1  # an output gate beside each query head; Megatron has a group's at its end
+
+    # HF stores an output gate after each query head, Megatron the gates of a group after its queries.
+    gated = 2 if arch.delta else 1
     queries = arch.heads // groups
     sizes = [gated * queries * arch.head_dim, arch.head_dim, arch.head_dim]  # rows of q, k, v in a group
 
     def regrouped(query: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Transpose the grid of head blocks, rows x columns, within each group."""
         blocks = query.reshape(groups, rows, columns, arch.head_dim, -1)
         return blocks.transpose(1, 2).reshape(query.shape)
 
@@ -250,7 +277,10 @@ def _by_query_group(arch: Architecture) -> tuple[Merge, Split]:
 
 
 def _by_key_head(arch: Architecture, names: Sequence[str]) -> tuple[Merge, Split]:
-    """Rows of a delta net's weight that belong to one key head side by side; names: of its HF tensors."""
+    """Return merge and split of a delta net's weight: in Megatron the rows of a key head are consecutive.
+
+    names: of its HF tensors.
+    """
     heads, blocks = arch.delta.key_heads, [arch.delta.blocks(name) for name in names]
 
     def merge(tensors: Tensors) -> torch.Tensor:
@@ -266,8 +296,10 @@ def _by_key_head(arch: Architecture, names: Sequence[str]) -> tuple[Merge, Split
 
 
 def _by_rank(tp: int) -> tuple[Merge, Split]:
+    """Return merge and split of gate and up: in Megatron a rank has a slice of gate, then one of up."""
+
     def merge(tensors: Tensors) -> torch.Tensor:
-        pairs = zip(*(t.chunk(tp) for t in tensors), strict=True)  # a slice of gate and of up per rank
+        pairs = zip(*(t.chunk(tp) for t in tensors), strict=True)
         return torch.cat([part for pair in pairs for part in pair])
 
     def split(full: torch.Tensor) -> Tensors:
@@ -278,16 +310,20 @@ def _by_rank(tp: int) -> tuple[Merge, Split]:
 
 
 def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
-    """Every parameter of this rank's pipeline, in order, by stage; of each the routers' buffers last."""
+    """List every parameter of this rank's pipeline, by stage and in order, routers' buffers last."""
     groups, pieces = model.pg_collection, []
+
+    # A tied head on a later stage is a copy of the embedding.
     tied = model.share_embeddings_and_output_weights
     table = name_table(hf_config, groups.tp.size(), tied=tied)
     table |= {TIED_HEAD: table[EMBEDDING_COPY]} if tied else {}
+
     kept = family_of(hf_config).float32
     everywhere = chain.from_iterable(
         ((stage, *pair) for pair in pairs) for stage, pairs in enumerate(tensors_of_stages(model))
     )
     for stage, name, parameter in everywhere:
+        # Local expert i is another expert of the model on each expert parallel rank.
         experts, mark, rest = name.partition(".local_experts.")
         names = [name]
         if mark:
@@ -296,6 +332,7 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
             names = [
                 f"{experts}{mark}{rank * local + int(index)}.{matrix}" for rank in range(groups.ep.size())
             ]
+
         entries, rank = [table[known] for known in names], groups.ep.rank() if mark else 0
         pieces.append(
             _Piece(
@@ -312,33 +349,39 @@ def _pieces(model: PolicyModel, hf_config: Mapping[str, Any]) -> list[_Piece]:
 
 
 def _in_turn(parts: Sequence[_Piece]) -> list[Entry]:
-    """What the parts are made of on the first rank that has some of them, then on the next."""
+    """List the entries of all parts on the first rank that has some of them, then on the next."""
     return [entry for turn in zip(*(part.entries for part in parts), strict=True) for entry in turn]
 
 
 def _swap_halves(weight: torch.Tensor) -> torch.Tensor:
+    """Exchange the left and the right half of a weight's columns."""
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _cut(full: torch.Tensor, entry: Entry, *, rank: int, size: int) -> torch.Tensor:
+    """Return one rank's shard of a full tensor."""
     return full if entry.shard_dim is None else full.chunk(size, dim=entry.shard_dim)[rank]
 
 
 def _cut_into_buckets(
     model: PolicyModel, hf_config: Mapping[str, Any], *, megabytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[_Piece]]:
-    """Consecutive parameters of one type and stage, whose full tensors have at most `megabytes`.
+    """Yield consecutive parameters of one type and stage; their full tensors have at most `megabytes`.
 
-    A larger one is alone. The experts of a layer are a bucket whatever they have: a server keeps them in one
-    tensor.
+    A larger parameter has a separate bucket. So have the experts of a layer, whatever their size: an
+    inference server stores them in one tensor.
     """
     bucket: list[_Piece] = []
     held, size = 0, model.pg_collection.tp.size()
+
+    # Group the parameters that must share a bucket. Copies of the embedding are not exported.
     units: dict[str, list[_Piece]] = {}
     for piece in _pieces(model, hf_config):
         if is_copy(piece.name, piece.stage, tied=model.share_embeddings_and_output_weights):
             continue
         units.setdefault(piece.experts or travels_with(piece.entry.hf[0]), []).append(piece)
+
+    # Close a bucket when the next unit does not fit or is of another kind.
     for unit in units.values():
         num_bytes = sum(math.prod(part.full_shape(size)) * part.dtype(dtype).itemsize for part in unit)
         kind = unit[0].stage, unit[0].experts, unit[0].parameter.dtype
@@ -346,13 +389,14 @@ def _cut_into_buckets(
         if bucket and (full or kind != (bucket[0].stage, bucket[0].experts, bucket[0].parameter.dtype)):
             yield bucket
             bucket, held = [], 0
+
         bucket += unit
         held += num_bytes
     yield bucket
 
 
 def _blank(parts: Sequence[_Piece], tp: int, dtype: torch.dtype | None) -> Tensors:
-    """What a bucket's gathering makes, on the meta device."""
+    """List the tensors that gathering a bucket produces, on the meta device."""
     return [
         torch.empty(part.full_shape(tp), dtype=part.dtype(dtype), device="meta")
         for _ in parts[0].entries
@@ -361,6 +405,7 @@ def _blank(parts: Sequence[_Piece], tp: int, dtype: torch.dtype | None) -> Tenso
 
 
 def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
+    """Split full tensors into named HF tensors, without the padding of the vocabulary."""
     return [
         pair
         for tensor, entry in zip(full, entries, strict=True)
@@ -371,13 +416,15 @@ def _as_hf(full: Tensors, entries: Sequence[Entry], vocab: int) -> Bucket:
 def _gather(
     shards: Tensors, dims: Sequence[int | None], *, group: dist.ProcessGroup, tp: int
 ) -> Tensors | None:
-    """Full tensors on the group's first rank, None elsewhere; one collective.
+    """Gather full tensors on the group's first rank by one collective; return None elsewhere.
 
-    dims: along which `tp` consecutive ranks cut each tensor; None is not cut. A group of more ranks holds
-        other tensors, which are all cut, on the next `tp` ranks: those follow.
+    dims: the dimension along which `tp` consecutive ranks cut each tensor (None: not cut). In a larger group
+        each following `tp` ranks hold other tensors, which are all cut: their results follow.
     """
     cut = [shard for shard, dim in zip(shards, dims, strict=True) if dim is not None]
     parts = [cut]
+
+    # All shards of a rank travel as one flat tensor.
     if group.size() > 1 and cut:
         flat = torch.cat([shard.reshape(-1) for shard in cut])
         first = group.rank() == 0
@@ -385,8 +432,11 @@ def _gather(
         dist.gather(flat, received, group=group, group_dst=0)
         lengths = [shard.numel() for shard in cut]
         parts = [part.split(lengths) for part in received or []]
+
     if group.rank() != 0:
         return None
+
+    # Join the shards of each run of `tp` ranks.
     full = []
     for start in range(0, max(1, len(parts)), tp):
         whole = iter(zip(*parts[start : start + tp], strict=True))
@@ -398,4 +448,5 @@ def _gather(
 
 
 def _join(parts: Tensors, dim: int) -> torch.Tensor:
+    """Concatenate shards; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

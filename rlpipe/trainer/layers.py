@@ -1,6 +1,6 @@
 """Layer parts of the local (no TransformerEngine) spec: attention and the layer recipe.
 
-Megatron's own `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
+Megatron's `DotProductAttention` writes out the [S, S] scores; torch's fused kernel does not.
 Tokens come flat, with a layout that defines which tokens attend to which (`BranchLayout` here, `continuation`
 for windows that continue a finished pass), or as rows padded on the right. Rows need no mask: only pads
 attend to a pad.
@@ -40,8 +40,8 @@ from rlpipe.trainer.mla import LatentConfig, latent_layer
 class BranchLayout(PackedSeqParams):
     """The branches of a flat micro-batch (see `rlpipe.batching.micro_batch`), as attention receives them.
 
-    Megatron passes packed_seq_params through to core attention untouched, recomputation included; a
-    qkv_format that it does not know keeps it from taking any of its THD paths.
+    Megatron passes packed_seq_params to core attention unchanged, recomputation included; it takes none of
+    its THD paths because it does not recognise this qkv_format.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class BranchLayout(PackedSeqParams):
         """
         super().__init__(qkv_format="branches")
         self.branches, self.positions, self.replay = branches, positions, replay
-        self.reach = max(branch.shared + branch.length for branch in branches)  # all positions are below it
+
+        # All positions are below `reach`.
+        self.reach = max(branch.shared + branch.length for branch in branches)
         self._retained: RetainedKeys | None = {} if retain_keys else None
 
     @cached_property
@@ -116,6 +118,7 @@ class BranchLayout(PackedSeqParams):
                 for x in (keys, values)
             )
 
+            # The context is visible to all queries; to the branch itself they attend causally.
             mask = None
             if branch.context:
                 unseen = torch.full(
@@ -123,6 +126,7 @@ class BranchLayout(PackedSeqParams):
                 )
                 mask = unseen.triu(branch.shared + 1)
             outputs.append(attention.attend(q, k, v, mask=mask))
+
         return torch.cat(outputs, dim=2)
 
     def release(self) -> RetainedKeys:
@@ -147,7 +151,8 @@ class CausalAttention(MegatronModule):
         super().__init__(config=config)
         assert config.kv_channels is not None  # Megatron derives it from hidden_size and the heads
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-        # cuDNN's attention fails with additive masks over views (misaligned address), and ends the process
+
+        # cuDNN's attention fails with additive masks over views (misaligned address), which ends the process.
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
     def forward(
@@ -164,6 +169,8 @@ class CausalAttention(MegatronModule):
         With a layout, which defines which tokens attend to which, B is 1 and S the flat tokens.
         """
         seq, batch = query.shape[:2]
+
+        # Megatron puts the sequence first, torch's kernels the heads.
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         if packed_seq_params is None:
             context = self.attend(*heads_first)
@@ -199,6 +206,7 @@ class GatedAttention(SelfAttention):
         """Compute x * sigmoid(gate), both [S, B, width]."""
         if x.is_cuda:
             return super()._apply_output_gate(x, gate)
+
         wide = torch.promote_types(x.dtype, torch.float32)
         return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
 
@@ -214,11 +222,13 @@ def block_specs(
     te: layers are TransformerEngine's. dense: number of first layers without experts. delta: describes the
     delta nets that replace the attention of some layers.
     """
+    # The MTP block uses the plain layer: its tokens have no record of experts.
     layer = _layer(config, config.num_moe_experts, te=te)
     decoder_layer = _replaying(layer) if config.num_moe_experts else layer
     layers = [_layer(config, None, te=te)] * dense + [decoder_layer] * (config.num_layers - dense)
     norm: Any = TENorm if te else RmsNorm
 
+    # Replace the attention of some layers by a delta net.
     if delta is not None:
         linear = _layer(config, config.num_moe_experts, te=te)
         parts = _parts(linear)
@@ -227,6 +237,7 @@ def block_specs(
         linear = _replaying(linear) if config.num_moe_experts else linear
         layers = [linear if is_linear else decoder_layer for is_linear in delta.linear]
 
+    # Select the layers of this stage.
     first = get_transformer_layer_offset(config)
     layers = layers[first : first + get_num_layers_to_build(config)]
     decoder = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
@@ -248,11 +259,13 @@ def _parts(layer: ModuleSpec) -> Any:
 
 
 def _layer(config: TransformerConfig, num_experts: int | None, *, te: bool) -> ModuleSpec:
+    """Build the spec of one decoder layer; num_experts: of its MoE, None for a dense one."""
     make = get_gpt_layer_with_transformer_engine_spec if te else _local_layer
     layer = make(qk_layernorm=config.qk_layernorm, num_experts=num_experts)
     if isinstance(config, LatentConfig):
         layer = latent_layer(layer, RmsNorm, CausalAttention)
 
+    # Replace modules of Megatron's spec.
     parts = _parts(layer)
     if config.attention_output_gate:
         parts.self_attention.module = GatedAttention
@@ -268,6 +281,7 @@ def _replaying(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _local_layer(*, qk_layernorm: bool, num_experts: int | None) -> ModuleSpec:
+    """Build Megatron's local layer with the norms, attention and MLP of this package."""
     layer = get_gpt_layer_local_spec(num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm")
     parts = _parts(layer)
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm

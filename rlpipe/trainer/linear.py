@@ -1,8 +1,8 @@
-"""Megatron's linear layers on a CPU, their float32 products computed by oneDNN.
+"""Megatron's linear layers on a CPU, with float32 products computed by oneDNN.
 
-PyTorch sends float32 products to MKL, which keeps to AVX2 on some CPUs; oneDNN uses AVX-512 there and is
-1.6 to 2.4x faster from a million multiply-adds on, reading transposed views as they are. Other types and
-small products stay with torch. Owns no weights: the layers, their shards and collectives are Megatron's.
+PyTorch computes float32 products by MKL, which uses only AVX2 on some CPUs; oneDNN uses AVX-512 there and is
+1.6 to 2.4x faster from a million multiply-adds on, without copying transposed views. torch computes other
+types and small products. Owns no weights: the layers, their shards and collectives are Megatron's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ONEDNN_FROM = 1_000_000  # multiply-adds
 
 
 def use_onednn(block: torch.nn.Module) -> None:
-    """Let the parallel linear layers inside a block on the CPU compute through this module.
+    """Make the parallel linear layers of a block on the CPU compute through this module.
 
-    oneDNN prepares a kernel (2 ms) for every number of rows it meets and keeps about a thousand: a gain
-    for layers that read micro-batches filled up to a multiple, a loss where the number never comes back, as
-    with experts.
+    oneDNN prepares a kernel (2 ms) for every new number of rows and caches about a thousand: a gain for
+    layers that read micro-batches padded to a multiple, a loss where the numbers do not recur, as with
+    experts.
     """
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert:
@@ -34,7 +34,7 @@ def use_onednn(block: torch.nn.Module) -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + b with gradients; x [..., in], weight [out, in], bias [out] or None."""
+    """Compute y = x W^T + b with gradients; x [..., in], weight [out, in], bias [out] or None."""
     return _Linear.apply(x, weight, bias)
 
 
@@ -48,7 +48,8 @@ def _forward_impl(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Stand-in for Megatron's `linear_with_grad_accumulation_and_async_allreduce`, without its fusions."""
+    """Replace Megatron's `linear_with_grad_accumulation_and_async_allreduce`, without its fusions."""
+    # Both collectives are differentiable; Megatron fuses them into the product's gradient.
     if allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
     if sequence_parallel:
@@ -74,16 +75,17 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a b^T + bias; a [n, k], b [m, k], bias [m] or None -> [n, m]."""
+    """Compute a b^T + bias: a [n, k], b [m, k], bias [m] or None -> [n, m]."""
     if a.dtype is torch.float32 and a.numel() * b.shape[0] >= ONEDNN_FROM and _has_onednn():
         return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return torch.nn.functional.linear(a, b, bias)
 
 
 def _transposed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a^T b; a [k, n], b [k, m] -> [n, m]. A transposed first operand is copied: let it be the smaller."""
+    """Compute a^T b: a [k, n], b [k, m] -> [n, m]. The first operand is copied: take the smaller one."""
     return _product(a.t(), b.t()) if a.shape[1] <= b.shape[1] else _product(b.t(), a.t()).t()
 
 
 def _has_onednn() -> bool:
+    """Return whether this build of torch has oneDNN."""
     return torch.backends.mkldnn.is_available()

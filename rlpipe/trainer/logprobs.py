@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 HEAD_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}  # of logits that exist at once
-HEAD_BLOCK = 1 << 14  # rows of the head whose gradient is added at once
+HEAD_BLOCK = 1 << 14  # rows of the head in one addition to its gradient
 CHUNK_ELEMENTS = 1 << 24
 CACHE_ELEMENTS = 1 << 17  # of a CPU's second-level cache
 
@@ -128,10 +128,13 @@ class _Targets(NamedTuple):
     is_local: torch.Tensor
 
     def rows(self, part: slice) -> _Targets:
+        """Select the targets of some rows."""
         return _Targets(self.columns[part], self.is_local[part])
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """`token_logprobs` of logits; saves the logits and two numbers of each row."""
+
     @staticmethod
     def forward(ctx, logits, targets, temperature, vocab_start, group):
         targets = _local_targets(targets, vocab_start, logits.shape[1])
@@ -154,6 +157,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _HeadLogprobs(torch.autograd.Function):
+    """`token_logprobs` of hidden states, by parts of the rows; see `Head`."""
+
     @staticmethod
     def forward(ctx, states, weight, targets, head):
         targets = _local_targets(targets, head.vocab_start, len(weight))
@@ -166,6 +171,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for part in parts:
             logits = states[part] @ weight.t()
             peak[part], sums[:, part] = _row_sums(logits, targets.rows(part), head.temperature)
+
         logp, entropy, shift = _normalised(
             peak, sums, is_local=targets.is_local, temperature=head.temperature, group=head.group
         )
@@ -180,8 +186,10 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx, *grads):
         states, weight, columns, is_local, shift, entropy, saved_logits = ctx.saved_tensors
         targets = _Targets(columns, is_local)
+
+        # The weight's gradient is a sum of many products: accumulate in float32.
         grad_states, grad_weight = torch.empty_like(states), None
-        if ctx.needs_input_grad[1]:  # a sum of many products: in float32
+        if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
 
         for part in ctx.parts:
@@ -202,6 +210,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     block = slice(start, start + HEAD_BLOCK)
                     grad_weight[block] += slopes[:, block].t() @ states[part]
 
+        # Each rank has multiplied by its columns only.
         _reduce(grad_states, ctx.head.group, dist.ReduceOp.SUM)
         return grad_states, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
@@ -224,6 +233,7 @@ def _row_sums(
         columns, is_local = targets.rows(part)
         peak[part] = logits[part].amax(-1)
         z = _scaled(logits[part], peak[part], temperature)
+
         sums[2, part] = z.gather(1, columns[:, None]).squeeze(1) * is_local
         weights = z.exp()
         sums[0, part] = weights.sum(-1)
@@ -241,7 +251,7 @@ def _normalised(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute log p(target), entropy, and T logsumexp(logits / T), over the columns of all ranks."""
     if group is not None and group.size() > 1:
-        # Each rank's sums refer to its own peak: move them to the common one before adding.
+        # Each rank's sums refer to its local peak: move them to the common one before adding.
         common_peak = _reduce(peak.clone(), group, dist.ReduceOp.MAX)
         moved = (peak - common_peak) / temperature
         total, weighted, target = sums
@@ -289,12 +299,14 @@ def _scaled(logits: torch.Tensor, shift: torch.Tensor, temperature: float) -> to
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
+    """List slices of rows whose temporaries fit into the cache (on a GPU: into moderate memory)."""
     elements = CHUNK_ELEMENTS if logits.is_cuda else CACHE_ELEMENTS
     rows = max(1, elements // max(1, logits.shape[1]))
     return [slice(i, i + rows) for i in range(0, logits.shape[0], rows)]
 
 
 def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce x in place over the ranks of a group, if there are several."""
     if group is not None and group.size() > 1 and x.numel():
         dist.all_reduce(x, op=op, group=group)
     return x

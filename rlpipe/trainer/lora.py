@@ -1,14 +1,16 @@
-"""Low-rank adapters (LoRA) beside the frozen linear layers of the decoder, with peft's meaning.
+"""Low-rank adapters (LoRA) of the frozen linear layers of the decoder, with peft's meaning.
 
     y = W x + (alpha / r) B A x        A [r, in] Kaiming-uniform, B [out, r] zero at the start
 
-Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, which is all that ever leaves the
-trainer. Each Hugging Face projection has a pair of its own, also where Megatron fuses several into a weight.
+Owns the adapters, their shards, and the merged weight W + (alpha / r) B A, the only form in which weights
+leave the trainer. Each Hugging Face projection has a separate pair, even where Megatron fuses several into
+one weight.
 
 Under tensor parallelism W is cut by rows (column-parallel) or by columns (row-parallel). By rows: B is cut
-as W, A is whole on every rank, and the gradient of A x is summed over ranks. By columns: A is cut as W, B is
-whole, and A x is summed over ranks. So the merged shard is made of what its rank holds, and only r numbers a
-token are exchanged. With sequence parallelism A x is gathered along the tokens, or scattered as it is summed.
+as W, A is complete on every rank, and the gradient of A x is summed over ranks. By columns: A is cut as W, B
+is complete, and A x is summed over ranks. So a rank can compute its merged shard without the others, and only
+r numbers a token are exchanged. With sequence parallelism A x is gathered along the tokens, or scattered as
+it is summed.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear layer, whose rows are `groups` times a block of each projection.
+    """The adapters of one linear layer. Its rows are `groups` times a block of each projection.
 
-    a: [projections * rank, in], one A above the other. b: of each projection [its rows, rank]. This rank's.
+    a: [projections * rank, in], the A of all projections, stacked. b: a matrix [its rows, rank] of each
+    projection. Both are this rank's shards.
     """
 
     def __init__(
@@ -55,16 +58,22 @@ class Adapter(torch.nn.Module):
         config: LoraConfig,
         generator: torch.Generator,
     ) -> None:
-        """blocks: rows of a projection in one group. generator: of A, in the same state on every rank."""
+        """Initialise A at random and B with zeros.
+
+        blocks: rows of each projection in one group. generator: of A, in the same state on every rank.
+        """
         super().__init__()
         self._by_rows = isinstance(linear, ColumnParallelLinear)
         self._groups, self._scale = groups, config.alpha / config.rank
         self._tp = cast("dist.ProcessGroup", linear.tp_group)  # Megatron's constructor looks it up if not set
+
+        # Sample the full A and cut it, so that it is the same for any tensor parallel size.
         bound = linear.input_size**-0.5  # Kaiming's with a = sqrt(5)
         a = torch.empty(len(blocks) * config.rank, linear.input_size)
         a.uniform_(-bound, bound, generator=generator)
         if not self._by_rows:
             a = a.chunk(self._tp.size(), dim=1)[self._tp.rank()].clone()
+
         self.a = torch.nn.Parameter(a)
         self.b = torch.nn.ParameterList(torch.zeros(groups * block, config.rank) for block in blocks)
         self._shares_tokens = linear.sequence_parallel
@@ -78,32 +87,34 @@ class Adapter(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What is added to the layer's output for its input x [..., in]."""
+        """Compute the term to add to the layer's output for its input x [..., in]."""
+        # The collective between A and B, by the cut of W and of the tokens.
         if self._shares_tokens:
             between = _gathered if self._by_rows else reduce_scatter_to_sequence_parallel_region
         else:
             between = copy_to_tensor_model_parallel_region if self._by_rows else _summed
+
         low = between(F.linear(x, self.a) * self._scale, group=self._tp)
         pairs = zip(low.chunk(len(self.b), dim=-1), self.b, strict=True)
         return self._fuse([F.linear(part, b) for part, b in pairs])
 
     @torch.no_grad()
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """W + (alpha / r) B A of this rank's shard [out, in], computed in float32 at least, in its type."""
+        """Compute W + (alpha / r) B A of this rank's shard [out, in] in float32 at least, in W's type."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         pairs = zip(self.a.to(wide).chunk(len(self.b)), self.b, strict=True)
         change = self._fuse([a.t() @ b.to(wide).t() for a, b in pairs]).t()
         return torch.add(weight.to(wide), change, alpha=self._scale).to(weight.dtype)
 
     def _fuse(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        """Outputs of the projections [..., rows] in the order of the layer's rows."""
+        """Join outputs of the projections [..., rows] in the order of the layer's rows."""
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat([x.unflatten(-1, (self._groups, -1)) for x in outputs], dim=-1).flatten(-2)
 
 
 class Adapters(torch.nn.ModuleDict):
-    """All adapters of a model, by layer and linear, with the weights that they belong to."""
+    """All LoRA adapters of a model, by layer and linear, with the weights that they belong to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +122,7 @@ class Adapters(torch.nn.ModuleDict):
         self._on = True
 
     def add(self, name: str, linear: Linear, adapter: Adapter) -> None:
-        """Let the linear layer compute with an adapter from now on."""
+        """Make the linear layer compute with an adapter from now on."""
         assert linear.weight is not None
         self[name] = self._of[linear.weight] = adapter
 
@@ -121,13 +132,13 @@ class Adapters(torch.nn.ModuleDict):
         linear.register_forward_hook(with_adapter)
 
     def merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """A parameter of the backbone or the draft, with its adapter if it has one."""
+        """Return a parameter of the backbone or the draft model, with its adapter merged if it has one."""
         adapter = self._of.get(parameter)
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as it did before any training."""
+        """Compute without adapters, as before any training, within the context."""
         self._on = False
         try:
             yield
@@ -137,8 +148,10 @@ class Adapters(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description of each parameter's shard."""
+        """Return Megatron's description of each parameter's shard."""
         parameters = dict(self.named_parameters())
+
+        # Replicated factors have no axis.
         axes = {
             name: parameter.partition_dim  # pyright: ignore[reportAttributeAccessIssue]
             for name, parameter in parameters.items()
@@ -148,12 +161,16 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: int) -> None:
-    """Give every decoder layer the adapters that are asked for; the same for any parallel sizes."""
+    """Add the configured adapters to every decoder layer; the same for any parallel sizes."""
     model.adapters = Adapters()
     groups = arch.kv_heads // model.pg_collection.tp.size()
     for layer in model.decoder.layers:
-        i = layer.layer_number - 1  # in the whole model
+        i = layer.layer_number - 1  # in the full model
+
+        # Every layer has a different seed, so that stages need not sample the layers of the others.
         generator = torch.Generator().manual_seed(seed * arch.layers + i)
+
+        # Name, layer, rows of each projection in one group, number of groups.
         parts: list[tuple[str, Linear, list[int], int]] = []
         if config.attention:
             attention = layer.self_attention
@@ -164,14 +181,17 @@ def attach(model: PolicyModel, arch: Architecture, config: LoraConfig, *, seed: 
             gate_up, down = layer.mlp.linear_fc1, layer.mlp.linear_fc2
             parts.append(("fc1", gate_up, [gate_up.output_size_per_partition // 2] * 2, 1))
             parts.append(("fc2", down, [arch.hidden], 1))
+
         for name, linear, blocks, count in parts:
             adapter = Adapter(linear, blocks, groups=count, config=config, generator=generator)
             model.adapters.add(f"{i}_{name}", linear, adapter)
 
 
 def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather x along the tokens; the gradient is scattered."""
     return gather_from_sequence_parallel_region(x, group=group)
 
 
 def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sum x over the ranks."""
     return reduce_from_tensor_model_parallel_region(x, group=group)

@@ -7,8 +7,8 @@ weights are `hf_bridge`, files are `checkpoint`.
 A step: for each minibatch, Megatron's schedule runs forward and backward over this rank's micro-batches
 and reduces gradients; norms are clipped per group; AdamW steps. A frozen draft (MTP layer) does not run: the
 policy's gradient does not need it. With draft.train=online it learns from the hidden states of the same pass
-(`draft`), and none of its gradient reaches the policy; with draft.objective=ppow from windows it drafts there
-(`ppow`). With adapt_only the draft alone learns (`adapt_step`).
+(`draft`), and none of its gradient reaches the policy; with draft.objective=ppow it learns from windows that
+it drafts there (`ppow`). With adapt_only only the draft learns (`adapt_step`).
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class MegatronTrainer:
         if adapt_only or self._online:
             check_draft(mtp, self._hf_config, str(model_path))
 
+        # A guest uses the process group that its host has joined.
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
         self._adapt_only = adapt_only
         self._temperature = 1.0  # of the current batch
@@ -101,16 +102,20 @@ class MegatronTrainer:
         else:
             self._runtime = runtime.start(config, rank=rank, world_size=world_size, master=master)
         self._passes = Passes(self._runtime)
+
+        # Leave the process group if building fails: another trainer may start then.
         try:
             optimizer_steps = total_steps * (1 if adapt_only else algo.optimizer_steps)
             self._build(mtp, optimizer_steps=optimizer_steps, ppow=ppow, seed=seed)
         except BaseException:
             self.close()
             raise
+
         self.policy_version = 0
         self.rule = make_rule(algo)
 
     def _build(self, mtp: DraftConfig, *, optimizer_steps: int, ppow: PpowConfig | None, seed: int) -> None:
+        """Build the draft's passes, the models and the optimizer."""
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -125,8 +130,11 @@ class MegatronTrainer:
 
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp_group = parallel_state.get_data_parallel_group()
+
+        # One replica of the weights exports them; its experts are spread over `ep` data parallel ranks.
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        self._exports = replica < self._config.ep  # the other ranks have the same weights
+        self._exports = replica < self._config.ep
+
         windows = (ppow or PpowConfig()) if mtp.windows and (self._online or self._adapt_only) else None
         self._drafting = DraftPasses(
             mtp,
@@ -214,7 +222,7 @@ class MegatronTrainer:
         candidates = self.rule is not None and self.rule.target_at_start
         old = [score(self.model, s, candidates=candidates) if needs_old else None for s in shards]
 
-        # The reference is another model: it routes tokens to experts by its own scores.
+        # The reference is another model: it routes tokens to experts by its scores.
         with self.model.without_adapters():
             reference = [score(self._reference, s, replay=False) if self._reference else None for s in shards]
 
@@ -258,6 +266,8 @@ class MegatronTrainer:
                 temperature=batch.temperature,
                 updates=self.optimizer.updates["mtp"],
             )
+
+            # All ranks need the same statistics: they scale the step.
             parts = schedule(self._wrapped, shard, forward, forward_only=False)
             steps.append(self._apply(minibatch, self._drafting.sum_over_ranks(parts)))
         return reduce(steps) | {"timing_s/update_actor": Mean(time.perf_counter() - start, 1)}

@@ -3,9 +3,9 @@
     c_q = norm(W_qa h)      q_i = [W_qb c_q]_i, its last part rotated     (q_i = [W_q h]_i without query_rank)
     c, k_R = W_kva h        k_i = [W_kb norm(c)]_i with the rotated k_R, v_i = [W_vb norm(c)]_i
 
-Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`; its own forward pass knows no
+Modules, shards and checkpoints are those of Megatron's `MLASelfAttention`. Its forward pass supports no
 positions other than 0, 1, 2, ..., and with the local layers loses a part of the gradient of k_R under tensor
-parallelism: each rank's heads have their own, which no collective sums. Keys and values are expanded, so
+parallelism: no collective sums the gradients from the heads of each rank. Keys and values are expanded, so
 attention over branches, windows and context parallel ranks is that of the other families.
 """
 
@@ -34,14 +34,14 @@ from rlpipe.trainer.fused import RmsNorm
 if TYPE_CHECKING:
     from rlpipe.models.base import Architecture
 
-# Megatron 0.16.1 concludes that TransformerEngine is there from its own wrappers, which are mocks without it
+# Megatron 0.16.1 infers from its wrappers that TransformerEngine is installed; they are mocks without it.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class LatentConfig(MLATransformerConfig):
     """Megatron's settings of latent attention, with rotary embeddings made by the model as for the others.
 
-    latent, magnitude: the family's dimensions, and what rotated queries and keys are multiplied by.
+    latent: the family's dimensions. magnitude: factor of rotated queries and keys.
     """
 
     latent: LatentAttention
@@ -49,11 +49,13 @@ class LatentConfig(MLATransformerConfig):
 
 
 def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
-    """Megatron's description of a model with latent attention. settings: those that all models have."""
+    """Return Megatron's description of a model with latent attention. settings: those of all models."""
     latent = arch.latent
+
+    # With multi_latent_attention set, Megatron's model would make no rotary embedding.
     config = LatentConfig(
         **settings,
-        multi_latent_attention=False,  # else the model makes no rotary embedding
+        multi_latent_attention=False,
         rope_type="rope",
         q_lora_rank=latent.query_rank or None,  # pyright: ignore[reportArgumentType]  # None is without one
         kv_lora_rank=latent.kv_rank,
@@ -66,7 +68,7 @@ def latent_config(arch: Architecture, **settings: Any) -> LatentConfig:
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Megatron's modules; queries, keys and values of their own positions."""
+    """Megatron's modules, with queries, keys and values at any positions."""
 
     config: LatentConfig
     q_layernorm: RmsNorm
@@ -74,7 +76,9 @@ class LatentSelfAttention(MLASelfAttention):
 
     def __init__(self, config: LatentConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self.rotary_pos_emb = None  # the model's is passed to `forward`
+
+        # The model's rotary embedding is passed to `forward`.
+        self.rotary_pos_emb = None
         self.core_attention.scale = config.softmax_scale
         self.kv_layernorm.eps = config.latent.norm_eps
         if config.q_lora_rank:
@@ -88,9 +92,10 @@ class LatentSelfAttention(MLASelfAttention):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[S, B, H] -> [S, B, H]; rotary_pos_emb: [S, 1, 1, rotary]."""
+        """Map [S, B, H] to [S, B, H]; rotary_pos_emb: [S, 1, 1, rotary]."""
         query, key, value = self.expanded(hidden_states, rotary_pos_emb)
-        # kernels and layouts want keys and values of one size: zeros make no difference
+
+        # Kernels and layouts require keys and values of one size: pad with zeros and cut them off again.
         padded = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
         attended = self.core_attention(query, key, padded, None, packed_seq_params=packed_seq_params)
         attended = attended.unflatten(-1, query.shape[-2:])[..., : value.shape[-1]].flatten(-2)
@@ -99,36 +104,41 @@ class LatentSelfAttention(MLASelfAttention):
     def expanded(
         self, hidden_states: torch.Tensor, rotary_pos_emb: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [S, B, heads, plain + rotary] and values [S, B, heads, value] of this rank."""
+        """Compute this rank's queries and keys [S, B, heads, plain + rotary], values [S, B, heads, value]."""
         latent, heads = self.config.latent, self.num_attention_heads_per_partition
+
         if latent.query_rank:
             compressed = self.q_layernorm(self._gathered(self.linear_q_down_proj, hidden_states))
             query, _ = self.linear_q_up_proj(compressed)
         else:
             query, _ = self.linear_q_proj(hidden_states)
+
+        # One projection makes the compressed keys and values, and the rotated part that all heads share.
         compressed, shared = self._gathered(self.linear_kv_down_proj, hidden_states).split(
             [latent.kv_rank, latent.rotary], -1
         )
         keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
         key, value = keys_values.unflatten(-1, (heads, -1)).split([latent.plain, latent.value], -1)
         query, turned = query.unflatten(-1, (heads, -1)).split([latent.plain, latent.rotary], -1)
-        # each rank's heads have a part of its gradient
+
+        # The heads of each rank have a part of the gradient of the shared keys: sum it over ranks.
         sequence = self.config.sequence_parallel
         spread = gather_from_sequence_parallel_region if sequence else copy_to_tensor_model_parallel_region
         shared = spread(shared, group=self.tp_group)[..., None, :]
+
         turned, shared = (self._rotated(x, rotary_pos_emb) for x in (turned, shared))
         key = torch.cat([key, shared.expand(-1, -1, heads, -1)], -1)
         return torch.cat([query, turned], -1), key, value
 
     def _gathered(self, linear: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
-        """All outputs of a layer that ranks share by rows, for those tokens that this rank has."""
+        """Gather all outputs of a layer that is cut by rows over ranks, for the tokens of this rank."""
         shard = linear(hidden_states)[0]
         if self.config.sequence_parallel:
             return all_to_all_hp2sp(shard, self.tp_group).unflatten(0, (-1, shard.shape[1]))
         return gather_from_tensor_model_parallel_region(shard, group=self.tp_group)
 
     def _rotated(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
-        """x [S, B, heads, rotary] turned; of interleaved pairs first all first numbers, then all second."""
+        """Rotate x [S, B, heads, rotary]; of interleaved pairs, first all first numbers, then all second."""
         config = self.config
         return _apply_rotary_pos_emb_bshd(
             x,
@@ -139,7 +149,7 @@ class LatentSelfAttention(MLASelfAttention):
 
 
 def latent_layer(layer: ModuleSpec, norm: type, core: type) -> ModuleSpec:
-    """A decoder layer with latent attention in place of its own."""
+    """Replace a decoder layer's attention by latent attention."""
     latent = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
 
     # Megatron types the parts of a specification as objects.

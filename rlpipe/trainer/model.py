@@ -1,6 +1,6 @@
-"""The policy as a Megatron GPTModel: built from a Hugging Face config, asked for chosen positions only.
+"""The policy as a Megatron GPTModel: built from a Hugging Face config, with logits of chosen positions only.
 
-Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses live in
+Owns the model's shape and its forward pass up to logits. Weights come from `hf_bridge`, losses are in
 `megatron`. Only positions whose next token was sampled by the policy reach the output layer, so prompt
 and tool tokens cost no head; the MTP layers are built but never run here (see `drafts/`).
 """
@@ -39,10 +39,10 @@ Layout: TypeAlias = BranchLayout | Continuation
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose forward ends with hidden states; `head` makes vocabulary-parallel logits of some.
+    """GPTModel whose forward pass ends with hidden states; `head` makes vocabulary-parallel logits of some.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
-    adapters: that are trained in place of the backbone (None: all of it is).
+    adapters: LoRA adapters, trained instead of the backbone (None: the full backbone is trained).
     stage_shapes: see `stages.tensors_of_stages`, which fills it.
     """
 
@@ -51,19 +51,19 @@ class PolicyModel(GPTModel):
     stage_shapes: list[list[tuple[str, torch.Size, torch.dtype]]] | None = None
 
     def hidden_states(self, input_ids: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        """Final-norm output [B * S, H], row-major; of a pipeline stage before the last what it passes on.
+        """Compute the final norm's output [B * S, H], row-major; before the last stage, what is passed on.
 
         input_ids: [B, S] int64, rows padded on the right; with a layout [1, N], flat.
         """
         return self(input_ids=input_ids, position_ids=None, attention_mask=None, packed_seq_params=layout)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """All logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
+        """Compute all logits, gathered: [B, S] -> [B, S, V]. For tests and small models."""
         local = self.head(self.hidden_states(input_ids))
         return gather_from_tensor_model_parallel_region(local).view(*input_ids.shape, -1)
 
     def learn(self, *, policy: bool, draft: bool) -> None:
-        """Choose what has gradients: the policy, by its adapters alone where it has any, and the draft."""
+        """Choose what has gradients: the policy (only its LoRA adapters where it has any), and the draft."""
         self.requires_grad_(policy and self.adapters is None)
         if self.adapters is not None:
             self.adapters.requires_grad_(policy)
@@ -71,19 +71,19 @@ class PolicyModel(GPTModel):
             self.mtp.requires_grad_(draft)
 
     def merged(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What a parameter and its adapter, if it has one, come to; else its own memory."""
+        """Return a parameter with its LoRA adapter merged; without an adapter, its memory itself."""
         return parameter.detach() if self.adapters is None else self.adapters.merged(parameter)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """The backbone as it was loaded, where adapters are trained; nothing changes where none are."""
+        """Compute as the backbone was loaded within the context; has no effect without LoRA adapters."""
         return nullcontext() if self.adapters is None else self.adapters.off()
 
     def rotary(self, positions: np.ndarray) -> torch.Tensor:
-        """Rotary embedding [N, 1, 1, d] of positions [N]."""
+        """Return the rotary embedding [N, 1, 1, d] of positions [N]."""
         return self.rotary_pos_emb(int(positions.max()) + 1)[positions]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
+        """Compute vocabulary-parallel logits [N, V_local] of hidden states [N, H]."""
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self.head_weight)
         return logits.squeeze(1)[:, : self.local_vocab]
 
@@ -92,8 +92,10 @@ class PolicyModel(GPTModel):
         """This rank's shard of the output layer, padding included: [V_padded / tp, H]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
+
+        # The weight is left out only where the embedding is the head.
         weight = self.output_layer.weight
-        assert weight is not None  # left out only where the embedding is the head
+        assert weight is not None
         return weight
 
     @property
@@ -108,20 +110,26 @@ class PolicyModel(GPTModel):
         return self.pg_collection.tp.rank() * (self.vocab_size // self.pg_collection.tp.size())
 
     def _preprocess(self, packed_seq_params: Layout | None = None, **inputs: Any) -> tuple[Any, ...]:
-        """Megatron's, with the rotary embedding of each flat token at its own position."""
+        """Embed as Megatron does, with the rotary embedding of each flat token at its position."""
         embedded, rotary, *rest = super()._preprocess(**inputs)
+
+        # Megatron's table is as long as the input: too short for a few tokens that continue a long text.
         if packed_seq_params is not None:
             assert rotary is not None  # the model has rotary embeddings
-            if packed_seq_params.reach > len(rotary):  # a few tokens that continue a long text
+            if packed_seq_params.reach > len(rotary):
                 rotary = self.rotary_pos_emb(packed_seq_params.reach)
             rotary = rotary[packed_seq_params.positions]
+
+        # Recomputation drops the gradients of layers whose input needs none.
         if self.adapters is not None and self.pre_process and torch.is_grad_enabled():
-            embedded.requires_grad_()  # recomputation drops the gradients of layers whose input needs none
+            embedded.requires_grad_()
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return flat hidden states of all tokens, instead of Megatron's logits or loss."""
         if not self.post_process:
             return hidden_states
+
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
@@ -130,7 +138,7 @@ class PolicyModel(GPTModel):
 
 
 def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Runtime) -> PolicyModel:
-    """An uninitialised policy with the shape of a Hugging Face checkpoint, on this rank's device.
+    """Build an uninitialised policy with the shape of a Hugging Face checkpoint, on this rank's device.
 
     Raises ValueError for a family or feature that is not supported.
     """
@@ -139,10 +147,12 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         raise ValueError(
             f"{arch.family!r} has latent attention, which needs our own layers: set trainer.layers=local."
         )
+
     transformer = transformer_config(arch, config, runtime)
     dense = arch.experts.dense if arch.experts else 0
     decoder, mtp = block_specs(transformer, te=runtime.te, dense=dense, delta=arch.delta)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=decoder,
@@ -157,21 +167,30 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
         mtp_block_spec=mtp,
     )
     model.vocab_real, model.adapters = arch.vocab, None
-    if arch.tied and model.mtp_process and not first:  # its copy of the embedding is the head
+
+    # On a later stage the MTP layer's copy of the embedding is the tied head.
+    if arch.tied and model.mtp_process and not first:
         model.output_layer.register_parameter("weight", None)
-    if last and config.sp:  # the head reads all tokens on every rank
+
+    # The head reads all tokens on every rank.
+    if last and config.sp:
         model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
-    model.rotary_pos_emb.cp_group = None  # layouts say where a token stands, on whichever rank it lies
+
+    # Layouts give the position of each token, on whichever context parallel rank it is.
+    model.rotary_pos_emb.cp_group = None
     if config.lora.active:
         check_lora(config.lora, hf_config)
         attach(model, arch, config.lora, seed=config.seed)
     if arch.rope.scaling:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = rotary.inv_freq.new_tensor(arch.rope.frequencies(arch.rotary_dim))
+
     if runtime.device.type == "cpu":
         use_onednn(model.decoder)
         if model.mtp_process:
             use_onednn(model.mtp)
+
+    # The routers' expert bias stays in float32 whatever the type of the model.
     model = model.to(device=runtime.device, dtype=runtime.dtype)
     for module in model.modules():
         if isinstance(module, Router):
@@ -180,7 +199,7 @@ def build_model(hf_config: Mapping[str, Any], config: TrainerConfig, runtime: Ru
 
 
 def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runtime) -> TransformerConfig:
-    """Megatron's description of a Hugging Face model."""
+    """Return Megatron's description of a Hugging Face model."""
     make = partial(latent_config, arch) if arch.latent else TransformerConfig
     transformer = make(
         num_layers=arch.layers,
@@ -210,15 +229,17 @@ def transformer_config(arch: Architecture, config: TrainerConfig, runtime: Runti
         **_routing(arch.experts, config.ep),
         **runtime.model_flags,
     )
-    # micro-batches differ in length; set late: Megatron refuses it with a token dispatcher that we do not use
+
+    # Micro-batches differ in length. Set late: Megatron refuses it with a token dispatcher that is not used.
     transformer.variable_seq_lengths = config.pp > 1
     return transformer
 
 
 def _pipeline(arch: Architecture, config: TrainerConfig) -> dict[str, Any]:
-    """Megatron's description of the stages: which layers each has."""
+    """Return Megatron's description of the stages: the layers of each."""
     if config.pp == 1:
         return {}
+
     layout = [["decoder"] * count for count in config.stage_layers(arch.layers)]
     layout[0].insert(0, "embedding")
     layout[-1] += ["mtp"] * arch.mtp_layers + ["loss"]
@@ -229,7 +250,7 @@ def _pipeline(arch: Architecture, config: TrainerConfig) -> dict[str, Any]:
 
 
 def _recomputation(recompute: Recompute) -> dict[str, Any]:
-    """Megatron's description of what the backward pass computes again."""
+    """Return Megatron's settings of what the backward pass computes again."""
     if recompute is Recompute.FULL:
         return {
             "recompute_granularity": "full",
@@ -242,9 +263,10 @@ def _recomputation(recompute: Recompute) -> dict[str, Any]:
 
 
 def _routing(experts: Experts | None, ranks: int) -> dict[str, Any]:
-    """Megatron's description of a mixture: no auxiliary loss, no token dropped, scores in float32."""
+    """Return Megatron's settings of the MoE layers: no auxiliary loss, no dropped token, float32 scores."""
     if experts is None:
         return {}
+
     return {
         "num_moe_experts": experts.count,
         "expert_model_parallel_size": ranks,

@@ -1,8 +1,8 @@
-"""Megatron's optimizer and schedules: one group for the policy, one for the draft, a guard for both.
+"""Megatron's optimizer and schedules: one group for the policy, one for the draft model, a guard for both.
 
-Owns gradient clipping by group, the refusal of non-finite gradients, learning rates, and how often each group
-was stepped. Every piece is Megatron's public one; `MegatronOptimizer.step` itself cannot be used, because it
-clips all groups by one norm, steps all of them and applies whatever it is given.
+Owns gradient clipping by group, the refusal of non-finite gradients, learning rates, and the number of steps
+of each group. All parts are Megatron's public ones, except `MegatronOptimizer.step`: it clips all groups by
+one norm, steps all of them, and applies any gradient.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ class StepOutcome:
         return {tag for tag, norm in self.grad_norms.items() if norm == 0}
 
     def metrics(self, groups: Sequence[str]) -> dict[str, Value]:
-        """What became of the groups that a step was meant for."""
+        """Report the outcome of these groups: stepped, idle or skipped."""
         metrics: dict[str, Value] = {}
         for tag in groups:
             name, done = {POLICY: "actor", MTP: "mtp"}[tag], tag in self.applied
+
+            # A policy whose gradient is 0 is idle; other groups that were not stepped are skipped.
             rests = tag == POLICY and tag in self.idle
             metrics[f"{name}/skipped_steps"] = Sum(not done and not rests)
             if tag == POLICY:
                 metrics["actor/idle_steps"] = Sum(rests)
+
             if tag in self.lrs:
                 metrics[f"{name}/lr"] = Last(self.lrs[tag])
             if done:
@@ -65,20 +68,21 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class _Groups:
-    """What a schedule sees of an optimizer: the groups of one tag, those of now (loading replaces them)."""
+    """An optimizer's current groups of one tag, for a schedule (loading a checkpoint replaces them)."""
 
     inner: MegatronOptimizer
     tag: str
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the tag, in the optimizer's order."""
         return [group for group in self.inner.param_groups if _tag(group) == self.tag]
 
 
 class PolicyOptimizer:
-    """AdamW over the trainable parameters of a wrapped model, float32 state, per-group clipping.
+    """AdamW over the trainable parameters of a wrapped model, with float32 state and clipping by group.
 
-    steps: of the whole run, for the schedules. updates: steps each group has had; the k-th of them (from 0)
+    steps: of the full run, for the schedules. updates: steps of each group so far; the k-th of them (from 0)
     uses schedule(k + 1), so warm-up does not begin with a step of size 0 and the last step reaches min_lr.
     """
 
@@ -99,9 +103,10 @@ class PolicyOptimizer:
             params_dtype=torch.bfloat16 if config.precision is Precision.BF16 else torch.float32,
             use_distributed_optimizer=config.distributed_optimizer,
         )
+
         overrides = get_standard_config_overrides(optimizer_config)
         # is_decoupled_lr: groups that differ only in max_lr collide when a checkpoint is loaded. Megatron's
-        # type lacks both keys but its groups take any.
+        # type lacks both keys, but its groups accept any.
         overrides[ParamKey(name="*mtp.layers.*")] = ParamGroupOverride(  # pyright: ignore[reportCallIssue]
             max_lr=mtp.lr, min_lr=mtp.min_lr, clip_tag=MTP, is_decoupled_lr=True
         )
@@ -109,6 +114,8 @@ class PolicyOptimizer:
             optimizer_config, [model], config_overrides=overrides, use_gloo_process_groups=False
         )
         self.inner = cast("ChainedOptimizer", inner)
+
+        # One schedule for each group that has parameters on this rank.
         present = {_tag(group) for group in self.inner.param_groups}
         plans = {POLICY: (config, steps), MTP: (mtp, max(1, steps // mtp.interval))}
         self._schedules = {
@@ -116,21 +123,22 @@ class PolicyOptimizer:
             for tag, (plan, length) in plans.items()
             if tag in present
         }
+
         for optimizer in self.inner.chained_optimizers:
             _create_state(optimizer)
         self.updates: dict[str, int] = {}
         self.set_updates({})
 
     def zero_grad(self) -> None:
-        """Forget gradients (those of the wrapped model's buffer are zeroed by its owner)."""
+        """Reset gradients (the owner of the wrapped model zeroes those of its buffer)."""
         self.inner.zero_grad()
 
     def step(self, scales: Mapping[str, float]) -> StepOutcome:
-        """Scale each group's gradient, clip it by its own norm and step.
+        """Scale each group's gradient, clip it by the group's norm and step.
 
-        scales: factor by group; a group that is left out keeps weights, moments and learning rate. So does
-        a group whose gradient is 0 everywhere, and a draft whose gradient is not finite. When the policy's is
-        not finite, nothing is stepped.
+        scales: factor by group. Weights, moments and learning rate do not change in a group that is left out
+        or has a gradient of 0 everywhere, nor in a draft model with a gradient that is not finite. When the
+        policy's gradient is not finite, no group is stepped.
         """
         overflow = self.inner.prepare_grads()
         due = [tag for tag in self._schedules if scales.get(tag)]
@@ -138,40 +146,50 @@ class PolicyOptimizer:
             if scales[tag] != 1:
                 for gradient in (p.grad for p in self._parameters(tag) if p.grad is not None):
                     gradient.mul_(scales[tag])
+
         norms = {tag: self._norm(tag) for tag in due}
         lrs = {tag: max(g["lr"] for g in _Groups(self.inner, tag).param_groups) for tag in due}
         finite = {tag for tag in due if isfinite(norms[tag]) and not overflow}
-        # AdamW would move weights by their momentum and decay although nothing was learnt
+
+        # With a gradient of 0, AdamW would still move weights by their momentum and decay.
         applied = {tag for tag in finite if norms[tag]}
         if not applied or (POLICY in due and POLICY not in finite):
             return StepOutcome(applied=set(), grad_norms=norms, lrs=lrs)
+
         for tag in applied:
             if self._clip[tag]:
                 parameters = cast("list[torch.Tensor]", self._parameters(tag))
                 clip_grad_by_total_norm_fp32(parameters, self._clip[tag], norms[tag])
+
+        # AdamW passes over parameters without a gradient: not even their momentum moves them.
         left_out = self._schedules.keys() - applied
         for parameter in (p for tag in left_out for p in self._parameters(tag)):
-            parameter.grad = None  # AdamW passes over it: not even its momentum moves it
+            parameter.grad = None
+
         self.inner.step_with_ready_grads()
         for tag in applied:
             self.updates[tag] += 1
             self._schedules[tag].step(1)
+
+        # Fused optimizers have counted a step for the other groups too.
         if left_out:
             self.write_steps(self.updates)
         return StepOutcome(applied=applied, grad_norms=norms, lrs=lrs)
 
     def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Continue where every group has had this many steps (0 if not named)."""
+        """Continue after this many steps of each group (0 if not named)."""
         self.updates = {tag: updates.get(tag, 0) for tag in self._schedules}
+
+        # The schedule is one step ahead: it gives the learning rate of the next update.
         for tag, schedule in self._schedules.items():
             schedule.num_steps = 0
             schedule.step(self.updates[tag] + 1)
         self.write_steps(self.updates)
 
     def write_steps(self, steps: Mapping[str, int]) -> None:
-        """Set AdamW's step count of every parameter, a tensor of its own each.
+        """Set AdamW's step count of every parameter, each in a separate tensor.
 
-        torch keeps it by parameter, fused optimizers by group (and advance it with or without a gradient).
+        torch stores it by parameter, fused optimizers by group (and advance it with or without a gradient).
         """
         for optimizer in self.inner.chained_optimizers:
             for group in optimizer.optimizer.param_groups:
@@ -183,7 +201,7 @@ class PolicyOptimizer:
                         optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
 
     def _norm(self, tag: str) -> float:
-        """L2 norm over all ranks, each parameter counted once."""
+        """Compute the L2 norm over all ranks, with each parameter counted once."""
         squares = 0.0
         for optimizer in self.inner.chained_optimizers:
             gradients = [
@@ -193,22 +211,27 @@ class PolicyOptimizer:
                 for p in group["params"]
                 if p.grad is not None and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
             ]
+
+            # Experts have an optimizer whose ranks differ: each reduces over a different group.
             group = optimizer.get_grad_stats_parallel_group()
             squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
         return sqrt(squares)
 
     def _parameters(self, tag: str) -> list[torch.nn.Parameter]:
+        """List the parameters that the optimizer steps for a tag."""
         return [p for group in _Groups(self.inner, tag).param_groups for p in group["params"]]
 
 
 def _tag(group: dict[str, Any]) -> str:
+    """Return the tag of a parameter group, the policy's by default."""
     return group.get("clip_tag", POLICY)
 
 
 def _schedule(
     plan: TrainerConfig | DraftConfig, groups: _Groups, *, steps: int, weight_decay: float
 ) -> OptimizerParamScheduler:
-    """Warm-up, then the plan's shape until `steps`, over one group."""
+    """Make a schedule of one group: warm-up, then the plan's shape until `steps`."""
+    # Megatron requires the decay to end after the warm-up, even where the run does not.
     return OptimizerParamScheduler(
         groups,  # pyright: ignore[reportArgumentType]  # it reads and sets only param_groups
         init_lr=0.0,
@@ -227,10 +250,11 @@ def _schedule(
 
 
 def _create_state(optimizer: MegatronOptimizer) -> None:
-    """Make moments and step counts now, not in the first step: a checkpoint may be asked for before it."""
+    """Create moments and step counts before the first step, because a checkpoint may be saved earlier."""
     if not isinstance(optimizer.optimizer, torch.optim.AdamW):
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         return
+
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.optimizer.state[parameter] = {

@@ -1,7 +1,7 @@
 """Forward and backward passes of a policy over micro-batches, by Megatron's schedule.
 
 Owns how a micro-batch reaches a model and which predictions come back; the caller turns these into a loss or
-into scores. The draft's passes end in `draft`, the policy's here.
+into scores. The draft model's losses are in `draft`, the policy's predictions here.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class Passes:
         def score(
             index: int, micro_batch: MicroBatch, predictions: Predictions
         ) -> tuple[torch.Tensor, Scores]:
+            # The correction may read the logprobs of candidate tokens too.
             top = None
             if candidates and micro_batch.candidates is not None:
                 ids = self._runtime.to_device(micro_batch.candidates.ids)
@@ -127,11 +128,13 @@ class Passes:
 
         start: of the policy at the start of the batch, where that is the target.
         """
+        # Without recorded candidates only the columns are passed.
         candidates, move = micro_batch.candidates, self._runtime.to_device
         columns = {name: move(values) for name, values in micro_batch.columns.items()}
         if candidates is None:
             return TokenExtras(columns=columns)
 
+        # The target's logprobs, of the policy at the start of the batch or of this pass.
         target = None if start is None else start.candidates
         if target is None:
             target = predictions.candidate_logprobs(move(candidates.ids))
@@ -177,6 +180,8 @@ class Passes:
             hidden, sources, layout = self.hidden(policy, micro_batch, retain_keys=retain_keys, replay=replay)
             if not policy.post_process:
                 return hidden, None
+
+            # Only positions that predict sampled tokens reach the head.
             states = hidden.index_select(0, sources)
 
             def finish_micro_batch(states: torch.Tensor) -> tuple[torch.Tensor, T]:
@@ -190,6 +195,7 @@ class Passes:
                 targets = move(micro_batch.targets)
                 logprobs, entropies = self._score(head, states, targets, group=policy.pg_collection.cp)
 
+                # Spread the flat scores over the grid of trajectories.
                 grid = torch.zeros(select.shape, dtype=torch.float32, device=select.device)
                 predictions = Predictions(
                     hidden=hidden,
@@ -217,6 +223,7 @@ class Passes:
         if group.size() == 1:
             return head.logprobs(states, targets)
 
+        # Every context parallel rank has all states: each scores an equal share.
         size = -(-len(targets) // group.size())
         share = slice(group.rank() * size, (group.rank() + 1) * size)
         local = torch.stack(head.logprobs(states[share], targets[share]))
@@ -248,10 +255,13 @@ class Passes:
 
         move, group = self._runtime.to_device, policy.pg_collection.cp
         ranks = policy.pg_collection.tp.size() if policy.config.sequence_parallel else 1
+
+        # The experts that the rollout recorded.
         routes = None
         if replay and micro_batch.routes is not None:
             routes = Replay(move(micro_batch.routes), unrecorded(micro_batch.routes))
 
+        # TransformerEngine's layers read padded rows.
         if not self.shares_prefixes:
             if routes is not None:
                 raise ValueError(
@@ -261,6 +271,7 @@ class Passes:
             tokens, sources = micro_batch.padded()
             return policy.hidden_states(move(tokens)), move(sources), None
 
+        # Context parallel ranks read a share of the tokens each.
         sources = move(micro_batch.sources)
         if group.size() > 1:
             device = self._runtime.device
@@ -268,11 +279,12 @@ class Passes:
             hidden = policy.hidden_states(move(layout.tokens[None]), layout)
             return layout.gather(hidden) if policy.post_process else hidden, sources, layout
 
-        # Sequence parallel ranks need shares of equal size: the padding is a branch of its own.
+        # Sequence parallel ranks need shares of equal size: the padding is a separate branch.
         count, branches = len(micro_batch.tokens), micro_batch.branches
         padding = -count % ranks
         if padding:
             branches = [*branches, Branch(length=padding, context=[])]
+
         tokens, positions = (np.pad(x, (0, padding)) for x in (micro_batch.tokens, micro_batch.positions))
         layout = BranchLayout(
             branches, move(positions), retain_keys=retain_keys, replay=routes and routes.padded(padding)
@@ -294,12 +306,13 @@ def schedule(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    # Megatron reads neither size: pipeline stages exchange the shapes that they send.
     return get_forward_backward_func()(
         forward_step_func=lambda numbered, _: forward(*next(numbered)),
         data_iterator=enumerate(shard),
         model=model,
         num_microbatches=len(shard),
-        seq_length=1,  # neither size is read: pipeline stages exchange the shapes they send
+        seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
     )

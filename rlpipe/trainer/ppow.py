@@ -2,15 +2,15 @@
 
 Owns the passes that `drafts.windows.training` needs; keys of finished passes are `continuation`'s.
 
-    backbone's own pass  -> hidden states, keys         (with or without a gradient: none is taken from it)
+    backbone's pass      -> hidden states, keys         (with or without a graph: no gradient flows into it)
     depth 1, all anchors -> Q along the text, keys
     depths 2..K          -> G windows from each anchor
     backbone, W G K more -> P after every draft
     backbone, W(K - 1)   -> the greedy window from each anchor
 
-So a step costs one MTP depth over the texts, and K (G + 1) tokens per window of each model. Drafts are those
-of the engine: deeper ones attend to depth-1 keys of the prefix and to their own (with teacher forcing they
-attend to the text's further tokens instead, through keys of their depth).
+So a step costs one MTP depth over the texts, and K (G + 1) tokens per window of each model. Draft tokens are
+those of the engine: deeper ones attend to depth-1 keys of the prefix and to the keys of their window (with
+teacher forcing they attend to the text's further tokens instead, through keys of their depth).
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class MtpWindows:
         self._policy, self._micro_batch, self._batch, self._hidden = policy, micro_batch, batch, hidden
         self._retained, self._temperature, self._runtime = retained, temperature, runtime
 
+        # Depth 1 retains its keys: the windows continue them.
         move = runtime.to_device
         layout = BranchLayout(batch.branches, move(batch.positions), retain_keys=True)
         inputs = hidden.index_select(0, move(batch.places))[:, None]
         rotary = policy.rotary(batch.positions)
+
         self._states = draft_step(
             policy, 0, inputs, tokens=move(batch.following), rotary_pos_emb=rotary, layout=layout
         )[:, 0]
@@ -71,6 +73,8 @@ class MtpWindows:
     def draft_cost(self) -> float:
         """Ratio of the draft's parameters to the backbone's, without embedding and head."""
         policy = self._policy
+
+        # A shard counts for the tensor parallel ranks that hold the others.
         draft_size, backbone_size = (
             sum(
                 p.numel()
@@ -85,6 +89,8 @@ class MtpWindows:
         """Compute the criticality [R, L] of the first draft from each token of the turns."""
         policy, batch, move = self._policy, self._batch, self._runtime.to_device
         targets = depth_targets(move(batch.tokens), move(batch.sampled), 1)
+
+        # Both models predict the token after each token of the turns.
         group = policy.pg_collection.tp
         rows, *_ = linear_draft_rows(
             self._states.detach().index_select(0, move(batch.anchors.flatten()))[:, None],
@@ -103,8 +109,11 @@ class MtpWindows:
         batch, self._group = self._batch, group
         anchors = batch.anchors[windows.turns, windows.columns]
         following = batch.backbone[windows.turns, windows.columns + 1]
+
+        # The draft's prefix ends at the anchor, the backbone's one token later.
         self.draft_prefixes = self._prefixes(batch.branches, anchors)
         self.prefixes = self._prefixes(self._micro_batch.branches, following)
+
         self._first = self._runtime.to_device(following)
         self._state = self._states.index_select(0, self._runtime.to_device(anchors))
         self._depth, self._drafting = 0, Continuation(self._draft_retained, self.draft_prefixes, group=group)
@@ -115,6 +124,8 @@ class MtpWindows:
         """Compute logprobs [W, G, V] of the layer after its last tokens [W, G], None at first."""
         if tokens is None:
             return self._logprobs(self._state)[:, None].expand(-1, self._group, -1)
+
+        # The G continuations of a window share the first state, and differ from the first token on.
         state = self._state if self._depth else self._state.repeat_interleave(self._group, 0)
         self._depth += 1
         rotary = self._policy.rotary(self._drafting.advance(1).positions)
@@ -128,6 +139,7 @@ class MtpWindows:
             layout=self._drafting,
         )
         self._state = states[:, 0]
+
         return self._logprobs(self._state).unflatten(0, tokens.shape)
 
     def first(self) -> torch.Tensor:

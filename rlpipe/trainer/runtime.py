@@ -1,11 +1,11 @@
-"""The one module that knows CPU + gloo from GPU + NCCL.
+"""The choice between CPU + gloo and GPU + NCCL, in this module only.
 
 Owns device, backend, process group, Megatron's parallel state, seeds and the configuration flags that
-differ. Knows no model. Flow: `start(...)` once per trainer process, `stop()` at its end.
+differ; independent of the model. Flow: `start(...)` once per trainer process, `stop()` at its end.
 
-Megatron-core 0.16 assumes CUDA in a few places that have nothing to do with kernels (`device="cuda"`
-for a scalar, `Tensor.type()` compared with a string). `_assume_cpu()` answers those questions with the
-CPU. It is installed only where CUDA is absent, and only in a process that trains.
+Megatron-core 0.16 assumes CUDA in a few functions that run no kernel (`device="cuda"` for a scalar,
+`Tensor.type()` compared with a string). `_assume_cpu()` makes them use the CPU. It is installed only where
+CUDA is absent, and only in a process that trains.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
 _PATIENCE = datetime.timedelta(minutes=30)
-_listening: dict[str, TCPStore] = {}  # stores that this process opened and no trainer of it uses yet
+_listening: dict[str, TCPStore] = {}  # stores that this process opened and that no trainer uses yet
 
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """Where this rank runs. dtype: of parameters and activations. te: layers are TransformerEngine's."""
+    """Device and process group of this rank.
+
+    dtype: of parameters and activations. te: layers are TransformerEngine's. world_size: number of ranks.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -62,14 +65,14 @@ class Runtime:
         }
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A host array as a tensor of this rank."""
+        """Copy a host array to this rank's device."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def open_address(host: str = "127.0.0.1", *, world_size: int) -> str:
-    """`host:port` where this process, rank 0, listens from now on for the other ranks.
+    """Listen for the other ranks in this process, rank 0; return `host:port`.
 
-    The system chooses the port and it is held until `start`, so that nothing else can take it meanwhile.
+    The system chooses the port. It stays open until `start`, so that no other process can use it meanwhile.
     """
     store = _store(host, 0, world_size, listens=True)
     address = f"{host}:{store.port}"
@@ -80,10 +83,10 @@ def open_address(host: str = "127.0.0.1", *, world_size: int) -> str:
 def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | None) -> Runtime:
     """Join the process group, build Megatron's groups, seed everything.
 
-    master: what `open_address` said in the process of rank 0, the same on every rank; one rank alone
-        needs none.
-    Raises ValueError when this process already runs a trainer, or TransformerEngine is asked for
-    where it cannot run.
+    master: the address that `open_address` returned in the process of rank 0, the same on every rank; a
+        single rank needs none.
+    Raises ValueError when this process already runs a trainer, or TransformerEngine is requested where it
+    cannot run.
     """
     if master is None and world_size > 1:
         raise ValueError(
@@ -91,6 +94,8 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         )
     if dist.is_initialized():
         raise ValueError("this process already runs a trainer: close() it before starting another.")
+
+    # Choose the device before Megatron's parallel state is built on it.
     _quiet_megatron()
     gpu = torch.cuda.is_available()
     if gpu:
@@ -99,6 +104,7 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         _assume_cpu()
         if config.threads:
             torch.set_num_threads(config.threads)
+
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -116,10 +122,12 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
         expert_model_parallel_size=config.ep,
         create_gloo_process_groups=False,
     )
+
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=not gpu)
+
     return Runtime(
         device=torch.device("cuda", torch.cuda.current_device()) if gpu else _CPU,
         dtype=torch.bfloat16 if config.precision is Precision.BF16 else torch.float32,
@@ -130,14 +138,16 @@ def start(config: TrainerConfig, *, rank: int, world_size: int, master: str | No
 
 
 def _meet(master: str, rank: int, world_size: int) -> Store:
-    """The store at `master`: the one this process opened, or, on the other ranks, a connection to it."""
+    """Return the store at `master`: the one this process opened or, on other ranks, a connection to it."""
     if (mine := _listening.pop(master, None)) is not None:
         return mine
+
     host, _, port = master.rpartition(":")
     return _store(host, int(port), world_size, listens=rank == 0)
 
 
 def _store(host: str, port: int, world_size: int, *, listens: bool) -> TCPStore:
+    """Open a store, or connect to it; returns without waiting for the other ranks."""
     return TCPStore(host, port, world_size, listens, _PATIENCE, wait_for_workers=False)
 
 
@@ -151,16 +161,19 @@ def stop() -> None:
 
 
 def _quiet_megatron() -> None:
-    """Silence advice that does not apply: missing Apex, what is deprecated, unknown MLP classes."""
+    """Silence advice that does not apply: missing Apex, deprecations, unknown MLP classes."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint\..*")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
 def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
+    """Return whether the layers are TransformerEngine's; refuse an explicit choice that cannot run."""
+    # Local layers are needed on a CPU and by features that TransformerEngine's layers here do not have.
     layers, ours = config.layers, not gpu or config.cp > 1 or config.sp or config.lora.active
     if layers is LayerSpec.LOCAL or (layers is LayerSpec.AUTO and ours):
         return False
+
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
@@ -170,24 +183,26 @@ def _use_transformer_engine(config: TrainerConfig, *, gpu: bool) -> bool:
                 "Install transformer-engine[pytorch], or set trainer.layers=local."
             ) from error
         return False
+
     if not gpu:
         raise ValueError("trainer.layers=te needs a GPU and there is none: set trainer.layers=local.")
     return True
 
 
 class _TorchOnCpu:
-    """What Megatron modules see as `torch`: factories asked for a "cuda" tensor make a CPU one."""
+    """Replacement of `torch` in Megatron's modules: its factories make CPU tensors for "cuda"."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return torch's attribute for every name that is not replaced."""
         return getattr(torch, name)
 
 
 @functools.cache
 def _assume_cpu() -> None:
-    """Let Megatron's "cuda" mean the CPU, in this process, for good (idempotent).
+    """Replace Megatron's "cuda" by the CPU, in this process, permanently (idempotent).
 
-    torch itself keeps working for everybody else: its factories are replaced in Megatron's modules only,
-    and a tensor's type() and cuda() answer Megatron alone.
+    torch is unchanged for all other callers: its factories are replaced in Megatron's modules only, and a
+    tensor's type() and cuda() differ only when Megatron calls them.
     """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
@@ -196,35 +211,42 @@ def _assume_cpu() -> None:
 
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
+
+    # Factories: in the modules that pass device="cuda".
     stand_in = _TorchOnCpu()
     for name in _FACTORIES:
         setattr(stand_in, name, _on_cpu(getattr(torch, name)))
     for module in (clip_grads, distrib_optimizer, optimizer, schedules, utils):
         module.torch = stand_in  # pyright: ignore[reportAttributeAccessIssue]
 
+    # Methods of tensors. Megatron compares the type with "torch.cuda.FloatTensor" and its like.
     plain_type, plain_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
         asked = not args and not kwargs and _called_by_megatron()
-        return answer.replace("torch.", "torch.cuda.", 1) if asked else answer  # it expects the latter
+        return answer.replace("torch.", "torch.cuda.", 1) if asked else answer
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if _called_by_megatron() else plain_cuda(self, *args, **kwargs)
 
     torch.Tensor.type, torch.Tensor.cuda = type_, cuda
+
+    # There is no CUDA generator whose state could be stored.
     tp_random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tp_random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 def _called_by_megatron() -> bool:
-    """Whether the caller of our caller is Megatron."""
+    """Return whether Megatron called the function that calls this one."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None and frame.f_back.f_back is not None
     return frame.f_back.f_back.f_globals.get("__name__", "").startswith("megatron.core")
 
 
 def _on_cpu(factory: Any) -> Any:
+    """Return the factory with device="cuda" replaced by the CPU."""
+
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
@@ -248,6 +270,7 @@ def gather(part: T, group: dist.ProcessGroup) -> list[T]:
     """Gather one object of each rank of a group, on all of them."""
     if group.size() == 1:
         return [part]
+
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, part, group=group)
     return parts

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: what the other stages of a model hold, and how their tensors reach the first one.
+"""Pipeline parallelism: the tensors of a model's other stages, and their transfer to the first stage.
 
-Owns names and hand-over alone; passes between stages are Megatron's (`passes.schedule`). Every rank knows
+Owns only names and transfer; passes between stages are Megatron's (`passes.schedule`). Every rank has
 name, shape and type of each tensor of each stage, so that all of them cut the model into the same buckets.
 """
 
@@ -24,9 +24,9 @@ EMBEDDING_COPY, TIED_HEAD = "embedding.word_embeddings.weight", "output_layer.we
 
 
 def whole_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of this rank, then the buffers of routers, under their names in the whole model.
+    """Yield this rank's parameters, then the routers' buffers, under their names in the full model.
 
-    Adapters are left out: they are merged into what they stand beside.
+    LoRA adapters are left out: they are merged into the weights that they belong to.
     """
     buffers = (pair for pair in model.named_buffers() if pair[0].endswith(ROUTER_BIAS.megatron))
     for name, tensor in chain(model.named_parameters(), buffers):
@@ -35,7 +35,7 @@ def whole_names(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]]:
-    """`whole_names` of each stage; those of the others lie on the meta device.
+    """List `whole_names` of each stage; tensors of the other stages are on the meta device.
 
     Collective over the stages when it is called for the first time.
     """
@@ -43,8 +43,11 @@ def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]
     mine = list(whole_names(model))
     if stages.size() == 1:
         return [mine]
+
+    # The stages exchange names and shapes once: they do not change.
     if model.stage_shapes is None:
         model.stage_shapes = runtime.gather([(name, t.shape, t.dtype) for name, t in mine], stages)
+
     return [
         mine
         if stage == stages.rank()
@@ -54,7 +57,7 @@ def tensors_of_stages(model: PolicyModel) -> list[list[tuple[str, torch.Tensor]]
 
 
 def is_copy(name: str, stage: int, *, tied: bool) -> bool:
-    """Whether a stage's tensor is a copy of the first stage's embedding: an MTP layer's, or a tied head."""
+    """Return whether a stage's tensor copies the first stage's embedding: an MTP layer's or a tied head."""
     return stage > 0 and (name == EMBEDDING_COPY or (tied and name == TIED_HEAD))
 
 
@@ -66,10 +69,10 @@ def hand_over(
     stages: dist.ProcessGroup,
     device: torch.device,
 ) -> list[torch.Tensor] | None:
-    """Full tensors of one stage on the first; None elsewhere.
+    """Send full tensors from one stage to the first; return them there, None elsewhere.
 
-    full: there on that stage's rank that holds them. blank: their shapes and types, on the first stage's rank
-    that is to have them, of the same pipeline; other ranks do not call this.
+    full: the tensors, on the rank of `stage` that holds them. blank: their shapes and types, for the rank of
+    the first stage that receives them. Ranks of other pipelines do not call this.
     """
     if stage == stages.rank():
         for tensor in full or []:
@@ -77,6 +80,8 @@ def hand_over(
         return None
     if stages.rank():
         return None
+
+    # Both ranks list the tensors in the same order.
     received = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in blank]
     for tensor in received:
         dist.recv(tensor, group=stages, group_src=stage)
@@ -84,4 +89,5 @@ def hand_over(
 
 
 def _whole(model: PolicyModel, number: int) -> str:
+    """Return the prefix in the full model of this stage's layer `number`."""
     return f"decoder.layers.{model.decoder.layers[number].layer_number - 1}"

@@ -1,7 +1,7 @@
-"""Reading a checkpoint executes nothing that somebody wrote into it.
+"""Reading a checkpoint without executing code that was written into it.
 
 Megatron's format describes its tensors in a pickle, `.metadata`, and torch unpickles that file as well as
-objects among the tensors. Here `.metadata` is first read by a reader that only knows names of the format,
+objects among the tensors. Here `.metadata` is first read by a reader that accepts only names of the format,
 and objects are read as weights only.
 """
 
@@ -34,9 +34,10 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _Reader(pickle.Unpickler):
-    """Raises ValueError for names that do not belong to the format."""
+    """An unpickler that raises ValueError for names outside of the format."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function of the format."""
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or (module, name) in _KNOWN:
             return super().find_class(module, name)
@@ -45,12 +46,18 @@ class _Reader(pickle.Unpickler):
 
 @contextmanager
 def nothing_executed(directory: Path) -> Iterator[None]:
-    """Within it Megatron may load a checkpoint. Raises ValueError when its `.metadata` calls something."""
+    """Make loading a checkpoint safe within the context.
+
+    Raises ValueError when its `.metadata` names a class or function outside of the format.
+    """
+    # A damaged pickle can raise any exception.
     with (directory / ".metadata").open("rb") as file:
         try:
             _Reader(file).load()
-        except Exception as error:  # whatever garbage makes of a pickle
+        except Exception as error:
             raise ValueError(f"{directory / '.metadata'} cannot be read: {error}.") from error
+
+    # torch.load reads this variable, even where its caller passes weights_only=False.
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:

@@ -2,16 +2,16 @@
 
 Owns the host side; the rules are stated in `rlpipe.spec.verify`, the arithmetic is in `programs.py`.
 A call starts two kernels (block verification with gamma > 1: three) on the current stream, allocates
-outputs and a few kilobytes per row, copies no probabilities and never waits for the device.
+outputs and a few kilobytes per row, and never waits for the device.
 
-Probabilities: float32 or float64; half types are taken at their exact values in float32, so that the
-verdict is the reference's on `probs.float()`. Any strides over rows and depths; a row whose tokens are not
-adjacent in memory is copied. Columns of zeros (a padded vocabulary) are
-never drawn. A NaN has weight zero and is never accepted.
+Probabilities: float32 or float64; float16 and bfloat16 are read at their exact values in float32, so that the
+verdict is the reference's on `probs.float()`. Any strides over rows and depths; probabilities whose tokens
+are not adjacent in memory are copied, others are not. Columns of zeros (a padded vocabulary) are never
+sampled. A NaN has weight zero and is never accepted.
 
 Ties. A token is decided by comparing u * total with a running sum of up to V float64 weights. Kernel and
 reference add these in different orders; each sum is off by less than V * 2**-53 of the total. So both
-give the same token unless u lies within V * 2**-52 of a boundary (3.4e-11 at V = 151,936): there either
+give the same token unless u is within V * 2**-52 of a boundary (3.4e-11 at V = 151,936): there either
 neighbour is right. Coins of chain and target-only are compared exactly; a block's coin has the same
 tolerance.
 """
@@ -48,6 +48,8 @@ def verify_chain(
     Raises ValueError for shapes, dtypes or devices that do not fit, RuntimeError where no kernel can run.
     """
     _check(tokens, draft, target, coins, uniforms)
+
+    # Sizes of the launch. Types of 16 bits compute in float32.
     programs, interpreted = _programs(target.device)
     batch, gamma = tokens.shape
     vocab = target.shape[2]
@@ -65,6 +67,8 @@ def verify_chain(
     if not batch:
         return verdict
 
+    # Buffers that a kernel fills for the next. Without draft probabilities the kernels get the target's as
+    # an argument that they do not read.
     tokens, coins, uniforms = tokens.contiguous(), coins.contiguous(), uniforms.contiguous()
     one_hot, draft = draft is None, target if draft is None else draft
     mass = new(2, batch, tiles, dtype=torch.float64)
@@ -92,6 +96,7 @@ def verify_chain(
             programs.prefix_mass_kernel[(batch, _cdiv(tiles, span), gamma - 1)](
                 tokens, coins, *probs, prefix_mass, **shape, **decide
             )
+
         programs.residual_kernel[(batch, _cdiv(tiles, span))](
             tokens,
             coins,
@@ -106,6 +111,7 @@ def verify_chain(
             **decide,
             **find,
         )
+
         programs.locate_kernel[(batch,)](
             tokens,
             *probs,
@@ -135,9 +141,9 @@ def _with_adjacent_tokens(probs: torch.Tensor) -> torch.Tensor:
 
 
 def _span(batch: int, tiles: int, *, interpreted: bool) -> int:
-    """Choose the tiles per program: one while few rows do not fill a GPU; the result does not depend on it.
+    """Choose the tiles per program: one where few rows do not fill a GPU. The result does not depend on it.
 
-    The interpreter runs programs one after another, and each has a cost.
+    The interpreter runs programs one after another, at a cost each: they get more tiles.
     """
     return min(tiles, 16 if interpreted else 1 if batch <= 8 else 4)
 
@@ -156,6 +162,8 @@ def _programs(device: torch.device) -> tuple[ModuleType, bool]:
             'backend="triton" needs the package triton, which is not installed: '
             'pip install triton, or use backend="torch".'
         ) from error
+
+    # With TRITON_INTERPRET=1 the kernels are of another class.
     interpreted = not isinstance(programs.locate_kernel, programs.triton.runtime.jit.JITFunction)
     if device.type != "cuda" and not interpreted:
         raise RuntimeError(
@@ -179,6 +187,8 @@ def _check(
         )
     if target.dim() != 3 or not target.shape[2]:
         raise ValueError(f"target_probs is {tuple(target.shape)}; it must be [B, gamma + 1, V] with V > 0.")
+
+    # The shapes of the other tensors follow from these two.
     (batch, gamma), vocab = tokens.shape, target.shape[2]
     wanted = {
         "target_probs": (target, (batch, gamma + 1, vocab)),
@@ -187,6 +197,7 @@ def _check(
     }
     if draft is not None:
         wanted["draft_probs"] = (draft, (batch, gamma, vocab))
+
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}; with these drafts it must be {shape}.")
@@ -204,6 +215,7 @@ def _check(
 
 
 def _cdiv(a: int, b: int) -> int:
+    """Divide and round up."""
     return -(-a // b)
 
 

@@ -1,20 +1,20 @@
-"""The Triton kernels of verification. Imports triton; imported by `launch.py` alone, on first use.
+"""The Triton kernels of verification. Imports triton; imported only by `launch.py`, on first use.
 
-Owns arithmetic on the device; checks nothing. Every row of the batch is judged alone and every sum has
-a fixed order, so a verdict depends neither on the run nor on the batch around it.
+Owns arithmetic on the device, without checks. Every row of the batch is verified separately and every sum has
+a fixed order, so a verdict depends neither on the run nor on the other rows.
 
     prefix_mass_kernel   (B, tiles, gamma - 1), block verification only: at each depth the mass of
                          max(w p - q, 0), tile by tile; acceptance there depends on it
     residual_kernel      (B, tiles): decides acceptance from the gathered p and q of the drafts, which is
-                         cheaper in each program than a kernel of its own; then the mass of each tile of
+                         cheaper in each program than a separate kernel; then the mass of each tile of
                          the one row that is sampled
     locate_kernel        (B,): the tile where the uniform falls, then the token inside it
 
-Arguments of a kernel are scalars and pointers, never tuples: what Triton specialises (a stride of 1) loses
-its value inside a tuple argument (Triton 3.6 and 3.8). The last stride of both probabilities is 1.
+Arguments of a kernel are scalars and pointers, never tuples: a value that Triton specialises (a stride of 1)
+is lost inside a tuple argument (Triton 3.6 and 3.8). The last stride of both probabilities is 1.
 
-Weights are what the torch reference has: p - q in the precision of the inputs, all sums in float64.
-Whatever is not above zero, NaN included, has weight zero.
+Weights are those of the torch reference: p - q in the precision of the inputs, all sums in float64.
+A value that is not above zero, NaN included, has weight zero.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def _drafted(
     b, tokens, coins, probs, GAMMA: tl.constexpr, DEPTHS: tl.constexpr, COMPUTE: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """Per depth of row b: p and q at the draft [DEPTHS] COMPUTE, and the coin float64.
+    """Load, per depth of row b, p and q of the draft token ([DEPTHS] COMPUTE) and the coin (float64).
 
-    A draft outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
+    A draft token outside the vocabulary has p = 0, and is rejected. Depths beyond GAMMA have p = 0, coin 1.
     """
     draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     depth = tl.arange(0, DEPTHS).to(tl.int64)
     token = tl.load(tokens + b * GAMMA + depth, mask=depth < GAMMA, other=-1)
     known = (token >= 0) & (token < vocab)
+
+    # Masked elements are not read: their addresses may be invalid.
     at = target + b * target_row + depth * target_depth + token
     p = tl.load(at, mask=known, other=0.0).to(COMPUTE)
     if ONE_HOT:
@@ -43,13 +45,14 @@ def _drafted(
     else:
         at = draft + b * draft_row + depth * draft_depth + token
         q = tl.load(at, mask=known, other=1.0).to(COMPUTE)
+
     coin = tl.load(coins + b * GAMMA + depth, mask=depth < GAMMA, other=1.0)
     return p, q, coin
 
 
 @triton.jit
 def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
-    """w_i = min(1, w_{i-1} p_i / q_i), w_0 = 1: at draft i, w_{i-1} and w_i, [DEPTHS] float64.
+    """Compute w_i = min(1, w_{i-1} p_i / q_i), w_0 = 1: w_{i-1} and w_i at draft token i, [DEPTHS] float64.
 
     q = 0 counts as the limit q -> 0: w_i is 1 where w_{i-1} p_i > 0, else 0.
     """
@@ -57,6 +60,8 @@ def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
     before = tl.full([DEPTHS], 1.0, tl.float64)
     after = before
     scale = 1.0
+
+    # A recurrence over few depths: elements are selected by masks, since Triton cannot index a tensor.
     for i in tl.static_range(GAMMA):
         before = tl.where(depth == i, scale, before)
         joint = scale * tl.sum(tl.where(depth == i, p.to(tl.float64), 0.0), 0)
@@ -64,6 +69,7 @@ def _prefix_scales(p, q, GAMMA: tl.constexpr, DEPTHS: tl.constexpr):
         ratio = joint / tl.where(drafted > 0.0, drafted, 1.0)
         scale = tl.where(joint < drafted, ratio, tl.where((joint >= drafted) & (joint > 0.0), 1.0, 0.0))
         after = tl.where(depth == i, scale, after)
+
     return before, after
 
 
@@ -72,14 +78,17 @@ def _weights(
     v, b, row, scale, token, probs, GAMMA: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """The residual's weights and the target's of tokens v in row `row` of b, float64.
+    """Compute the residual's and the target's weights of tokens v in row `row` of b, float64.
 
-    Row GAMMA has no draft; there token must be -1 and scale 1.
+    Row GAMMA has no draft token; there token must be -1 and scale 1.
     """
     draft, target, draft_row, draft_depth, target_row, target_depth, vocab = probs
     inside = v < vocab
     at = target + b * target_row + row * target_depth + v
     p = tl.load(at, mask=inside, other=0.0).to(COMPUTE)
+
+    # The residual is max(p - q, 0), for a block max(w p - q, 0), without draft probabilities p except at
+    # the draft token.
     if ONE_HOT:
         rest = tl.where(v == token, 0.0, p)
     else:
@@ -89,6 +98,7 @@ def _weights(
             rest = scale.to(COMPUTE) * p - q
         else:
             rest = p - q
+
     return tl.where(rest > 0.0, rest, 0.0).to(tl.float64), tl.where(p > 0.0, p, 0.0).to(tl.float64)
 
 
@@ -98,13 +108,16 @@ def prefix_mass_kernel(
     GAMMA: tl.constexpr, DEPTHS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """prefix_mass[b, i - 1, tile]: the tile's sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
+    """Store in prefix_mass[b, i - 1, tile] its sum of max(w_i p_{i+1} - q_{i+1}, 0), for i in 1..GAMMA-1."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     accepted = tl.program_id(2).to(tl.int64) + 1
+
+    # w of the prefix of `accepted` draft tokens.
     p, q, _ = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, False)
     before, _ = _prefix_scales(p, q, GAMMA, DEPTHS)
     scale = tl.sum(tl.where(tl.arange(0, DEPTHS) == accepted, before, 0.0), 0)
+
     for k in tl.static_range(SPAN):
         tile = tl.program_id(1) * SPAN + k
         v = tile * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -120,21 +133,24 @@ def residual_kernel(
     DEPTHS: tl.constexpr, TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr,
     SPAN: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """num_accepted, accept_prob, row_scale; residual_mass and target_mass [B, TILES] of the sampled row.
+    """Store num_accepted, accept_prob, row_scale, and both masses [B, TILES] of the row to sample from.
 
-    The bonus row has no draft; its scale is 1.
+    The bonus row has no draft token; its scale is 1. Every program of a row decides acceptance again.
     """
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     depth = tl.arange(0, DEPTHS).to(tl.int64)
     p, q, coin = _drafted(b, tokens, coins, probs, GAMMA, DEPTHS, COMPUTE, ONE_HOT)
+
+    # A block accepts its longest prefix that passes, a chain the draft tokens before the first rejected one.
     if BLOCK:
         before, after = _prefix_scales(p, q, GAMMA, DEPTHS)
         inner = depth < GAMMA - 1
         slot = tl.arange(0, TILE_SLOTS)[None, :]
         at = prefix_mass + (b * (GAMMA - 1) + depth[:, None]) * TILES + slot
         mass = tl.sum(tl.load(at, mask=inner[:, None] & (slot < TILES), other=0.0), 1)
+
         passed_inner = inner & (coin * (mass + 1.0 - after) < mass)
         passed_last = (depth == GAMMA - 1) & (coin * q.to(tl.float64) < before * p.to(tl.float64))
         accepted = tl.max(tl.where(passed_inner | passed_last, depth + 1, 0), 0)
@@ -143,14 +159,20 @@ def residual_kernel(
     else:
         rejected = (depth < GAMMA) & ~(coin * q.to(tl.float64) < p.to(tl.float64))
         accepted = tl.min(tl.where(rejected, depth, GAMMA), 0)
+
+        # Division rounds as in the reference; q = 0 counts as the limit q -> 0.
         divisor = tl.where(q > 0.0, q, 1.0)
         ratio = p / divisor if COMPUTE == tl.float64 else tl.div_rn(p, divisor)  # noqa: SIM300
         prob = tl.where(p < q, ratio, tl.where((p >= q) & (p > 0.0), 1.0, 0.0))
         scale = tl.full([], 1.0, tl.float64)
+
+    # All programs of a row have the same result: one stores it.
     if group == 0:
         tl.store(accept_prob + b * GAMMA + depth, prob, mask=depth < GAMMA)
         tl.store(num_accepted + b, accepted)
         tl.store(row_scale + b, scale)
+
+    # Row `accepted` is sampled: the first rejected draft token's, or the bonus row.
     token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)
     for k in tl.static_range(SPAN):
         tile = group * SPAN + k
@@ -162,7 +184,7 @@ def residual_kernel(
 
 @triton.jit
 def _first_beyond(mass, running, goal, SLOTS: tl.constexpr):
-    """First slot of positive mass whose running sum exceeds goal, else the last of positive mass, else 0.
+    """Return the first slot of positive mass with running > goal, else the last of positive mass, else 0.
 
     Slots without mass are masked because a parallel scan can round them above their left neighbour.
     """
@@ -179,12 +201,14 @@ def locate_kernel(
     TILES: tl.constexpr, TILE_SLOTS: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr, ONE_HOT: tl.constexpr,
 ):  # fmt: skip
-    """next_token[b]: the inverse CDF of the residual; of the target row where the residual has no mass."""
+    """Store next_token[b] by the inverse CDF of the residual, or of the target row if that has no mass."""
     probs = draft, target, draft_row, draft_depth, target_row, target_depth, vocab
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, TILE_SLOTS)
     rest_mass = tl.load(residual_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
     whole_mass = tl.load(target_mass + b * TILES + slot, mask=slot < TILES, other=0.0)
+
+    # The tile of the uniform, and the mass still to cover inside it.
     empty = tl.max(rest_mass, 0) <= 0.0
     mass = tl.where(empty, whole_mass, rest_mass)
     running = tl.cumsum(mass, 0)
@@ -193,6 +217,7 @@ def locate_kernel(
     tile = _first_beyond(mass, running, goal, TILE_SLOTS)
     goal -= tl.sum(tl.where(slot == tile - 1, running, 0.0), 0)
 
+    # The token inside the tile: its weights are computed again.
     accepted = tl.load(num_accepted + b)
     scale = tl.load(row_scale + b)
     token = tl.load(tokens + b * GAMMA + accepted, mask=accepted < GAMMA, other=-1)
