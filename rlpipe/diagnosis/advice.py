@@ -1,4 +1,4 @@
-"""Advice: sentences on what a run's recent numbers say should be set otherwise.
+"""Advice: sentences on the settings that a run should change, by its recent numbers.
 
 Owns the rules; each is a function of the run's setup and of records that returns a sentence with the figure
 and the setting, or None. Flow: the controller passes every record to `Advisor.see`, which raises an `advice`
@@ -91,7 +91,7 @@ def _values(records: Records, name: str) -> list[float]:
 
 
 def _mean(records: Records, name: str, count: int = RECENT) -> float | None:
-    """Mean of the last values; None before there are three (or one, for metrics that are measured rarely)."""
+    """Return the mean of the last values; None before there are three (one, for metrics measured rarely)."""
     values = _values(records, name)[-count:]
     enough = 1 if name.startswith("probe/") else 3
     return fmean(values) if len(values) >= enough else None
@@ -110,7 +110,7 @@ def better_rule(setup: Setup, records: Records) -> str | None:
     if setup.mode not in alternatives:
         return None
 
-    # Block verification accepts at least as much as rejection, whose prediction stands in for it.
+    # Block verification accepts at least as much as rejection, whose prediction is used instead.
     other, current = alternatives[setup.mode], setup.mode if setup.mode != "block" else "rejection"
     under = "probe/fixed/acceptance_length"
     other_length, length = (_mean(records, f"{under}/{rule}", 3) for rule in (other, current))
@@ -200,6 +200,7 @@ def stale_engine(setup: Setup, records: Records) -> str | None:
     if len(gaps) < 3 or len(errors) != len(gaps):
         return None
 
+    # Readings are independent of each other, so their errors add up by squares.
     gap, se = fmean(gaps), (sum(e * e for e in errors) ** 0.5) / len(errors)
     if gap > -MARGIN or gap > -3 * se:
         return None

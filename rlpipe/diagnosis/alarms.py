@@ -63,7 +63,7 @@ class Watch:
         return None
 
     def _fails(self, record: Mapping[str, Any]) -> bool | None:
-        """Whether the rule fails at this record; None when the record does not decide it."""
+        """Return whether the rule fails at this record; None when the record does not decide it."""
         rule, value = self.rule, record.get(self.rule.metric)
         if rule.test is AlarmTest.DIVERGE:
             return self._diverges(value, record.get(rule.against))
@@ -96,7 +96,7 @@ class Watch:
         return value < self.limit if rule.test is AlarmTest.DROP else value > self.limit
 
     def _diverges(self, value: Any, against: Any) -> bool | None:
-        """Whether the metric grew by more than the threshold since `against` was at its best."""
+        """Return whether the metric grew by more than the threshold since `against` was at its best."""
         if isinstance(value, (int, float)):
             self._since.append(value)
         if not isinstance(against, (int, float)) or not self._since:
@@ -160,7 +160,7 @@ class Alarms:
                 self._event("alarm_over", alarm=name, step=self._step)
 
     def tick(self, now: float | None = None) -> None:
-        """Ring when no record has come for too long; now: of `time.monotonic`."""
+        """Raise the alarm when no record has come for too long; now: of `time.monotonic`."""
         silent = (time.monotonic() if now is None else now) - self._last_record_at
         if self._stall_seconds and silent > self._timeout_seconds and not self._stalled:
             self._stalled = True
@@ -170,6 +170,6 @@ class Alarms:
 
 
 def _fields(watch: Watch) -> dict[str, Any]:
-    """Fields of the event of an alarm."""
+    """Return the fields of the event of an alarm."""
     rule = watch.rule
     return {"metric": rule.metric, "test": str(rule.test), "value": watch.value, "limit": watch.limit}

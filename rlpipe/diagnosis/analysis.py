@@ -55,6 +55,7 @@ def analyse(run: RunData) -> dict[str, Any]:
         "speedup": speedups(run, setup.draft_cost),
         "entropy_slope": _plain(entropy_slope(run)),
         "rate_slope": _plain(entropy_slope(run, RATE)),
+        # Of the last probe and its fixed contexts: the state at the end of the run.
         "boundary": boundary(probes[-1][1][: probes[-1][0]["fixed"]]) if probes else [],
         "distributions": distributions(run),
         "decomposition": {label: _parts(parts) for label, parts in decompose_run(run).items()},
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print every statistic of acceptance instead")
     arguments = parser.parse_args(argv)
 
+    # A wrong path is a mistake of the caller: one line, without a traceback.
     try:
         runs = [load_run(path) for path in arguments.runs]
     except ValueError as error:

@@ -104,7 +104,7 @@ def attribute(
     zeros = np.zeros(n)
 
     def part(series: np.ndarray, part_entropy: np.ndarray) -> Estimate:
-        """D (series - slope part_entropy) and its error; series and slope are independent."""
+        """Return D (series - slope part_entropy) and its error; series and slope are independent."""
         remainder = np.asarray(series, dtype=float) - slope.value * part_entropy
         spans = remainder[:early], remainder[n - window :]
         entropy_change = part_entropy[n - window :].mean() - part_entropy[:early].mean()

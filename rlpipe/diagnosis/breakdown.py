@@ -94,6 +94,7 @@ def verified_in(records: Iterable[Mapping[str, Any]], *, plain_commands: bool = 
         kinds = token_classes(record, plain_commands=plain_commands)
 
         for position, num_accepted, tokens, p, q in record["drafts"]:
+            # Tokens after the first rejected one were not verified.
             for i in range(min(num_accepted + 1, len(tokens))):
                 index = position + i
                 if index not in sampled or sampled[index][0] != sampled[position][0]:
@@ -190,13 +191,13 @@ def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Estimate | int]:
 
 
 def _reach(target: Sequence[float], draft: Sequence[float]) -> np.ndarray:
-    """[gamma] probability of accepting every token up to each depth."""
+    """Return the [gamma] probabilities of accepting every token up to each depth."""
     p, q = np.asarray(target, dtype=float), np.asarray(draft, dtype=float)
     return np.cumprod(np.minimum(1.0, np.divide(p, q, out=np.ones_like(p), where=q > 0)))
 
 
 def _ratio(totals: np.ndarray, weights: np.ndarray, offset: float = 0.0) -> Estimate:
-    """sum totals / sum weights + offset, with the error of a ratio over clusters."""
+    """Compute sum totals / sum weights + offset, with the error of a ratio over clusters."""
     value = float(totals.sum() / weights.sum())
     terms = (totals - value * weights) / weights.sum()
     se = cr1_error(float(terms @ terms), len(terms))

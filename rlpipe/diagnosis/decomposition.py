@@ -95,6 +95,7 @@ def decompose(
     total = y[late].mean() - y[:first].mean()
     by_entropy = slope.value * entropy_change
 
+    # The errors of the means and of the slope are taken as independent.
     error_of_means = hypot(_error(y[:first], h[:first], slope), _error(y[late], h[late], slope))
     error_of_slope = abs(entropy_change) * slope.se
 
@@ -113,7 +114,7 @@ def decompose(
 
 
 def _error(acceptance: np.ndarray, entropy: np.ndarray, slope: Estimate) -> float:
-    """Error of a span's mean acceptance at its entropy; drift within the span is no error."""
+    """Return the error of a span's mean acceptance at its entropy; drift within the span is no error."""
     residuals = detrended(acceptance - slope.value * entropy)
     if len(residuals) > 2:
         return error_of_mean(residuals, fitted=min(3, len(residuals) - 1))
@@ -154,6 +155,7 @@ def paired(run: RunData, name: str, other: str) -> tuple[np.ndarray, np.ndarray,
 def split_over_time(run: RunData, end: Decomposition, points: int = 120) -> list[Decomposition]:
     """Decompose the overall rate up to `points` steps of a run, along the slope of `end`."""
     series = paired(run, RATE, ENTROPY)
+    # A stride of several steps keeps the plot of a long run small; the last step is always in it.
     count = len(series[0])
     stride = max(1, count // points)
     return [decompose(*series, at=at, slope=end.slope) for at in range(count - 1, 8, -stride)][::-1]

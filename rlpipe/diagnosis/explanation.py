@@ -2,7 +2,7 @@
 
 Owns the choice between the two analyses. With a probe set, fixed contexts decide between entropy and the
 draft, since their text is the same at both ends; a part is a certain cause only where it is clear of 0
-whichever slope is right. Without one, the split by steps can say that entropy moved along, never that it is
+whichever slope is right. Without one, the split by steps can show that entropy moved along, never that it is
 the reason. A slope that was measured by intervention (`metrics.probe.slope`) replaces those of the run.
 """
 
@@ -82,7 +82,7 @@ def measured_slope(run: RunData) -> Interval | None:
 
 
 def _parts(run: RunData, splits: Splits | None, measured: Interval | None) -> Parts | None:
-    """The parts from the probe set; None below `MIN_PROBES` probes.
+    """Compute the parts from the probe set; None below `MIN_PROBES` probes.
 
     With the slope that was measured by intervention; without one, each part is as wide as the two slopes of
     the run make it.
@@ -96,12 +96,14 @@ def _parts(run: RunData, splits: Splits | None, measured: Interval | None) -> Pa
     slopes = [measured or last.slope.interval]
     if not measured and splits and np.isfinite(splits.by_slope["between steps"].slope.low):
         slopes.append(splits.by_slope["between steps"].slope)
+    # Without a measured slope, an interval must cover the part for every slope of the run.
     by_slope = [_parts_along(evaluations, last, slope) for slope in slopes]
     causes = {
         name: Interval(part.value, min(p[name].low for p in by_slope), max(p[name].high for p in by_slope))
         for name, part in by_slope[0].items()
     }
 
+    # Engine and trainer read the same drafts, so their difference is due to the weights.
     n = len(evaluations.observed)
     assert evaluations.current is not None  # `probe_series` has all five series
     staleness = evaluations.observed - evaluations.current
@@ -114,7 +116,7 @@ def _parts(run: RunData, splits: Splits | None, measured: Interval | None) -> Pa
 
 
 def _parts_along(e: Evaluations, last: Decomposition, slope: Interval) -> dict[str, Interval]:
-    """Entropy, mismatch and contexts with this slope. last: the change at the last probe."""
+    """Compute entropy, mismatch and contexts with this slope. last: the change at the last probe."""
     assert e.current is not None and e.fixed is not None and e.fixed_entropy is not None
     weights = thirds(len(e.observed))
     entropy_change = float(weights @ e.entropy)
@@ -160,7 +162,7 @@ def _explain_by_probes(run: RunData, parts: Parts, splits: Splits | None) -> Fin
 
 
 def _no_cause(parts: Parts, setup: Setup, head: str, *, remark: str) -> Finding:
-    """The finding where no part is clear of 0: a constant staleness, no change, or an unsettled one."""
+    """Return the finding without a clear part: a constant staleness, no change, or an unsettled one."""
     standing = parts.standing
     if standing.clear and standing.value <= -MIN_STANDING:
         text = (
@@ -176,7 +178,7 @@ def _no_cause(parts: Parts, setup: Setup, head: str, *, remark: str) -> Finding:
 
 
 def _disagreement(mismatch: Interval, splits: Splits | None) -> str:
-    """A sentence where the split by steps and the mismatch on fixed contexts differ."""
+    """Write a sentence where the split by steps and the mismatch on fixed contexts differ."""
     if splits is None:
         return ""
     rests = {name: split.rest for name, split in splits.by_slope.items()}
@@ -198,11 +200,11 @@ def _disagreement(mismatch: Interval, splits: Splits | None) -> str:
     )
 
 
-# --- by steps alone --------------------------------------------------------------------------------
+# --- by steps only ---------------------------------------------------------------------------------
 
 
 def _explain_by_steps(splits: Splits, measured: Interval | None) -> Finding:
-    """What steps alone allow: entropy moved along, or it did not; never a reason."""
+    """Explain by steps only: entropy moved along, or it did not; never a reason."""
     change = splits.change
     head = (
         f"Acceptance {_moved(change)} from steps {splits.early[0]}-{splits.early[1]} to "
@@ -217,6 +219,7 @@ def _explain_by_steps(splits: Splits, measured: Interval | None) -> Finding:
     )
     head += f", while entropy moved by {splits.entropy_change:+.3f} nat: {by_slope}. "
 
+    # A slope from an experiment is better than those of the run, which are confounded.
     rest, alongs = splits.hull, [split.along for split in splits.by_slope.values()]
     if measured:
         alongs = [measured.times(splits.entropy_change)]
@@ -236,7 +239,7 @@ def _explain_by_steps(splits: Splits, measured: Interval | None) -> Finding:
 
 
 def _hint(name: str, setup: Setup, worth: str) -> str:
-    """What to set against a cause. worth: of a better draft, see `_points_back`."""
+    """Return the setting to change for a cause. worth: of a better draft, see `_points_back`."""
     hints = {
         "staleness": _staleness_hint(setup),
         "entropy": ENTROPY_HINT,
@@ -253,7 +256,7 @@ def _staleness_hint(setup: Setup) -> str:
 
 
 def _points_back(run: RunData, lost: Interval, gamma: int) -> str:
-    """What a draft is worth that gives back the lost points; "" where the run does not say."""
+    """Describe the gain of a draft that restores the lost points; "" where it cannot be computed."""
     gain = length_gain(run, -lost.value, gamma)
     if not gain:
         return ""
@@ -295,7 +298,7 @@ def _per_nat(slope: Interval) -> str:
 
 
 def _is_clear(part: Interval) -> bool:
-    """Whether a part is clear of 0 and large enough to be reported."""
+    """Return whether a part is clear of 0 and large enough to be reported."""
     return part.clear and abs(part.value) >= MIN_CHANGE
 
 

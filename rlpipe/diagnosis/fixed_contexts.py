@@ -42,7 +42,7 @@ class Pooled:
 
 
 def pool(tables: list[ProbeTable], rule: str, depth: int | None) -> Pooled:
-    """Pool the contexts of several trajectories.
+    """Join the contexts of several trajectories.
 
     Args:
         tables: one per trajectory.
@@ -67,6 +67,8 @@ def decompose_between(
 ) -> Decomposition:
     """Decompose the change between two probes of the same contexts in the same order (Eq. 16)."""
     slope = cross_section(before.alpha, before.entropy, before.clusters, level=level)
+
+    # Contexts are paired, so that the variation between them cancels in the differences.
     change, entropy_change = after.alpha - before.alpha, after.entropy - before.entropy
     error_of_slope = abs(float(entropy_change.mean())) * slope.se
 
@@ -131,6 +133,7 @@ def probe_series(run: RunData, level: float = LEVEL) -> tuple[Evaluations, Estim
         record = next((r for r in run.records if r["training/global_step"] == head["step"]), {})
         rates = [record.get(f"probe/visited/{name}") for name in ("observed_rate", "current_rate")]
         visited = tables[head["fixed"] :]
+        # Skip probes without drafts, and those of fewer than three clusters, which give no error.
         if None in rates or not visited or head["fixed"] < 3:
             continue
 

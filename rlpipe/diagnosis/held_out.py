@@ -59,10 +59,11 @@ def reward_intervals(run: RunData, metric: str) -> list[Interval]:
 
 
 def _interval(reward: float, error: float, counts: tuple[float, float]) -> Interval:
-    """counts: instances and trajectories behind the reward; 0 where they were not recorded."""
+    """Return the interval. counts: instances and trajectories of the reward; 0 where not recorded."""
     if not 0 <= reward <= 1:
         return Interval(reward, reward - Z95 * error, reward + Z95 * error)
 
+    # Attempts at one instance are alike: the error gives the size of an equivalent independent sample.
     max_size = max(counts)
     size = reward * (1 - reward) / error**2 if error > 0 else counts[0] or max_size
     size = min(size, max_size) if max_size else size
@@ -70,7 +71,7 @@ def _interval(reward: float, error: float, counts: tuple[float, float]) -> Inter
 
 
 def _counts(record: dict[str, object], metric: str) -> tuple[float, float]:
-    """Instances and trajectories that entered a mean; of the primary one, those of the set it repeats."""
+    """Return the instances and trajectories of a mean; of the primary one, those of the set it repeats."""
     sets = [metric]
     if metric == PRIMARY:
         sets = [

@@ -63,7 +63,7 @@ class Monitor:
 
     @property
     def draft_harmed(self) -> bool:
-        """Whether training the draft online made it worse where it is not trained (docs/alarms.md)."""
+        """True when training the draft online made it worse where it is not trained (docs/alarms.md)."""
         return self._online and DRAFT_HARMED in self._alarms.rung
 
     def validated(self, version: int, trajectories: Sequence[Trajectory]) -> None:
@@ -86,6 +86,7 @@ class Monitor:
         if self._probe is None or not self._probe.due(step):
             return {}
 
+        # Staleness is measured on the recorded trajectories, the only ones with their drafts.
         visited = self._rollouts.recorded(groups)
         return await self._probe.measure(
             step, groups, visited=visited, version=version, read=read, rule=self._rule

@@ -92,7 +92,7 @@ class Probe:
         self._held_out = self._stored(HELD_OUT)
 
     def due(self, step: int) -> bool:
-        """Tell whether step (1, 2, ...) is probed."""
+        """Return whether step (1, 2, ...) is probed."""
         every = self._config.every
         return bool(every) and ((step - 1) % every == 0 or step == self._last_step)
 
@@ -134,7 +134,8 @@ class Probe:
         """
         started = time.perf_counter()
         if not self._fixed:
-            siblings = zip_longest(*(g.trajectories for g in groups))  # first attempts come first
+            # First attempts come first, so that the contexts are of many prompts.
+            siblings = zip_longest(*(g.trajectories for g in groups))
             first = [t for row in siblings for t in row if t]
             self._fixed = self._choose(CONTEXTS, first, step=step, version=version)
 
@@ -168,7 +169,7 @@ class Probe:
         return chosen
 
     def _stored(self, name: str) -> list[Trajectory]:
-        """The contexts that an earlier start of the run chose."""
+        """Read the contexts that an earlier start of the run chose."""
         file = self._folder / name
         return [_trajectory(item) for item in read_jsonl(file)[0]] if file.is_file() else []
 
@@ -240,8 +241,8 @@ def verified(
 ) -> np.ndarray:
     """Pair every verified draft token with the acceptance probability at the newest version.
 
-    A step that keeps n draft tokens verified depths 1..n + 1. The kept ones are the realised tokens, so alpha
-    of the context is the probability with which the newest version would have kept each.
+    A step that accepts n draft tokens verified depths 1..n + 1. These n are the realised tokens, so alpha
+    of the context is the probability with which the newest version would have accepted each.
 
     Args:
         tables: of the visited trajectories.
@@ -265,7 +266,7 @@ def verified(
 
 
 def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
-    """Compare what the engine kept of its drafts with what the newest version would have kept.
+    """Compare what the engine accepted of its drafts with what the newest version would have accepted.
 
     Only depth 1 counts: deeper ones are not quite the engine's, whose draft attends to keys of depth 1 where
     the trainer's attends to those of the same depth.
@@ -302,7 +303,7 @@ def read_probes(run_dir: Path) -> list[tuple[dict[str, Any], list[ProbeTable]]]:
 
 
 def _columns(tables: Sequence[ProbeTable], name: str) -> list[np.ndarray]:
-    """A column of all contexts, an [n] array per depth."""
+    """Join a column of all contexts, an [n] array per depth."""
     filled = [table.values[name] for table in tables if len(table.positions)]
     return list(np.concatenate(filled).T) if filled else []
 
@@ -312,7 +313,7 @@ def _plain(column: np.ndarray) -> list[list[float | None]]:
 
 
 def _trajectory(item: Mapping[str, Any]) -> Trajectory:
-    """The fields of a record that a probe needs: the tokens, and which of them were sampled."""
+    """Read from a record what a probe needs: the tokens, and which of them were sampled."""
     versions = np.repeat(*np.array(item["policy_versions"], np.int32).reshape(-1, 2).T)
     return Trajectory(
         trajectory_id=item["trajectory_id"],

@@ -36,7 +36,7 @@ class Finding:
 
     name: of the cause.
     text: the conclusion with its numbers.
-    hint: what to set; "" for nothing.
+    hint: the setting to change; "" for none.
     sure: the data leave no other conclusion.
     """
 
@@ -183,7 +183,7 @@ def _mostly_solved(run: RunData) -> bool:
 
 
 def _majority(run: RunData) -> bool:
-    """Whether more than half of the last groups were all solved, or none solved."""
+    """Return whether more than half of the last groups were all solved, or none solved."""
     return max(late(run, "env/solve_all"), late(run, "env/solve_none")) > 0.5
 
 

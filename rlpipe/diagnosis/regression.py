@@ -1,6 +1,6 @@
 """Slopes and changes of means, from short series that are noisy and correlated, with their intervals.
 
-Owns the statistics that need arrays; knows nothing of acceptance. Each kind of data has its error:
+Owns the statistics that need arrays, independent of acceptance. Each kind of data has its error:
 
     robust_slope         a series in order of time with a few wild values    Huber's error, inflated for AR(1)
     instrumented_slope   a series whose regressor is measured with noise     inverted test, maybe unbounded
@@ -79,7 +79,7 @@ def robust_slope(x: np.ndarray, y: np.ndarray, *, trend: bool = True, level: flo
 
 
 def _huber_fit(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients and residuals, by iteratively reweighted least squares."""
+    """Fit coefficients and residuals, by iteratively reweighted least squares."""
     coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
     for _ in range(50):
         residuals = y - design @ coefficients
@@ -97,7 +97,7 @@ def _huber_fit(design: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _scale(residuals: np.ndarray, parameters: int) -> float:
-    """Median absolute residual as a standard deviation, corrected for the fitted parameters."""
+    """Return the median absolute residual as a standard deviation, corrected for the fitted parameters."""
     n = len(residuals)
     return 1.4826 * float(np.median(np.abs(residuals))) * sqrt(n / (n - parameters))
 
@@ -157,7 +157,7 @@ def cross_section(y: np.ndarray, x: np.ndarray, clusters: np.ndarray, *, level: 
     """Estimate the slope of y on x by least squares over points that come in clusters.
 
     Args:
-        y, x: [n]; for acceptance and entropy of contexts at one version, nothing drifts between points. The
+        y, x: [n]; for acceptance and entropy of contexts at one version, no drift exists between points. The
             slope is then per *token* (contexts of high entropy against those of low), which need not equal
             the slope between steps.
         clusters: [n] labels, the trajectory of each context.
@@ -191,7 +191,7 @@ def instrumented_slope(
 
     Args:
         y, x: [n] in order of time. All n steps determine the correlation of the residuals.
-        instrument: [n] a second measurement of x with errors of its own; None: x itself, which has none.
+        instrument: [n] a second measurement of x with independent errors; None: x itself, which has none.
         early: number of first steps that the slope is fitted over.
         level: of the interval.
     Returns:
@@ -221,7 +221,7 @@ def instrumented_slope(
 
 
 def _nonpositive_range(square: float, half_linear: float, constant: float) -> tuple[float, float]:
-    """Ends of {b : square b^2 + 2 half_linear b + constant <= 0}; the real line when that is no interval."""
+    """Solve square b^2 + 2 half_linear b + constant <= 0 for b; the real line when that is no interval."""
     if square <= 0:
         return -inf, inf
     root = sqrt(max(0.0, half_linear * half_linear - square * constant))
@@ -255,7 +255,7 @@ def thirds(n: int) -> np.ndarray:
 
 
 def _residual_noise(series: np.ndarray) -> tuple[float, float]:
-    """AR(1) correlation, raised by a standard error, and variance of the residuals about a cubic drift."""
+    """Estimate AR(1) correlation, raised by a standard error, and variance about a cubic drift."""
     n = len(series)
     basis = _polynomials(n, DRIFT_DEGREE)
     residuals = series - basis @ (basis.T @ series)
@@ -263,7 +263,7 @@ def _residual_noise(series: np.ndarray) -> tuple[float, float]:
     if power <= 1e-24:
         return 0.0, 0.0
 
-    # Fewer points say nothing of the correlation once the drift is taken away: assume the largest.
+    # Fewer points cannot show the correlation once the drift is taken away: assume the largest.
     correlation = MAX_RESIDUAL_CORRELATION
     if n > DRIFT_DEGREE + 3:
         measured = float(residuals[1:] @ residuals[:-1]) / power

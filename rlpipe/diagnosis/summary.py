@@ -56,6 +56,7 @@ def summarize(run: RunData) -> Summary:
     lines.append(("Why acceptance moved", _acceptance(run, cause)))
     lines += [("Problem" if f.sure else "Look at", f.text) for f in problems]
 
+    # The explanation has a hint for acceptance already; the same advice is not repeated.
     advice = advise(Setup.from_settings(run.settings), run.records)
     changes = [f.hint for f in findings if f.hint]
     changes += [text for name, text in advice.items() if name not in EXPLAINED]
@@ -134,7 +135,7 @@ PHASE_HINTS = {
 
 
 def _bound(run: RunData) -> Finding | None:
-    """The largest phase of a step; where it waits for rollouts, whether engine or environment is slow."""
+    """Find the largest phase of a step; where it waits for rollouts, the slow engine or environment."""
     step_seconds = sum(run.series("timing_s/step")[1])
     if not step_seconds:
         return None
@@ -151,12 +152,13 @@ def _bound(run: RunData) -> Finding | None:
 
 
 def _bound_by_generation(run: RunData, share: float) -> Finding:
-    """Rollouts are the largest phase, `share` of the step: the engines or the environments are slow."""
+    """Decide whether engines or environments are slow, where waiting for rollouts is `share` of the step."""
     waiting = f"the trainer waits for rollouts, {share:.0%} of the step's time"
     engine, env = (late(run, f"perf/utilisation/{role}") for role in ("rollout", "env"))
     in_environment, attempt = (late(run, f"timing_s/{part}") for part in ("sandbox", "gen"))
 
     if engine < 0.5 and env > max(0.6, engine) and in_environment > 0.5 * attempt:
+        # Upper bound: engines that never idle would shorten only the time that is waited for rollouts.
         gain = 1 / (1 - share * (1 - engine)) - 1
         return Finding(
             name="slow_environment",

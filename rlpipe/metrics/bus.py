@@ -7,7 +7,7 @@ happens in a sink reaches a run.
                       |___ Spans among the values ----------------> spans --> queue -> thread -> trace
     anyone    --event(kind, ...)---------------------------------> event --> queue -> thread -> sink
 
-emit, commit and event never wait for a sink. Each sink has its own thread and a bounded queue: when
+emit, commit and event never wait for a sink. Each sink has a thread and a bounded queue: when
 the queue is full records are dropped (one `sink_slow` event), after `MAX_ERRORS` failures in a row the
 sink is off for the rest of the run (one `sink_disabled` event, which the other sinks still record). A full
 disk is different: it may have space again, so sinks keep trying, with one warning (`disk_full`) in all.
@@ -77,14 +77,16 @@ class MetricsBus:
         self._disk_was_full = False
         sinks = [*sinks, EventsFile(events)] if events else sinks
         self._workers = [_Worker(sink, queue_size, self) for sink in sinks]
-        for worker in self._workers:  # only now: a sink that fails at once reports to the others
+
+        # All workers exist before the first one starts: a sink that fails at once reports to the others.
+        for worker in self._workers:
             worker.start()
 
     def emit(self, step: int, values: Mapping[str, Value]) -> None:
         """Merge values into a step that is open, or open it.
 
         Raises ValueError when a name is not declared in metrics/catalogue.toml, or its type is not of the
-        declared kind; nothing is merged then.
+        declared kind; no value is merged then.
         """
         spans: list[Span] = []
         for name, value in values.items():
@@ -108,7 +110,7 @@ class MetricsBus:
                 worker.put("spans", spans)
 
     def commit(self, step: int) -> Record:
-        """Close a step and hand its record to every sink.
+        """Close a step and send its record to every sink.
 
         Returns the record: STEP, time and every metric that was observed, a sketch as one number for each
         of its parts; None where it is not finite (which also raises a `nonfinite_metric` event).
@@ -265,6 +267,7 @@ class _Worker:
                 getattr(self.sink, what)(payload)
                 errors = 0
             except Exception as error:
+                # A full disk may have space again later; other errors disable the sink after a few.
                 if _no_space(error):
                     self._bus.disk_full(self.sink.name, error)
                     continue
@@ -282,7 +285,7 @@ class _Worker:
                 self._disable(error)
 
     def _next(self) -> _Item | None:
-        """The next item; None once closing and empty."""
+        """Return the next item; None once closing and empty."""
         while True:
             try:
                 return self._queue.get(timeout=0.1)

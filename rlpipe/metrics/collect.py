@@ -34,6 +34,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         critic/{score,rewards}, lengths, turns, rollout/entropy, spec/*, env/*, staleness; by name.
     """
     trajectories = [t for g in groups for t in g.trajectories]
+    # Masked trajectories are not trained on, so they count only as masked.
     trained = _complete(trajectories)
     rewards = [t.reward for t in trained]
     sampled = [t for t in trained if t.oldest_version is not None]
@@ -164,7 +165,7 @@ def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:
 
 
 def _num_accepted(counts: SpecCounts) -> Histogram:
-    """Verify steps by number of accepted drafts; accepted[k] counts the steps that accepted more than k."""
+    """Count verify steps by number of accepted drafts; accepted[k]: steps that accepted more than k."""
     at_least = [counts.verify_steps, *counts.accepted, 0]
     edges = [k - 0.5 for k in range(len(at_least))]
     return Histogram(tuple(edges), [a - b for a, b in pairwise(at_least)])
@@ -172,6 +173,8 @@ def _num_accepted(counts: SpecCounts) -> Histogram:
 
 def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
     rewards = [[t.reward for t in _complete(g.trajectories)] for g in groups]
+
+    # A group whose trajectories are all masked has no outcome.
     rewards = [r for r in rewards if r]
     return {
         "env/solve_all": Mean.of(min(r) >= SOLVED for r in rewards),
@@ -182,6 +185,7 @@ def _group_outcomes(groups: Sequence[Group]) -> dict[str, Value]:
 
 def _tampering(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
     graded = [t for t in trajectories if "changed" in t.info]
+    # The share among solved ones matters most: these rewards may come from the tampering.
     solved = ["tamper" in t.info for t in graded if t.reward >= SOLVED]
     share = {"env/tamper": Mean.of("tamper" in t.info for t in graded)} if graded else {}
     return share | ({"env/tamper_solved": Mean.of(solved)} if solved else {})

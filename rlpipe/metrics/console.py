@@ -3,7 +3,7 @@
 Owns the terminal during a run. On a terminal: a header, one aligned row per step that stays in the
 scrollback, and below it a live panel with trends, progress and the current phase. Elsewhere
 (a file, a CI log): one plain ASCII line per step or event, no control codes. Reads committed records
-and events; computes nothing but trends and the time left. rich is imported when the sink opens.
+and events; computes only trends and the time left. rich is imported when the sink opens.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class ConsoleSink:
             self._clock.clear()
         self._clock.append((self._step, record["time"]))
 
+        # Metrics that were not measured in this step leave no gap in a trend.
         for name, values in self._trends.items():
             if record.get(name) is not None:
                 values.append(record[name])
@@ -176,8 +177,10 @@ class ConsoleSink:
             self._validated_in = record.get("timing_s/validate") or 0.0
 
         self._enter("training")
+
+        # Step 0 has a row only if there was a validation before the first step.
         if not (self._step or any(column.cell(record) for column in COLUMNS)):
-            return  # nothing was validated before the first step
+            return
 
         if self._fancy:
             if self._rows % TITLES_EVERY == 0:
@@ -197,6 +200,7 @@ class ConsoleSink:
         if event["kind"] == "resumed":
             self._step = event["step"]
 
+        # Other events of level info are only in the events file.
         level = Level(event["level"])
         if level is Level.INFO and event["kind"] not in SHOWN_EVENTS:
             return
@@ -255,7 +259,7 @@ class ConsoleSink:
             return ""
         last, before = self._validations[-1], self._header.baseline
 
-        # Without a baseline, a run is compared with its own first validation.
+        # Without a baseline, a run is compared with its first validation.
         if before is None and len(self._validations) > 1:
             before = self._validations[0]["val/reward"]
         return "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)

@@ -1,4 +1,4 @@
-"""Values that carry a whole distribution: `Histogram` (bounds known beforehand), `Sketch` (any quantile).
+"""Values that carry a full distribution: `Histogram` (bounds known beforehand), `Sketch` (any quantile).
 
 Owns their merge and their form in a record. Both merge by adding counts, so the result equals that of a
 single process with all observations, in any order. Flow: as in values.py.
@@ -71,7 +71,7 @@ class Sketch:
     """Quantiles of anything, within 1% of the true value (DDSketch: Masson, Rim, Lee 2019, Section 2).
 
     x > 0 falls in bin i = ceil(log x / log g), g = (1 + e) / (1 - e), whose estimate 2 g^i / (g + 1) is
-    within e x of it. Merging adds the counts of equal bins: it loses nothing, in any order.
+    within e x of it. Merging adds the counts of equal bins: it is exact, in any order.
 
     positive, negative: counts by bin of |x|. zeros: |x| <= SKETCH_TINY. broken: NaN and infinities.
     """
@@ -108,6 +108,7 @@ class Sketch:
             if abs(x) <= SKETCH_TINY:
                 sketch.zeros += 1
             else:
+                # Bins widen with |x|, so that the relative error is the same everywhere.
                 bins, n = sketch.positive if x > 0 else sketch.negative, ceil(log(abs(x)) / _LOG_GAMMA)
                 bins[n] = bins.get(n, 0) + 1
 
@@ -127,7 +128,7 @@ class Sketch:
         )
 
     def quantile(self, q: float) -> float | None:
-        """Return the value below which a share q of the finite observations lies; None if there are none."""
+        """Return the value below which a share q of the finite observations is; None if there are none."""
         finite = self.count - self.broken
         if not finite:
             return None
@@ -165,7 +166,9 @@ def _middle(n: int) -> float:
 def extreme(observations: Iterable[float | None], pick: Callable[..., float | None]) -> float | None:
     """Return the min or max of the observations; NaN if one is NaN, None if there are none."""
     seen = [float(x) for x in observations if x is not None]
-    if any(isnan(x) for x in seen):  # max() and min() would depend on the order
+
+    # With a NaN among them, max() and min() would depend on the order.
+    if any(isnan(x) for x in seen):
         return nan
     return pick(seen, default=None)
 

@@ -1,7 +1,7 @@
 """The two JSONL files of a run directory: metrics.jsonl and events.jsonl, written and read.
 
 Owns the file format, one JSON object per line. A line is appended with one write, so readers of a
-running run see whole lines; one cut by a crash or a full disk is closed off before the next line is
+running run see complete lines; one cut by a crash or a full disk is closed off before the next line is
 appended, and readers skip and count it.
 """
 
@@ -52,7 +52,7 @@ class _JsonLines:
         self._broken = False
 
     def close(self) -> None:
-        """Hand everything to the disk and close."""
+        """Write everything to the disk and close."""
         if self._file is not None:
             os.fsync(self._file)
             os.close(self._file)
@@ -93,7 +93,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _object(line: str, shape: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
-    """A line as an object of this shape; None when it is not one."""
+    """Return a line as an object of this shape; None when it is not one."""
     try:
         item = json.loads(line, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -131,7 +131,7 @@ def forget_steps(run_dir: Path, step: int) -> list[str]:
             item_step = None if item is None else item.get(key)
             known = item_step is not None
 
-            # A line without an end was cut by a crash: nothing follows it.
+            # A line without an end was cut by a crash: no line follows it.
             if not step or (item_step > step if known else not line.endswith(b"\n")):
                 os.truncate(file, size)
                 break

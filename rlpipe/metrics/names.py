@@ -22,7 +22,7 @@ from rlpipe.metrics.values import Last, Max, Mean, Min, Ratio, Spans, Sum, Value
 
 
 class Kind(StrEnum):
-    """How a metric is reduced over actors and micro-batches, and thereby which value types it takes."""
+    """Reduction of a metric over actors and micro-batches, and thereby which value types it takes."""
 
     AVERAGE = "average"  # Mean or Ratio: Σ / Σ
     SUM = "sum"
@@ -80,7 +80,7 @@ class Section:
 
 
 class Level(StrEnum):
-    """How much an event matters to a reader."""
+    """Importance of an event to a reader."""
 
     INFO = "info"
     WARNING = "warning"

@@ -2,7 +2,7 @@
 
 Owns the server and the names: `spec/acceptance_length` is the gauge `rlpipe_spec_acceptance_length`, its
 help text the declaration. A value stays until a newer one comes, so validation is there between two
-validations. Events are counted by kind and level. A scrape reads what is in memory and waits for nothing.
+validations. Events are counted by kind and level. A scrape reads what is in memory and never waits.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class PrometheusSink:
         for name, value in sorted(self._values.items()):
             gauge, help_text = "rlpipe_" + re.sub(r"\W", "_", name), _help(name)
             if isinstance(value, dict):
+                # Prometheus counts cumulatively, up to each upper bound.
                 totals = list(accumulate(value["counts"]))
                 bounds = [*map(str, value["edges"][1:-1]), "+Inf"]
                 yield HistogramMetricFamily(

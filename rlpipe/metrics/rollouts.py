@@ -39,6 +39,7 @@ class Recorder:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
 
+            # A reader never sees an incomplete file: it is renamed when all of it is written.
             part = file.with_suffix(".part")
             lines = (json.dumps(item, separators=(",", ":"), default=str) + "\n" for item in items)
             part.write_text("".join(lines))
@@ -114,7 +115,8 @@ def accepted_depths(loss_mask: Sequence[int], drafts: Sequence[DraftStep]) -> li
 
     for step in drafts:
         for depth, position in enumerate(range(step.position, step.position + step.num_accepted), 1):
-            if position < len(depths) and loss_mask[position]:  # drafts after a stop token were not emitted
+            # Drafts after a stop token were accepted but not emitted.
+            if position < len(depths) and loss_mask[position]:
                 depths[position] = depth
             else:
                 break

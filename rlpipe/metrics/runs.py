@@ -83,6 +83,7 @@ class RunData:
         starts = [e["time"] for e in self.events if e.get("kind") == "start" and "time" in e]
         times = sorted(x["time"] for x in (*self.records, *self.events) if "time" in x)
 
+        # The time between the last record of one process and the start of the next does not count.
         total, begin, previous = 0.0, None, None
         for now in times:
             if begin is None or now in starts:
@@ -143,6 +144,7 @@ def _merged(records: list[dict[str, Any]]) -> dict[str, Any]:
     for name in {name for record in records for name in record} - {STEP, "time"}:
         values = [r[name] for r in records if isinstance(r.get(name), (int, float))]
         if values:
+            # The mean of several maxima is not a maximum; the other values are averaged.
             pick = {"max": max, "min": min}.get(name.rsplit("/", 1)[-1], fmean)
             merged[name] = pick(values)
 

@@ -1,8 +1,8 @@
 """The choice of a run's sinks, and the one door to Weights & Biases.
 
-Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a file of its own: jsonl, console,
+Owns the choice (`make_sinks`) and `WandbSink`; every other sink has a separate file: jsonl, console,
 trace, tensorboard, prometheus.
-A sink does its slow work (imports, logins, the network) in `open`, on its own thread: none delays a start.
+A sink does its slow work (imports, logins, the network) in `open`, on a separate thread: none delays a start.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class WandbSink:
     """Weights & Biases, its files in the run directory.
 
     run_dir: holds wandb/ and the id under which a resumed run continues. mode: AUTO is online when an
-    API key is at hand, offline otherwise. config: shown beside the run.
+    API key is at hand, offline otherwise. config: displayed with the run.
     """
 
     run_dir: Path
@@ -105,6 +105,7 @@ class WandbSink:
             )
         import wandb
 
+        # Without a key, W&B would wait for a login; offline files can be uploaded later.
         online = has_key and self.mode is not WandbMode.OFFLINE
 
         (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ class WandbSink:
         )
 
     def close(self) -> None:
-        """Flush, end the run and the service process that W&B keeps beside it."""
+        """Flush, end the run and the service process that W&B started for it."""
         if self._run is not None:
             import wandb
 
@@ -146,6 +147,7 @@ class WandbSink:
     def _stable_id(self) -> str:
         file = self.run_dir / "wandb" / "run_id"
         if not file.exists():
+            # A resumed run continues under the id of its first start.
             file.write_text(uuid.uuid4().hex[:12])
         return file.read_text().strip()
 
@@ -158,7 +160,7 @@ def default_entity() -> str:
 
 
 def logged_in() -> bool:
-    """Tell whether W&B would find an API key, without importing wandb or using the network."""
+    """Return whether W&B would find an API key, without importing wandb or using the network."""
     if os.environ.get("WANDB_API_KEY"):
         return True
 

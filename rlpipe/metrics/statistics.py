@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import cos, expm1, hypot, nan, pi, sqrt
 from statistics import NormalDist
 
-Z95 = 1.96  # half the width of a 95% interval, in standard errors
+Z95 = 1.96  # from the middle to an end of a 95% interval, in standard errors
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,11 +23,11 @@ class Interval:
 
     @property
     def clear(self) -> bool:
-        """Whether 0 is outside."""
+        """True when 0 is outside the interval."""
         return self.low > 0 or self.high < 0
 
     def covers(self, truth: float) -> bool:
-        """Tell whether the interval contains a number."""
+        """Return whether the interval contains a number."""
         return self.low <= truth <= self.high
 
     def times(self, factor: float) -> Interval:

@@ -54,7 +54,7 @@ def replace_scalars(directory: Path, curves: Mapping[str, Iterable[tuple[int, fl
 
 
 class TensorBoardSink:
-    """Records as scalars and histograms under their own names."""
+    """Records as scalars and histograms under the names of the metrics."""
 
     name = "tensorboard"
 
@@ -76,6 +76,8 @@ class TensorBoardSink:
         from tensorboardX import SummaryWriter
 
         step, wall = int(record[STEP]), record["time"]
+
+        # Opened here, because the first step decides which points of an earlier start are hidden.
         if self._writer is None:
             self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
             self._writer.add_custom_scalars(LAYOUT)

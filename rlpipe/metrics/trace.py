@@ -1,7 +1,7 @@
 """trace.json.gz of a run directory: spans in the JSON trace format that Perfetto opens.
 
 Owns the file. An actor is a process of the trace, a lane one of its threads, a span a complete event
-("ph": "X", microseconds since 1970 as integers). Every batch is a gzip member of its own, appended with one
+("ph": "X", microseconds since 1970 as integers). Every batch is a separate gzip member, appended with one
 write, so that a killed run leaves a readable file; the closing bracket comes with `close` and is taken off
 again when a resumed run appends. Open it on https://ui.perfetto.dev or with `trace_processor`.
 """
@@ -52,6 +52,8 @@ class TraceFile:
     def open(self) -> None:
         """Continue the file of an interrupted run; a new one begins with its first spans."""
         data = self._path.read_bytes() if self._path.exists() else b""
+
+        # Cut off the end of the list, so that further spans can be appended to it.
         if data.endswith(_CLOSE):
             with self._path.open("r+b") as file:
                 file.truncate(len(data) - len(_CLOSE))
@@ -81,7 +83,7 @@ class TraceFile:
                 file.write(_CLOSE)
 
     def _process_and_thread(self, actor: str, lane: int) -> tuple[int, int]:
-        """Process and thread of a lane; named when first seen."""
+        """Return process and thread of a lane; names them when first seen."""
         if (actor, lane) not in self._lanes:
             if actor not in self._actors:
                 pid = self._actors[actor] = _pid(actor)
@@ -105,7 +107,7 @@ class TraceFile:
 
 
 def _pid(actor: str) -> int:
-    """Process id of an actor, the same after a restart: 10,000s by kind, then its number.
+    """Return the process id of an actor, the same after a restart: 10,000s by kind, then its number.
 
     >>> _pid("controller"), _pid("trainer 0"), _pid("rollout 12")
     (10000, 20000, 30012)

@@ -187,6 +187,7 @@ def reduce(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     merged: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
+            # The types differ by a mistake of an emitter; the name shows which one.
             try:
                 merged[name] = merge(merged[name], value) if name in merged else value
             except ValueError as error:

@@ -57,6 +57,7 @@ def events(run: RunData, *, several: bool) -> str:
     omitted = len(run.events) - len(listed)
     left_out = f", {omitted} of lesser weight left out" if omitted else ""
     title = f"Events{f' of {run.name}' if several else ''} ({len(run.events)}{left_out})"
+    # A run without a single step has failed early: its events are the reason to read the page.
     is_open = " open" if not any("timing_s/step" in r for r in run.records) else ""
     rows_html = table(["after", "", "event", "fields"], rows, numeric=(0,))
     return f"<details{is_open}><summary>{escape(title)}</summary>{rows_html}</details>"

@@ -23,7 +23,7 @@ SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 class Figure:
     """One plot.
 
-    note: tells the reader what to look for.
+    note: what the reader should look for.
     wide: the plot takes the full width of the page.
     section: its heading, one of `SECTIONS`.
     """
@@ -40,6 +40,7 @@ def smooth(values: Sequence[float], half_life: float = 4.0) -> list[float]:
     """Return the exponential moving average, started without bias; half_life in steps."""
     decay, total, weight, averages = 0.5 ** (1 / half_life), 0.0, 0.0, []
     for value in values:
+        # Dividing by the sum of weights removes the bias towards 0 of the first values.
         total, weight = decay * total + value, decay * weight + 1
         averages.append(total / weight)
     return averages

@@ -84,6 +84,8 @@ def _reward(runs: Sequence[RunData]) -> Figure:
             if one:
                 traces.append(line((steps, values), "train", n, line=faint, hoverinfo="skip"))
             traces.append(line((steps, smooth(values)), f"{label}train" + (", smoothed" if one else ""), n))
+
+            # Several runs have one colour each: solid for held-out rewards, dotted for training.
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
 
@@ -133,7 +135,8 @@ def _entropy_and_acceptance(runs: Sequence[RunData]) -> Figure:
         )
         layout["yaxis2"]["domain"] = [0.56, 1]
         layout |= {"height": 460, "yaxis": {"domain": [0, 0.47], "title": {"text": "acceptance rate"}}}
-    else:  # nothing was drafted
+    else:
+        # No tokens were drafted: entropy takes the full height.
         for trace in traces:
             del trace["yaxis"]
         layout = {"yaxis": layout["yaxis2"]}
@@ -201,6 +204,7 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
     means = [{name: _mean(run.series(name)[1]) for name in names} for run in runs]
     labels = [run.name for run in runs]
 
+    # A phase that is small in every run is part of "other".
     drawn = [p for p in STEP_PHASES if any(m[p[0]] > SMALL * m["timing_s/step"] for m in means)]
     traces = [
         bars(label, n, labels, values=[m[name] for m in means], across=True) for name, label, n in drawn

@@ -123,6 +123,7 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
                 for accepted, count in enumerate(histogram["counts"]):
                     counts[accepted] = counts.get(accepted, 0.0) + count
 
+        # Shares, because runs differ in the number of their verify steps.
         if total := sum(counts.values()):
             traces.append(
                 bars(run.name, n, list(counts), values=[count / total for count in counts.values()])
@@ -150,7 +151,8 @@ def _why(runs: Sequence[RunData]) -> list[Figure]:
     for run in runs:
         try:
             ends[run.name] = decompose_run(run)
-        except ValueError:  # the entropy does not vary: nothing can be attributed to it
+        except ValueError:
+            # The entropy does not vary, so no change can be attributed to it.
             ends[run.name] = {}
 
     if len(runs) > 1:
@@ -233,6 +235,7 @@ def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
 
 def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
     """Draw one part of every row, with its interval."""
+    # An interval without bounds cannot be drawn.
     errors = [e.half_width if isfinite(e.half_width) else 0.0 for e in estimates]
     return bars(name, colour, labels, values=[e.value for e in estimates], errors=errors, across=True)
 

@@ -35,6 +35,7 @@ def breakdown_figures(runs: Sequence[RunData]) -> list[Figure]:
         for n, run in enumerate(runs):
             cuts = [cut for cut in acceptance_by(drafts[run.name], key) if cut.label][:MAX_BINS]
             if len(cuts) > 1:
+                # A single bin would repeat the overall rate.
                 hover = [f"{cut.judged} drafts, entropy {cut.entropy:.2f}" for cut in cuts]
 
                 labels, rates = [cut.label for cut in cuts], [cut.rate for cut in cuts]

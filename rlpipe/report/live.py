@@ -73,6 +73,7 @@ def make_server(run_dirs: Sequence[Path], host: str, port: int) -> ThreadingHTTP
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            # Under DNS rebinding, a foreign page reaches this server under another host name.
             if not may_ask(self.headers.get("Host", ""), names):
                 self.send_error(421, "Misdirected Request")
                 return

@@ -67,6 +67,7 @@ def _draw(figure: Figure, path: Path) -> None:
     if bars:
         _bars(bottom, bars, figure.layout)
 
+    # Stacked areas are drawn in one call, because each begins at the top of the one before.
     stacked = [trace for trace in figure.traces if trace.get("stackgroup")]
     if stacked:
         colours = [_colour(trace["fillcolor"]) for trace in stacked]

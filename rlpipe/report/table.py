@@ -11,7 +11,7 @@ _COLUMNS = ("run", "recipe", "state", "step", "reward", "held out", "acceptance"
 
 
 def runs_table(directories: Sequence[Path], settings: Mapping[Path, str] | None = None) -> str:
-    """One line per run directory. settings: what sets each apart, shown last."""
+    """Format one line per run directory. settings: those in which they differ, displayed last."""
     rows = [_row(path, (settings or {}).get(path, "")) for path in directories]
     table = [row[: None if settings else -1] for row in [_COLUMNS, *rows]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -22,12 +22,13 @@ def runs_table(directories: Sequence[Path], settings: Mapping[Path, str] | None 
 
 
 def run_directories(root: Path) -> list[Path]:
-    """Run directories at or below `root`, those with the newest records last."""
+    """Return the run directories at or below `root`, those with the newest records last."""
     found = [path.parent for path in root.rglob("config.yaml") if (path.parent / "events.jsonl").exists()]
     return sorted(found, key=lambda path: (path / "events.jsonl").stat().st_mtime)
 
 
 def _row(path: Path, settings: str) -> tuple[str, ...]:
+    # A run that waits for its turn in a sweep has no files yet.
     begun = (path / "config.yaml").exists()
     run = load_run(path) if begun else RunData(path=path, name=path.name)
     reward, held_out, acceptance = (

@@ -148,6 +148,7 @@ def build(spec: dict[str, Any]) -> tuple[Any, Any]:
         ],
     )
 
+    # Each section of the report has a filter, so that one can be about a single run.
     blocks: list[Any] = [reports.TableOfContents()]
     for section in spec["sections"]:
         filters = f"ID in {json.dumps(section['runs'])}" if section["runs"] else ""
@@ -241,6 +242,7 @@ def _make(options: argparse.Namespace) -> int:
         write_spec(spec, out)
         print(f"spec: {out}")
 
+    # The spec is useful without a login: it can be sent later, from another machine.
     if options.offline or not logged_in():
         print(
             "not sent: after `wandb login` and `wandb sync` of the runs, "

@@ -52,7 +52,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     runs = load_runs(run_dirs)
     content = make_content(runs)
 
-    # A reader that reloads the page never sees a half-written file.
+    # A reader that reloads the page never sees an incomplete file.
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
@@ -104,7 +104,7 @@ class Content:
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """Read run directories; give runs with the same name longer, unique names."""
+    """Read run directories; runs with the same name receive longer, unique names."""
     runs = [load_run(path) for path in run_dirs]
     _make_names_unique(runs)
     return runs
@@ -217,6 +217,7 @@ def _notices(run: RunData) -> str:
             f"{run.steps}{planned}. The same command continues from its newest checkpoint."
         )
 
+    # An alarm may be raised many times: one entry each, with its first steps.
     steps_by_alarm: dict[str, list[Any]] = {}
     for event in run.events:
         if event.get("kind") == "alarm":
@@ -239,7 +240,7 @@ def _notices(run: RunData) -> str:
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
     """Return (label, big text as HTML, small text) of every card."""
-    # Rewards and acceptance lengths come with a standard error and need a card of their own kind.
+    # Rewards and acceptance lengths come with a standard error and need another kind of card.
     measured = {"val/reward": "Validation reward"}
     for split in splits(run):
         measured[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
@@ -278,6 +279,7 @@ def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] 
     if not values:
         return None
 
+    # A single reading has no change to display.
     errors = dict(zip(*run.series(f"{name}_se"), strict=True))
     ends = [(steps[0], values[0]), (steps[-1], values[-1])] if len(values) > 1 else [(steps[0], values[0])]
 
@@ -364,11 +366,13 @@ def _anchor(title: str) -> str:
 
 
 def _make_names_unique(runs: Sequence[RunData]) -> None:
-    """Put the parent directory in front of names that occur twice, and append a number if still needed."""
+    """Prefix names that occur twice with the parent directory, and append a number if still needed."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
             run.name = f"{run.path.resolve().parent.name}/{run.name}"
+
+    # The parent directories may be the same, too.
     seen: dict[str, int] = {}
     for run in runs:
         seen[run.name] = seen.get(run.name, 0) + 1

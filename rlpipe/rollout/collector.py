@@ -241,6 +241,8 @@ class Collector:
                 session_id=f"{task.trajectory_id}#{next(self._sessions)}.{retry}",
                 lane=lane,
             )
+
+            # `close` waits for this future, so that no thread runs after the pool is shut down.
             ended = asyncio.get_running_loop().create_future()
             self._running.add(ended)
             try:
@@ -261,6 +263,7 @@ class Collector:
                 self._running.discard(ended)
                 ended.set_result(None)
 
+        # A failed trajectory stays in its group, masked, so that a group always has all of its members.
         if error is not None:
             attempt.trajectory.status = TrajectoryStatus.MASKED
             attempt.trajectory.reward = None
@@ -291,6 +294,7 @@ class Collector:
         try:
             result, reason = await self._take_turns(attempt, episode)
         finally:
+            # A cancelled attempt must still free its sandbox.
             await asyncio.shield(self._blocking(attempt, episode.close))
 
         trajectory = attempt.trajectory
@@ -312,6 +316,7 @@ class Collector:
             raise _Masked(ExitReason.PROMPT, message)
 
         for turn in range(self._suite.max_turns):
+            # An observation that leaves no token to generate ends the episode, which is graded as it is.
             if len(trajectory.token_ids) + len(context) >= max_context:
                 return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.CONTEXT
             trajectory.append_context(context)
@@ -330,7 +335,7 @@ class Collector:
         return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.MAX_TURNS
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
-        """Generate one turn; one that an abort cut off is continued, by requests with seeds of their own."""
+        """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
         length = len(attempt.trajectory.token_ids)
         budget = min(self._rollout.max_new_tokens, self._rollout.max_context - length)
         generated: GenerateResult | None = None
@@ -348,6 +353,8 @@ class Collector:
                 raise InfrastructureError(f"the engine aborted a turn {empty_aborts} times without a token")
 
             extended: GenerateResult = result if generated is None else joined(generated, result)
+
+            # The last token of the budget may arrive together with an abort; the turn is complete then.
             if extended.finish_reason is FinishReason.ABORT and len(extended.output_ids) >= budget:
                 extended.finish_reason = FinishReason.LENGTH
             generated = extended
@@ -386,6 +393,7 @@ class Collector:
         try:
             return await self._engine.generate(request)
         except asyncio.CancelledError:
+            # The caller is gone, so the engine should not finish the turn.
             self._engine.abort([request.request_id])
             raise
         except Exception:
@@ -437,4 +445,6 @@ async def gather_or_cancel(coroutines: Iterable[Awaitable[T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+        # Wait for the cancelled ones, so that none is still running when the error is raised.
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -103,6 +103,7 @@ class InjectedEngine:
         if self._serving >= oldest_allowed:
             return
 
+        # After skipped versions several are too old; the first one that is allowed is served.
         while self._held[0][0] < oldest_allowed:
             self._held.popleft()
         held_version, held = self._held.popleft()

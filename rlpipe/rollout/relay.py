@@ -32,6 +32,7 @@ class RelayEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Return the turn as another engine generates it. Raises RuntimeError when none can."""
+        # Two workers may use the same request id, and the other engine has not cached the conversation.
         moved = replace(request, request_id=f"{self._name}/{request.request_id}", session_id=None)
         generated = asyncio.get_running_loop().create_future()
         self._waiting[moved.request_id] = request, generated
@@ -43,8 +44,9 @@ class RelayEngine:
 
     async def next_turn(self) -> GenerateRequest:
         """Wait for a turn that another engine is to generate, and return it."""
+        # Skip the turns that were aborted while they waited here.
         while (request := await self._requests.get()).request_id not in self._waiting:
-            pass  # aborted meanwhile
+            pass
         return request
 
     def turn_played(self, request_id: str, result: GenerateResult) -> None:

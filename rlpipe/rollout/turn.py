@@ -62,6 +62,7 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         name: np.concatenate((getattr(first, name), getattr(second, name))) for name in GenerateResult.COLUMNS
     }
 
+    # The second result ended the turn, so its finish reason is that of the turn.
     return replace(
         second,
         request_id=first.request_id,

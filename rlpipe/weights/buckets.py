@@ -36,6 +36,7 @@ def buckets(weights: Mapping[str, torch.Tensor], megabytes: int) -> Iterator[Buc
     size = 0
     for pairs in together.values():
         num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+        # A bucket is never empty: what is too large for one is sent by itself.
         if bucket and size + num_bytes > megabytes * _MEGABYTE:
             yield bucket
             bucket, size = [], 0

@@ -44,7 +44,7 @@ class CanaryReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the server holds exactly what was sent."""
+        """True when the server has exactly the weights that were sent."""
         return not (self.target or self.draft)
 
     def summary(self) -> str:
@@ -55,7 +55,7 @@ class CanaryReport:
         by_role = []
         for role, names in (("target", self.target), ("draft", self.draft)):
             if names:
-                # the example to show is one whose reason is known
+                # Prefer a tensor with a known reason as the example.
                 first = min(names, key=lambda name: name not in self.reasons)
                 reason = self.reasons.get(first)
                 by_role.append(f"{len(names)} of the {role} (first {first}{f': {reason}' if reason else ''})")
@@ -311,7 +311,7 @@ def explain(
 def describe_parts(parts: Parts, served_form: str) -> str:
     """Describe dtype and shape of a tensor as rlpipe's plugin does.
 
-    served_form: the plugin's description. Experts are rows of one matrix here, and a dimension of their own
+    served_form: the plugin's description. Experts are rows of one matrix here, and a separate dimension
     on the server: the description follows the server's if the sizes fit.
 
     >>> experts = [torch.zeros(6, 4)]

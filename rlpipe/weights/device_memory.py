@@ -1,7 +1,7 @@
-"""Memory of a GPU that another process on it maps, by CUDA IPC through the driver's own library.
+"""Memory of a GPU that another process on it maps, by CUDA IPC through the driver's library.
 
-Not by torch's handles: they fit only a torch of the same version, and a server has its own. The server's side
-is in `served/rlpipe_shared_weights.py`.
+Not by torch's handles: they fit only a torch of the same version, and a server has another one.
+The side of the server is in `served/rlpipe_shared_weights.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class DeviceMemory:
     def reserve(self, size: int) -> None:
         """Make the memory at least `size` bytes large; its content is lost when it grows."""
         if len(self.bytes) < size:
+            # Memory that other processes map cannot grow, so it is replaced.
             self.close()
             self._call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             self.bytes = as_tensor(self._pointer.value, size, self._device)
@@ -49,7 +50,8 @@ class DeviceMemory:
 
     def _call(self, function: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()  # also gives this thread the context in which torch works
+            # This also sets the context in which torch works for this thread.
+            torch.cuda.synchronize()
             if code := getattr(self._driver, function)(*arguments):
                 raise RuntimeError(f"{function} on {self._device}: CUDA driver error {code}")
 

@@ -90,7 +90,7 @@ def _sums(parts: Parts) -> torch.Tensor:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """View bytes as int32, zeros after the last; copied where their number or address is no multiple of 4."""
+    """Return bytes as int32, padded with zeros; copied if number or address is not a multiple of 4."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     return (data.clone() if data.data_ptr() % 4 else data).view(torch.int32)
@@ -99,7 +99,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _mixed(words: torch.Tensor, start: int, num_bytes: int) -> torch.Tensor:
     """Compute what these tiles add to `_sums`, [2] int64. words: [n] int32 from position `start` on.
 
-    Arithmetic is modulo 2^32, which int32 gives; a shift to the right needs its sign bits cleared.
+    Arithmetic is modulo 2^32, as int32 has it; a shift to the right needs its sign bits cleared.
     """
     position = torch.arange(start, start + len(words), device=words.device).to(torch.int32)
     halves = []
@@ -147,5 +147,5 @@ def _splitmix64(x: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as [n] uint8; copied only if it is not contiguous."""
+    """Return a tensor as [n] uint8; copied only if it is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -64,6 +64,7 @@ def mix_kernel(words, sums, count, first, num_words, TILE: tl.constexpr, BLOCK: 
     high = tl.zeros((BLOCK,), tl.uint32)
     low = tl.zeros((BLOCK,), tl.uint32)
 
+    # The tile is larger than what a program has registers for, so it is read block by block.
     for offset in tl.static_range(0, TILE, BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
         inside = at < count

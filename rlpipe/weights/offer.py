@@ -1,4 +1,4 @@
-"""What trainer, workers and servers exchange about a broadcast of weights; `transports/` move the bytes."""
+"""Messages of trainer, workers and servers about a broadcast of weights; `transports/` move the bytes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ def unpack_weights(payload: WeightPayload) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, dtype_name)
         count = int(np.prod(shape, dtype=np.int64))
         raw = payload.buffer[start : start + count * dtype.itemsize]
-        if not raw.flags.writeable:  # an object-store buffer, which torch warns of
+
+        # A buffer of the object store is read-only, which torch warns of.
+        if not raw.flags.writeable:
             raw = raw.copy()
         weights[name] = torch.from_numpy(raw).view(dtype).view(shape)
     return weights

@@ -4,10 +4,10 @@
     for each bucket:      its bytes, broadcast --/update_weights_from_distributed-->  received, loaded
 
 Rank 0 is the trainer's first rank, for all servers at once (`Offer`: nothing passes through a rollout
-worker), or a rollout worker, for the ranks of its own server. Owns the group and the description of buckets;
+worker), or a rollout worker, for the ranks of its server. Owns the group and the description of buckets;
 sessions, versions and checks are not its.
 
-NCCL returns before it is done, and then hangs instead of raising. So each call is made on a thread of its own
+NCCL returns before it is done, and then hangs instead of raising. So each call is made on a separate thread
 and waited for until a deadline of the host. After that the communicator is aborted and the thread left
 behind, and rank 0 continues.
 """
@@ -55,7 +55,7 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """Whether it was left, also with all groups of this process, which a trainer ends when it stops."""
+        """True when it was left, also with all groups of this process, which a trainer ends when it stops."""
         return self._left or (self._group is not None and self._group not in c10d._world.pg_map)
 
     def join(self) -> Future[None]:
@@ -73,9 +73,10 @@ class Group:
         return _on_thread(_end, group)
 
     def _join(self) -> None:
-        """Do what SGLang's `init_custom_process_group` does, as rank 0."""
+        """Join as rank 0, as SGLang's `init_custom_process_group` does for the others."""
         at = self.rendezvous
-        # the watchdog of NCCL ends the process: our deadline comes first
+
+        # The watchdog of NCCL ends the process, so the deadline of `Root` must come first.
         timeout = timedelta(days=1) if at.backend == "nccl" else self._timeout
         group, _ = c10d._new_process_group_helper(
             at.size,
@@ -88,6 +89,7 @@ class Group:
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(at.size)}
 
+        # Left while the ranks were joining: nobody else would end this group.
         if self._left:
             _end(group)
         else:
@@ -118,7 +120,7 @@ class Root:
 
     @property
     def left(self) -> bool:
-        """Whether there is no group any more."""
+        """True when there is no group any more."""
         return self._left or self._group.ended
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
@@ -164,7 +166,8 @@ class Root:
 def _end(group: dist.ProcessGroup | None) -> None:
     """Abort and destroy a group, unless a trainer in this process ended all of them when it stopped."""
     if group is not None and group in c10d._world.pg_map:
-        with contextlib.suppress(RuntimeError):  # not every backend can
+        # Not every backend can abort.
+        with contextlib.suppress(RuntimeError):
             group.abort()
         dist.destroy_process_group(group)
 
@@ -177,7 +180,8 @@ def _on_thread(function: Callable[..., None], *args: Any) -> Future[None]:
         try:
             function(*args)
         except BaseException as error:
-            future.set_exception(error.with_traceback(None))  # whose frames would keep the group alive
+            # The frames of the traceback would keep the group alive.
+            future.set_exception(error.with_traceback(None))
         else:
             future.set_result(None)
 
@@ -198,7 +202,7 @@ def describe_join(group: Rendezvous, first_rank: int) -> dict[str, Any]:
 
 
 def describe_bucket(bucket: Bucket, group: str) -> dict[str, Any]:
-    """Return what a server must know of a bucket that `Root.send` broadcasts.
+    """Return the description for a server of a bucket that `Root.send` broadcasts.
 
     bucket: its tensors may be on the meta device.
     """

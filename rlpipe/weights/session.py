@@ -6,8 +6,8 @@ Owns the names, buckets and checkpoints of a model and its draft, and the reques
 session. How a bucket reaches the server is a transport's (`transports/`); which transport, and the check that
 the weights arrived, are `sync.py`'s.
 
-An MTP layer is part of its target's checkpoint, and each model of the server picks the weights that it knows.
-A draft with a checkpoint of its own may use the same names for other tensors, so each bucket is for one of
+An MTP layer is part of its target's checkpoint, and each model of the server picks the weights that it uses.
+A draft with a separate checkpoint may use the same names for other tensors, so each bucket is for one of
 the two. A draft that is not trained is not sent; the server is checked to hold the one it was started with.
 """
 
@@ -91,6 +91,7 @@ class WeightSession:
                 selector = "draft" if bucket[0][0].startswith(self.draft_prefix) else "target"
                 bucket = [(name.removeprefix(self.draft_prefix), tensor) for name, tensor in bucket]
 
+            # Some families have other names in a checkpoint than here.
             bucket = [(stored_name(name, self.hf_config), tensor) for name, tensor in bucket]
             body = {
                 "selector": selector,
@@ -100,7 +101,7 @@ class WeightSession:
             yield bucket, body
 
     async def load_mapped(self, client: Server, description: torch.Tensor, body: dict[str, Any]) -> None:
-        """Have every rank of the server load a bucket from memory that it maps.
+        """Load a bucket on every rank of the server from memory that it maps.
 
         description: where the memory and the tensors in it are (`encode_layout`).
         """
@@ -116,6 +117,7 @@ class WeightSession:
         target, draft = self._split(weights)
         write_checkpoint(folder, target, like=self.model_path)
         if draft:
+            # An update may have only a part of the draft; the other weights are those of the start.
             trained = {name.removeprefix(self.draft_prefix): tensor for name, tensor in draft.items()}
             start = read_weights(self.draft_path)
             write_checkpoint(folder / "draft", start | trained, like=self.draft_path)

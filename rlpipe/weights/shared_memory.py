@@ -74,7 +74,8 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Free the memory."""
-        with self._writing:  # in another thread, when the server failed meanwhile
+        # When the server failed, another thread may still be writing a bucket.
+        with self._writing:
             for memory in self._memory:
                 memory.close()
             self._memory.clear()
@@ -88,6 +89,7 @@ class SharedBuckets:
             if not self._memory:
                 raise RuntimeError("the buckets are freed.")
 
+            # The server may still read the bucket that was written last, so use the other block.
             self._memory.reverse()
             memory = self._memory[0]
             layout = layout_of(bucket, self._dtype, self._float32)
@@ -99,7 +101,7 @@ class SharedBuckets:
 def layout_of(
     bucket: Bucket, dtype: torch.dtype | None = None, float32: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Lay the tensors of a bucket out one after the other; returns offsets, types, shapes and the total size.
+    """Compute the layout of a bucket, tensor after tensor; returns offsets, types, shapes and the total size.
 
     bucket: its tensors may be on the meta device. dtype, float32: as for `SharedBuckets`; without dtype each
     tensor keeps its type.

@@ -90,7 +90,7 @@ class WeightSync:
         await self.transport.send(client, update)
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Have the server take what the trainer broadcasts; see `Transport.receive`."""
+        """Load on the server what the trainer broadcasts; see `Transport.receive`."""
         return await self.transport.receive(client, offer, member, flush=flush)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class WeightSync:
 
     @property
     def pads(self) -> bool:
-        """Whether the server keeps tensors of other shapes than those sent: only `checksums` knows them."""
+        """True when the server pads tensors: their fingerprints differ, which only `checksums` allows for."""
         return self._padded_channels > 0
 
     def _expected_parts(self, rank: int) -> dict[str, canary.Parts]:
@@ -154,6 +154,8 @@ class WeightSync:
         report, other_shapes = CanaryReport(), {}
         for served in answer.get("ranks") or []:
             rank = served["parallelism_info"][0]["tp_rank"]
+
+            # Updates may leave a separate draft out; then it must still be that of the start.
             wanted = expected.for_rank(rank, draft=draft)
             if draft and self._initial_draft is not None:
                 wanted = self._initial_draft.ranks[rank] | wanted

@@ -1,4 +1,4 @@
-"""Sandboxes: contained places for the commands that a model writes.
+"""Sandboxes: containment for the commands that a model writes.
 
 Owns the choice of a backend, and the check that it works. `local` contains commands on this machine with
 bubblewrap and treats a work tree as a value; `container` runs them in an image. Backends are imported
@@ -44,7 +44,7 @@ _NAMESPACES = (
 
 
 def check_sandbox(config: SandboxConfig) -> None:
-    """Prove that commands can be contained here, by running one.
+    """Check that commands can be contained here, by running one.
 
     Also removes what killed runs left. Raises ValueError with what is missing and a hint.
     """
@@ -72,6 +72,7 @@ def check_sandbox(config: SandboxConfig) -> None:
     sweep()
     _check_scratch()
 
+    # The second command checks that /proc is mounted in the sandbox.
     try:
         result, _ = make_tree_runner(config).run({}, "python3 -c 'print(6 * 7)' && grep -q . /proc/1/comm")
     except InfrastructureError as error:

@@ -19,7 +19,7 @@ Where the kernel lends us control groups (`cgroup`), one of them holds all that 
 page tables and buffers of sockets included, to its memory, processes and CPU, whatever a burst does.
 Elsewhere the watch has the sum of memory: it looks ten times a second, so a burst may pass the limit for that
 long, and does not see the buffers of sockets (processes x open files x 208 KiB at most); RLIMIT_AS and
-RLIMIT_FSIZE hold at once. The OOM killer is told to start here.
+RLIMIT_FSIZE hold at once. The OOM killer is set to start here.
 """
 
 from __future__ import annotations
@@ -249,19 +249,19 @@ def _undone(result: CommandResult) -> CommandResult:
 
 
 def _admit(status: bytes, group: cgroup.Group | None) -> bool:
-    """Put process 1 into its group, as bwrap waits for before it runs the command; whether there is one yet.
+    """Move process 1 into its group before bwrap runs the command; return whether there is one yet.
 
     So the kernel moves it, which may take long on a busy machine, while bwrap mounts.
     """
     process_1 = _process_1(status)
     if process_1 and group:
-        with contextlib.suppress(ProcessLookupError):  # it failed, and bwrap says why
+        with contextlib.suppress(ProcessLookupError):  # it failed, and bwrap reports why
             group.add(process_1)
     return process_1 is not None
 
 
 def _end(process: subprocess.Popen[bytes], status: bytes) -> None:
-    """Kill process 1 of the sandbox, so that bwrap reaps it; bwrap itself when it has none yet."""
+    """Kill process 1 of the sandbox, so that bwrap reaps it; bwrap itself when there is none yet."""
     if process_1 := _process_1(status):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_1, signal.SIGKILL)

@@ -3,7 +3,7 @@
 Owns which controllers this machine lets us use, and the groups of one command: version 2 where a group
 above ours hands its controllers down, else each hierarchy of version 1 that we may write to, below our own
 group there. A group counts what no process owns as well: tmpfs, pipes, page tables, buffers of sockets.
-Without controllers there are no groups, and the watch over processes is what remains. Imports nothing but
+Without controllers there are no groups, and the watch over processes is what remains. Imports only
 the standard library, since `scripts/doctor` runs it before anything is installed.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
 _DEATH_S = 10.0
-# a kernel may account for no swap; version 2 counts TCP with the rest
+# A kernel may account for no swap; version 2 counts TCP with all other memory.
 _OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
 _numbers = itertools.count()
 
@@ -52,7 +52,7 @@ class Group:
             raise
 
     def add(self, pid: int) -> None:
-        """Put a process into the groups; its later children are in them, too. Raises OSError."""
+        """Move a process into the groups; its later children are in them, too. Raises OSError."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
 
@@ -100,6 +100,7 @@ def remove(path: Path) -> None:
         except FileNotFoundError:
             return
         except OSError:
+            # A group with processes cannot be removed, and a killed one takes a moment to disappear.
             with contextlib.suppress(OSError):
                 for pid in (path / "cgroup.procs").read_text().split():
                     os.kill(int(pid), signal.SIGKILL)
@@ -146,7 +147,9 @@ def parents(proc: Path = Path("/proc/self")) -> dict[str, Path]:
         for controller in types & set(CONTROLLERS):
             if os.access(own, os.W_OK):
                 found[controller] = own
-        if not types:  # version 2: the nearest group above us, or ours, that hands all of them down
+
+        # Version 2 has one hierarchy: take the nearest group upwards that delegates all controllers.
+        if not types:
             for above in (own, *own.parents):
                 handed = above / "cgroup.subtree_control"
                 if not above.is_relative_to(root) or not handed.exists():
@@ -162,7 +165,7 @@ def is_version_2(group: Path) -> bool:
 
 
 def _hierarchies(proc: Path = Path("/proc/self")) -> list[tuple[set[str], Path, Path]]:
-    """(controllers, none for version 2; where it is mounted; our own group in it) of each mounted one."""
+    """Return (controllers, none for version 2; mount point; group of this process) of each hierarchy."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]

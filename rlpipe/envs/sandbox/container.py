@@ -28,7 +28,7 @@ _OWNER = "rlpipe.owner"  # label: machine, process namespace and process that a 
 
 
 def docker_run_args(limits: SandboxConfig) -> list[str]:
-    """Options of `docker run`: no network, no capabilities, bounded memory, processes and files."""
+    """Return options of `docker run`: no network, no capabilities, bounded memory, processes and files."""
     return [
         "--rm",
         "--network=none",
@@ -56,6 +56,7 @@ def sweep(executable: str = "docker") -> int:
     swept = 0
     for container in listed:
         owner = _answer(executable, "inspect", "-f", f'{{{{index .Config.Labels "{_OWNER}"}}}}', container)
+        # The id of a process means something only on its machine and in its namespace.
         pid = owner.strip().removeprefix(_here())
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             _answer(executable, "rm", "-f", container)
@@ -72,7 +73,7 @@ def _answer(*argv: str) -> str:
 
 
 def singularity_exec_args(limits: SandboxConfig) -> list[str]:
-    """Options of `singularity exec`: own namespaces, no network, no host environment or home."""
+    """Return options of `singularity exec`: separate namespaces, no network, no environment or home."""
     return [
         *("--contain", "--cleanenv", "--no-home", "--pid", "--ipc"),
         *("--net", "--network=none", "--no-privs"),
@@ -94,7 +95,7 @@ class DockerSandbox:
             raise InfrastructureError(f"docker run {image}: {_reason(error)}") from error
 
     def exec_line(self, command: str, timeout_s: float) -> list[str]:
-        """`docker exec` of one command, ended inside the container when its time is up."""
+        """Return the `docker exec` of one command, ended inside the container when its time is up."""
         settings = self._environment.config
         return [
             *(settings.executable, "exec", "-i", "-w", settings.cwd),
@@ -121,6 +122,7 @@ class DockerSandbox:
             output_kb=output_kb,
         )
 
+        # A command may fail; a container that has ended is a failure of the infrastructure.
         if ended.returncode and not self._alive():
             raise InfrastructureError(f"the container is gone: {ended.output[-500:]!r}")
         return _result(ended, timeout_s)
@@ -147,7 +149,7 @@ class SingularitySandbox:
             raise InfrastructureError(f"singularity build {image}: {_reason(error)}") from error
 
     def exec_line(self, command: str, timeout_s: float) -> list[str]:
-        """`singularity exec` of one command on the writable sandbox directory."""
+        """Return the `singularity exec` of one command on the writable sandbox directory."""
         settings = self._environment.config
         return [
             *(settings.executable, *settings.global_args, "exec", *settings.exec_args),
@@ -183,17 +185,19 @@ class SingularitySandbox:
 
 
 def _bounded_in_container(timeout_s: float) -> list[str]:
-    """Killing the client leaves the command running inside, so its time is kept there as well."""
+    """Return the prefix that ends a command inside: killing the client would leave it running there."""
     return ["timeout", "-s", "KILL", str(math.ceil(timeout_s))]
 
 
 def _run(limits: SandboxConfig, argv: list[str], *, timeout_s: float, stdin: bytes, output_kb: int) -> Ended:
-    grace = 10.0  # for the client to report a command that was killed inside
+    # The client needs some seconds to report a command that was killed inside.
+    grace = 10.0
     bound = (output_kb or limits.output_kb) << 10
     return run_bounded(argv, timeout_s=timeout_s + grace, max_output=bound, stdin=stdin)
 
 
 def _result(ended: Ended, timeout_s: float) -> CommandResult:
+    # The time limit inside acts first, so the client just reports a killed command.
     exceeded = ended.exceeded
     if exceeded is None and ended.seconds >= timeout_s and ended.returncode in _KILLED_BY_TIMEOUT:
         exceeded = Limit.TIME

@@ -1,6 +1,6 @@
 """Runs one process with bounded output, wall time, and a watch over what it consumes.
 
-Owns reading, timing and ending a process; knows nothing of sandboxes. Flow: start -> select on
+Owns reading, timing and ending a process, independent of sandboxes. Flow: start -> select on
 output, input, status pipe and the process itself, and look at it every tick -> end it when a limit is
 exceeded -> reap it. Output beyond the bound is discarded.
 """
@@ -28,7 +28,7 @@ _DEATH_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Ended:
-    """How a process ended.
+    """Outcome of a process.
 
     output: stdout and stderr in the order written, cut at the bound. returncode: -n for signal n.
     status: what it wrote to its status pipe. exceeded: the limit for which it was ended, if one was.
@@ -77,6 +77,7 @@ def run_bounded(
         returncode = run.process.wait()
         run.drain(max_output)
 
+        # The last output of a process may arrive only after its end.
         if exceeded is None and len(run.output) > max_output:
             exceeded = Limit.OUTPUT
         return Ended(
@@ -132,6 +133,7 @@ class _Run:
         for descriptor in (self._output_fd, self._status_fd):
             os.set_blocking(descriptor, False)
 
+        # A descriptor of the process lets `select` wait for its end and for its pipes at once.
         self._exit_fd = os.pidfd_open(self.process.pid)
         resources.callback(os.close, self._exit_fd)
 
@@ -252,7 +254,7 @@ def _readable(content: bytes, until_started: contextlib.ExitStack) -> int:
 
 
 def _pipe(until_read: contextlib.ExitStack, until_written: contextlib.ExitStack) -> tuple[int, int]:
-    """Make a pipe; each end is closed by its own stack."""
+    """Make a pipe; each end is closed by a separate stack."""
     read, write = os.pipe()
     until_read.callback(os.close, read)
     until_written.callback(os.close, write)

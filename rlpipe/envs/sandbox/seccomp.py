@@ -2,7 +2,7 @@
 
 Owns the list and its numbers. Denied is what holds memory that no limit of a process sees (System V objects,
 memfds, extended attributes, keys), what leaves the namespaces (kernel keyrings) and what widens the kernel's
-surface without use for honest work. A denied call fails with an errno that programs know; a foreign
+surface without use for honest work. A denied call fails with an errno that programs expect; a foreign
 architecture, whose numbers mean other calls, ends the process.
 
 A program is an array of `struct sock_filter {u16 code; u8 jt, jf; u32 k}` over `struct seccomp_data`.
@@ -88,7 +88,7 @@ _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 
 
 def denied(machine: str | None = None) -> dict[str, tuple[int, int]]:
-    """Calls that fail: name -> (number, errno). machine: as `platform.machine`, this one by default.
+    """Return the calls that fail: name -> (number, errno). machine: as `platform.machine`, None: this one.
 
     Raises ValueError for a machine whose numbers are not known.
     """
@@ -97,10 +97,12 @@ def denied(machine: str | None = None) -> dict[str, tuple[int, int]]:
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter of a machine, by default this one. Raises ValueError as `denied` does."""
+    """Return the filter of a machine, by default this one. Raises ValueError as `denied` does."""
     arch, _, second_table = _machine(machine)
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL_PROCESS)]
     steps.append((_LOAD, 0, 0, _NUMBER))
+
+    # x32 numbers reach the same calls, so none of that table is allowed.
     if second_table is not None:
         steps += [(_AT_LEAST, 0, 1, second_table), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     for number, code in denied(machine).values():
@@ -110,7 +112,7 @@ def program(machine: str | None = None) -> bytes:
 
 
 def _errno(name: str) -> int:
-    """Copying programs go on without attributes where the file system has none."""
+    """Return the error of a call: without support for attributes, programs that copy files continue."""
     return errno.ENOTSUP if "setxattr" in name else errno.EPERM
 
 

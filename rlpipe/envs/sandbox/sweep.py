@@ -20,17 +20,18 @@ _PREFIX = "rlpipe-sandbox-"
 
 
 def prefix() -> str:
-    """What the names of this process begin with: its id, then the mark of its run, if it has one."""
+    """Return the beginning of names of this process: its id, then the mark of its run, if it has one."""
     return f"{_PREFIX}{os.getpid()}-{os.environ.get(MARK, '')}-"
 
 
 def left(mark: str = "") -> list[Path]:
-    """Folders and groups of processes of ours that were killed, or of the run of that mark."""
+    """Return folders and groups of this user's killed processes, or of the run of that mark."""
     ours = {os.geteuid(), NOBODY} if os.geteuid() == 0 else {os.geteuid()}
     found = []
     for path in [*scratch().glob(f"{_PREFIX}*"), *cgroup.groups(_PREFIX)]:
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
-        with contextlib.suppress(OSError):  # another start sweeps it as well
+        # Another start may remove the same path at this moment.
+        with contextlib.suppress(OSError):
             dead = pid.isdigit() and not psutil.pid_exists(int(pid))
             if (dead or (mark and rest.startswith(mark))) and path.lstat().st_uid in ours:
                 found.append(path)

@@ -149,6 +149,7 @@ def _content(path: Path) -> bytes:
     if not os.access(path, os.R_OK):
         path.chmod(0o644)
 
+    # Never follow a link out of the tree.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
@@ -183,7 +184,8 @@ def exceeds(root: Path, limits: TreeLimits, used: int = 0) -> bool:
                     if count > limits.max_entries or used > limits.max_bytes:
                         return True
         except OSError:
-            continue  # the command removed or closed it between two looks; read_tree decides in the end
+            # The command removed or closed it between two looks; `read_tree` decides in the end.
+            continue
     return False
 
 
@@ -208,6 +210,7 @@ def remove_tree(root: Path) -> None:
                 with os.scandir(here) as entries:
                     for entry in list(entries):
                         if entry.is_dir(follow_symlinks=False):
+                            # The mode of a directory may forbid even this user to list it.
                             os.chmod(entry.name, 0o700, dir_fd=here)
                             os.rename(entry.name, str(made), src_dir_fd=here, dst_dir_fd=top)
                             pending.append(str(made))

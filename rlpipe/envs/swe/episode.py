@@ -1,7 +1,7 @@
 """One attempt at a SWE instance: commands in, observations out, until `submit`.
 
 Owns the protocol with the model: what a turn's text means, what it sees next, when it is rewarded. In
-`plain` mode the whole text is the command; in `fenced` mode it is the one ```bash block, as
+`plain` mode the full text is the command; in `fenced` mode it is the one ```bash block, as
 mini-swe-agent has it. Reward 1.0 iff it submitted, changed files, and every required test passes.
 """
 
@@ -80,7 +80,7 @@ def observation(result: CommandResult, config: EnvConfig) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text to `limit` characters, its head and its tail, and mark what is missing.
+    """Shorten a text to `limit` characters, its head and its tail, and mark what is missing.
 
     >>> shorten("abcdefgh", 4)
     'ab\\n[4 characters left out]\\ngh'
@@ -113,6 +113,7 @@ class SweEpisode:
             self._format_errors += 1
             return StepResult(observation=_FORMAT_ERROR.format(count=number))
 
+        # A submission ends the attempt: the tests decide, not the output of a command.
         if command.strip() in _SUBMISSIONS:
             grade = self._workspace.grade()
             info = {"changed": grade.changed, "tests_passed": grade.passed, "tests_required": grade.required}

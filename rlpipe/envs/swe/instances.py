@@ -22,7 +22,7 @@ _DIFF_TARGET = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 class Instance:
     """One task; the fields are SWE-bench's.
 
-    files: path -> text of the whole repository, tests included; empty when it lives in `image`.
+    files: path -> text of the full repository, tests included; empty when it lives in `image`.
     fail_to_pass, pass_to_pass: test ids, e.g. "test_core.Test.test_it".
     graded_in_process: its tests inspect the module (its source, its identity, callbacks), so they run in the
     process that imports the model's code, which can cheat there.
@@ -50,7 +50,7 @@ class Instance:
 
     @property
     def image_name(self) -> str:
-        """The container image: `image`, or by default the name SWE-bench gives it.
+        """The container image: `image`, or by default the name that SWE-bench uses.
 
         >>> Instance(instance_id="a__b-1", problem_statement="", fail_to_pass=("t",)).image_name
         'swebench/sweb.eval.x86_64.a_1776_b-1:latest'
@@ -74,6 +74,7 @@ class Instance:
         if any(_TEST_PART.fullmatch(part) for part in parts):
             return True
 
+        # A test of the instance may also be in a file with another kind of name.
         module = ".".join([*parts[:-1], parts[-1].split(".")[0]])
         return any(test.startswith(f"{module}.") for test in self.tests)
 
@@ -181,7 +182,7 @@ def _flag(value: Any, key: str, where: str) -> bool:
 
 
 def _ids(value: Any, key: str, where: str) -> tuple[str, ...]:
-    """A list of test ids, given as a list or, as SWE-bench does, as a JSON string of one."""
+    """Check a list of test ids: a list or, as in SWE-bench, a JSON string of one."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

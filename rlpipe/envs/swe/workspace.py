@@ -45,7 +45,7 @@ class Grade:
 
     @property
     def solved(self) -> bool:
-        """Whether this earns the reward."""
+        """True when this grade earns the reward."""
         return self.changed and self.passed == self.required
 
 
@@ -82,7 +82,7 @@ class TreeWorkspace:
         tree = code_to_grade(instance, self._sandbox.tree)
         required = len(instance.tests)
 
-        # Without a change the tests fail as they did before; nothing has to run.
+        # Without a change the tests fail as they did before: there is no need to run them.
         if tree == code_to_grade(instance, tree_of(instance.files)):
             return Grade(changed=False, passed=0, required=required, in_process=instance.graded_in_process)
 
@@ -125,7 +125,7 @@ class ImageWorkspace:
         return self._sandbox.run(command)
 
     def grade(self) -> Grade:
-        """Carry the model's changes into a fresh container and run the tests there."""
+        """Copy the model's changes into a fresh container and run the tests there."""
         required = len(self._instance.tests)
         diff = self._sandbox.run(_DIFF.format(head=self._head), output_kb=self._config.sandbox.tree_mb << 10)
 

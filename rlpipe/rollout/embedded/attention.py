@@ -69,9 +69,7 @@ def pieces_of(contexts: np.ndarray) -> tuple[Piece, ...]:
             if (more - before) * (middle - begin) + (more - keys) * (stop - start) <= PIECE_KEYS:
                 found[-1] = (begin, stop, more)
                 continue
-
         found.append((start, stop, keys))
-
     return tuple(found)
 
 
@@ -93,6 +91,8 @@ def attend_products(
     batch, width, heads, dim = query.shape
     merged, _, group, length = mask.shape
     kv_heads = merged // batch
+
+    # The heads that share a key head become rows of one product.
     grouped = query.view(batch, width, -1, group, dim).transpose(1, 2).reshape(merged, width * group, dim)
     mask = mask.reshape(merged, -1, length)
     found = []

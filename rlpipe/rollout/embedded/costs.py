@@ -34,7 +34,6 @@ def measure_costs(
     seconds = dict.fromkeys(cells, float("inf"))
     context = min(CONTEXT, table.tokens.shape[1] // 3)
     table.prompt[:] = context - 1
-
     for _ in range(ROUNDS):
         for batch, gamma in cells:
             table.active, table.total[:batch] = batch, context
@@ -44,7 +43,6 @@ def measure_costs(
             decoder.step([], [], gamma=gamma)
             _wait(table.hidden)
             seconds[batch, gamma] = min(seconds[batch, gamma], time.perf_counter() - started)
-
             table.draft_keys[:] = context  # no gap to close
 
     table.active = 0

@@ -74,7 +74,9 @@ class Decoder:
         """
         table, model = self._table, self._model
         decoding = table.active - len(starts) - len(copies)
-        drafts_on = bool(gamma) and model.drafts  # a lookup drafter has no keys
+
+        # A lookup drafter has no keys, so there is no gap to close and no draft to catch up.
+        drafts_on = bool(gamma) and model.drafts
         if drafts_on:
             self._close_gaps(decoding)
         drafted = self._drafting.draft(decoding, gamma) if decoding else None
@@ -96,13 +98,16 @@ class Decoder:
         probs = log_p.exp()
         choices = table.sampled_from(probs, rows)
 
+        # The decoding rows emit accepted drafts, the new rows sample their first token.
         tokens, accepted, drafts = [], None, None
         if drafted:
             choices_after = choices[:nodes].unflatten(0, (decoding, -1))
             judged = self._drafting.judge(drafted, choices_after)
             accepted, parts[0] = judged.accepted, judged.part
             tokens.append(judged.tokens.flatten())
-            if judged.nodes is not None:  # a tree: only the states of the accepted path remain
+
+            # Of a tree, only the states of the accepted path remain.
+            if judged.nodes is not None:
                 first = torch.arange(0, nodes, nodes // decoding, device=hidden.device).unsqueeze(1)
                 path, rest = (judged.nodes + first).flatten(), slice(nodes, None)
                 inputs, log_p, probs = (torch.cat((x[path], x[rest])) for x in (inputs, log_p, probs))
@@ -116,11 +121,13 @@ class Decoder:
             tokens.append(sample_cdf(choices[nodes:], uniforms))
 
         new_tokens = tokens[-1]
-        if routes is not None:  # routes of rejected drafts are overwritten later, as their keys are
+
+        # Routes of rejected drafts are overwritten later, as their keys are.
+        if routes is not None:
             kept = table.routes
             kept.flatten(0, 1)[torch.from_numpy(self._slots(parts))] = routes.to("cpu", kept.dtype)
 
-        # The draft writes its own keys of the emitted tokens, and its next depth 1.
+        # The draft writes the keys of its layers for the emitted tokens, and its next depth 1.
         read = self._catch_up(parts, fills, tokens, accepted, inputs) if drafts_on else []
         if table.history is not None and (not drafts_on or model.depths > 1):
             table.history.flatten(0, 1).index_copy_(0, self._places(parts), inputs)
@@ -144,11 +151,9 @@ class Decoder:
         states: [N, H] of a pass that begins with `nodes` tokens of decoding rows.
         """
         found, start = [states[:0]], nodes
-
         for part in fills:
             found.append(states[start : start + part.span.tokens].index_select(0, part.flat_last))
             start += part.span.tokens
-
         if copies:
             found.append(torch.cat(found).index_select(0, self._upload(np.asarray(copies) - decoding)))
         return torch.cat(found)
@@ -161,7 +166,8 @@ class Decoder:
         ends = table.total[: table.active] - 1
         fills = self._fills(0, [0] * table.active, ends)
 
-        for part in fills:  # one at a time: all rows at once may exceed the prefill budget by far
+        # One at a time, because all rows at once may exceed the prefill budget by far.
+        for part in fills:
             _, inputs = self._model.forward_to_draft(part.tokens.flatten(), [part.span])
             if self._model.drafts:
                 rows = np.arange(part.first, part.first + part.span.batch)
@@ -171,7 +177,7 @@ class Decoder:
         table.draft_keys[: table.active] = self._model.slots
 
     def _close_gaps(self, decoding: int) -> None:
-        """Let the draft catch up on rows that decoded without it."""
+        """Run the draft over the tokens that rows decoded without it."""
         table, rows = self._table, slice(0, decoding)
         ends = table.total[rows] - 1
         if table.history is None or (table.draft_keys[rows] >= ends).all():
@@ -193,7 +199,6 @@ class Decoder:
 
     def _slots(self, parts: list[Part]) -> np.ndarray:
         """Return the indices of the tokens of parts among the slots of all rows."""
-
         slots = self._model.slots
         rows = [np.arange(part.first, part.first + part.span.batch)[:, None] * slots for part in parts]
         return np.concatenate([(r + p.positions).ravel() for r, p in zip(rows, parts, strict=True)])
@@ -201,7 +206,6 @@ class Decoder:
     def _note_draft_keys(self, decoding: int, starts: list[int], copies: list[int], gamma: int) -> None:
         """Record how far each row's draft keys reach after this step."""
         table = self._table
-
         if gamma:
             table.draft_keys[: table.active] = self._model.slots
             return
@@ -239,12 +243,13 @@ class Decoder:
         first, count, read = parts[0].first, sum(part.span.batch for part in parts), []
         ready = self._table.hidden[first : first + count]
 
+        # A single layer continues only from the selected token of each row.
         if model.depths == 1:
             ready[:, 0] = model.draft(token, hidden, spans, selects)
             return read
 
+        # Each deeper layer reads one position further back, from the frontier as it was before this pass.
         frontier, chosen, going = ready.clone(), flat_index(spans, selects), len(parts) - len(fills)
-
         for depth in range(model.depths):
             if depth:
                 hidden = carried(hidden, frontier[:, depth - 1], parts)
@@ -262,11 +267,11 @@ class Decoder:
 
         read: by draft layer, the states that it read at their last tokens.
         """
-
         table, model = self._table, self._model
         for target, row in enumerate(copies, first):
             table.copy_keys(row, target, int(table.total[target]))
 
+        # Another first token needs another draft state; only the last position of each row is recomputed.
         if draft:
             rows = slice(first, first + len(copies))
             last = table.total[rows, None] - 1
@@ -277,10 +282,10 @@ class Decoder:
     def _fills(self, first: int, starts: list[int], ends: np.ndarray) -> list[Part]:
         """Return the tokens [start, end) of rows first, first + 1, ..., in parts of similar lengths."""
         parts, sizes = [], [int(end) - start for start, end in zip(starts, ends, strict=True)]
-
         for begin, stop in self._buckets(sizes):
             columns = np.asarray(starts[begin:stop])[:, None] + np.arange(max(sizes[begin:stop]))
-            columns = np.minimum(columns, self._model.slots - 1)  # padding goes to a slot never read
+            # Padding goes to a slot that is never read.
+            columns = np.minimum(columns, self._model.slots - 1)
             rows = np.arange(first + begin, first + stop)[:, None]
             span = self._model.span(first + begin, self._upload(columns), ends[begin:stop])
             tokens = self._upload(self._table.tokens[rows, columns])
@@ -291,7 +296,6 @@ class Decoder:
     def _buckets(self, sizes: list[int]) -> list[tuple[int, int]]:
         """Split consecutive rows so that padding is small and a part stays within the token budget."""
         buckets, begin = [], 0
-
         for index in range(1, len(sizes) + 1):
             if index < len(sizes):
                 window = sizes[begin : index + 1]
@@ -323,9 +327,11 @@ class Decoder:
         if top:
             best = log_p.topk(min(top, log_p.shape[1]), 1)
             parts += [best.indices.flatten(), best.values.flatten()]
+
         # Integers as int32 and the bits of float32 numbers share one tensor, hence one transfer.
         host = torch.cat([x.view(torch.int32) if x.is_floating_point() else x.int() for x in parts])
         host = host.cpu().numpy()
+
         counts = np.ones(self._table.active, np.int64)
         width = 1
         if accepted is not None:
@@ -348,11 +354,11 @@ class Decoder:
             verified=0,
         )
 
+        # The k best alternatives are at the end of the transfer.
         if top:
             ids, values = np.split(host[-2 * best.indices.numel() :], 2)
             emitted.top_ids = by_row(ids.reshape(count, -1))
             emitted.top_logprobs = by_row(values.view(np.float32).reshape(count, -1))
-
         return emitted
 
 

@@ -1,7 +1,7 @@
 """Several draft layers, one per depth: the tokens and states that each reads, and the slots of its keys.
 
 Chained as in DeepSeek-V3 (arXiv:2412.19437, section 2.2): with h_0 the target's states and e_s the embedding
-of token s, layer k computes h_k[t] = layer_k(h_{k-1}[t], e_{t+k}) and attends to its own keys of earlier
+of token s, layer k computes h_k[t] = layer_k(h_{k-1}[t], e_{t+k}) and attends to the layer's keys of earlier
 anchors t, made of the same depth. So a layer is one token further ahead than the one before it:
 
     tokens       . . . a a a | d d       n = 6 tokens are known, of which the last is pending
@@ -54,14 +54,13 @@ def carried(states: torch.Tensor, frontier: torch.Tensor, parts: Sequence[Part])
     states: [N, H] of the layer before, part after part. frontier: [rows, H] of it, before this pass.
     """
     found, start, row = [], 0, 0
-
     for part in parts:
         batch, stop = part.span.batch, start + part.span.tokens
         block = states[start:stop].unflatten(0, (batch, -1))
+        # Shift each row by one anchor: its frontier comes first, and the last state is not read yet.
         before = frontier[row : row + batch].unsqueeze(1)
         found.append(torch.cat((before, block[:, :-1]), 1).flatten(0, 1))
         start, row = stop, row + batch
-
     return torch.cat(found)
 
 
@@ -78,6 +77,7 @@ def draft_deeper(
     is the first. tokens: the drafts so far, [A] each. last: [A] positions of the pending tokens.
     """
     depth = len(tokens)  # counted from 0
+    # The layer before has just computed the window; its frontier is the state before that.
     states = window if depth == 1 else torch.cat((frontier[:, depth - 1, None], window), 1)
     anchors = last[:, None] + np.arange(-depth, 0)
     span = anchor_span(model, 0, anchors, decoding=True)

@@ -43,6 +43,7 @@ def make_drafting(model: Model, table: RowTable, spec: SpecConfig) -> Drafting:
     if spec.mode is SpecMode.TREE:
         return TreeDrafting(model, table, Tree.from_branching(spec.tree))
 
+    # A drafter without a model guesses from the text, always as a chain.
     if not spec.drafter.kind.has_model:
         return LookupDrafting(model, table, spec)
     return ChainDrafting(model, table, spec.mode)

@@ -113,7 +113,6 @@ class _RowDrafting:
         """Return positions [A] of the pending tokens, the tokens, and the uniforms of later ones."""
         table, rows = self._table, np.arange(decoding)
         last = table.total[:decoding] - 1
-
         outputs = (table.total[:decoding] - table.prompt[:decoding])[:, None] + np.arange(depth + 1)
         uniforms = self._upload(table.uniforms[rows[:, None], outputs])
         return last, self._upload(table.tokens[rows, last]), uniforms
@@ -130,7 +129,7 @@ class ChainDrafting(_RowDrafting):
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Start a step's rows; block verification takes all uniforms of a step from its first position.
 
-        Its deepest drafts and coins help decide how many are accepted. Used again at their own position, the
+        Its deepest drafts and coins help decide how many are accepted. Used again at later positions, the
         same uniforms would be conditioned on a rejection, and the output would be biased.
         """
         last, pending, uniforms = super()._start(decoding, depth)
@@ -147,7 +146,6 @@ class ChainDrafting(_RowDrafting):
         span = model.span(0, self._upload(positions), last + gamma + 1, decoding=True)
         tokens, probs, frontier, layers = [pending], [], table.hidden[:decoding], model.depths
         window = frontier[:, :1]
-
         for depth in range(gamma):
             if 0 < depth < layers:
                 window = draft_deeper(model, frontier, window, tokens[1:], last)
@@ -243,7 +241,8 @@ class TreeDrafting(_RowDrafting):
         self._draft_streams = [int(Stream.DRAFT), *more]
         self._coin_streams = [int(Stream.COIN), *(stream + 1 for stream in more)]
 
-        mask = tree.ancestor_mask()  # and a column for slots beyond the tree, which no node sees
+        # One more column is for the slots beyond the tree, which no node sees.
+        mask = tree.ancestor_mask()
         self._sees = torch.cat((mask, torch.zeros_like(mask[:, :1])), 1).to(model.device)
 
     def draft(self, decoding: int, gamma: int) -> Drafted:
@@ -266,7 +265,6 @@ class TreeDrafting(_RowDrafting):
             logits = model.draft_logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
             q = table.choices(logits, rows)
             probs.append(q)
-
             noise = uniforms[:, depth, self._draft_streams[: len(level)]]
             tokens.append(_siblings(q, noise.unflatten(1, (q.shape[1], -1))).flatten(1))
 
@@ -335,7 +333,6 @@ def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         drawn.append(token)
         without = left.scatter(1, token.unsqueeze(1), 0.0)
         left = torch.where(without.sum(1, keepdim=True) > 0, without, left)
-
     return torch.stack(drawn, -1).unflatten(0, q.shape[:2])
 
 

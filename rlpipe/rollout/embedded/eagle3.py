@@ -83,5 +83,7 @@ class Eagle3Draft:
         own = self._head(model.norm(state, self._norm))
         if self._ids is None:
             return own
+
+        # A draft with a reduced vocabulary never proposes the other tokens of the target.
         whole = own.new_full((len(own), self._shape.vocab), float("-inf"))
         return whole.index_copy_(1, self._ids, own)

@@ -5,7 +5,7 @@ Owns the thread, the inbox and the weights. The scheduler owns requests, the dec
     inbox (requests, aborts, updates) -> scheduler.round: admit, prefill, one decode step -> inbox ...
 
 | who                       | waits for                     | woken by                                |
-| the engine thread         | the inbox, when nothing runs  | any public method                       |
+| the engine thread         | the inbox, when no row runs   | any public method                       |
 | `generate`                | its future                    | the thread, `loop.call_soon_threadsafe` |
 | `update_weights`, `pause` | the end of the current step     | the thread, between two steps           |
 
@@ -147,7 +147,6 @@ class EmbeddedEngine:
         pending = (loop, future)
 
         job = Job(request, lambda result: self._answer(pending, result))
-
         with self._wake:
             self._require_running()
             if request.request_id in self._pending:
@@ -193,7 +192,6 @@ class EmbeddedEngine:
         draft = self._draft
         sent = draft is not None and any(name.startswith(draft.prefix) for name in weights)
         check_weights(weights, self._shapes | (draft.shapes if sent else {}), self._optional)
-
         self._call(lambda: self._load(weights, version))
 
     def stats(self) -> EngineStats:
@@ -229,7 +227,6 @@ class EmbeddedEngine:
             self._require_running()
             self._inbox.append((action, done))
             self._wake.notify()
-
         done.result()
 
     # ---- the engine thread ----
@@ -243,7 +240,8 @@ class EmbeddedEngine:
                     self._scheduler.round()
                     self._busy_seconds += time.perf_counter() - started
                 self._scheduler.abort(None)
-        except BaseException as error:  # any error that ends the thread must reach the waiting callers
+        except BaseException as error:
+            # Any error that ends the thread must reach the waiting callers.
             self._fail(error)
 
     def _take_inbox(self) -> bool:
@@ -252,7 +250,8 @@ class EmbeddedEngine:
             with self._wake:
                 while not (self._inbox or self._closed or self._has_work()):
                     self._wake.wait()
-                closed = self._closed  # no action is added to the inbox once this is set
+                # No action is added to the inbox once this is set.
+                closed = self._closed
 
             # Actions run without the lock: they may take as long as a weight update.
             while self._inbox:
@@ -264,7 +263,6 @@ class EmbeddedEngine:
 
             if closed:
                 return False
-
             if self._has_work():
                 return True
 
@@ -316,7 +314,7 @@ class EmbeddedEngine:
 
 
 def _settle(pending: Pending, action: Callable[[asyncio.Future], None]) -> None:
-    """Settle a request's future on its own event loop, unless the caller is gone."""
+    """Settle a request's future on the event loop of its caller, unless that is gone."""
     loop, future = pending
     if not loop.is_closed():
         loop.call_soon_threadsafe(lambda: None if future.done() else action(future))

@@ -78,10 +78,11 @@ class Graphs:
         selects: Sequence[torch.Tensor] | None = None,
     ) -> Any:
         """Run the pass of this name; return its results without padding."""
-
         span = spans[0]
         if not self._usable or len(spans) > 1 or not span.decoding or span.pieces:
             return function(tokens, spans, *(() if state is None else (state, selects)))
+
+        # One set of buffers serves all passes of a padded shape.
         select = None if selects is None else selects[0]
         batch, context = span.batch, span.mask.shape[2]
         rows, seen = padded_rows(batch, self._rows), padded_context(context, self._slots)
@@ -99,7 +100,6 @@ class Graphs:
             buffers.graph.replay()
         else:
             buffers.results = buffers.call(function)
-
         return _without_padding(buffers.results, batch, rows)
 
     def _make(
@@ -139,7 +139,8 @@ class Graphs:
             with torch.cuda.stream(beside):
                 for _ in range(_WARM_UPS):
                     buffers.call(function)
-                # kernels that other threads launch meanwhile, such as a trainer's, are not captured
+
+                # Kernels that other threads launch meanwhile, such as a trainer's, are not captured.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     buffers.results = buffers.call(function)
@@ -169,7 +170,6 @@ def padded_context(context: int, most: int) -> int:
     >>> [padded_context(context, 1000) for context in (5, 129, 193, 257, 700, 900)]
     [128, 192, 256, 384, 768, 1000]
     """
-
     size = _CONTEXT
     while size < context:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -194,7 +194,6 @@ def _fill(
     to.slots[:batch].copy_(span.slots)
     to.slots[batch:] = unread
     to.rotation[:batch].copy_(span.rotation)
-
     to.mask[:batch, :, :context].copy_(span.mask)
     to.mask[:batch, :, context:] = float("-inf")
 

@@ -26,10 +26,9 @@ class LatentProjection:
     """Hidden states [N, H] -> queries of all heads, then the key that is cached: [N, heads + 1, d]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """get: a weight by its Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: a weight by its Hugging Face name. prefix: of the attention's names."""
         latent = self._latent = arch.latent
         self._heads = arch.heads
-
         shared = get(f"{prefix}kv_a_proj_with_mqa.weight")
         query = get(f"{prefix}{'q_b_proj' if latent.query_rank else 'q_proj'}.weight")
 
@@ -43,7 +42,6 @@ class LatentProjection:
             shared = shared[order]
 
         self._query = Linear(query)
-
         if latent.query_rank:
             self._query_norm = get(f"{prefix}q_a_layernorm.weight")
             shared = torch.cat((get(f"{prefix}q_a_proj.weight"), shared))
@@ -53,7 +51,7 @@ class LatentProjection:
         self._absorbed = _by_head(arch, get, prefix)[:, : latent.plain].contiguous()
 
     def __call__(self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """[N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: turns [N, heads, rotary] in place."""
+        """Project [N, H] -> [N, heads + 1, kv_rank + rotary]. rotate: turns [N, heads, rotary] in place."""
         latent, heads, eps = self._latent, self._heads, self._latent.norm_eps
         compressed, shared, turned = self._down(hidden).split(
             [latent.query_rank, latent.kv_rank, latent.rotary], -1
@@ -62,6 +60,8 @@ class LatentProjection:
         if latent.query_rank:
             hidden = F.rms_norm(compressed, (latent.query_rank,), self._query_norm, eps)
         query = self._query(hidden).unflatten(-1, (heads, -1))
+
+        # The queries of all heads, with W_kb absorbed, and the one key come out in a single tensor.
         made = query.new_empty(len(query), heads + 1, latent.kv_rank + latent.rotary)
         plain, rotary = query.split([latent.plain, latent.rotary], -1)
         made[:, :heads, : latent.kv_rank] = torch.bmm(plain.transpose(0, 1), self._absorbed).transpose(0, 1)
@@ -77,17 +77,17 @@ class LatentOutput:
     """Mixtures of cached keys [N, heads * d] -> [N, H]."""
 
     def __init__(self, arch: Architecture, get: Get, prefix: str) -> None:
-        """get: a weight by its Hugging Face name. prefix: of the attention's names."""
+        """Read the weights. get: a weight by its Hugging Face name. prefix: of the attention's names."""
         self._heads, self._rank = arch.heads, arch.latent.kv_rank
         self._values = _by_head(arch, get, prefix)[:, arch.latent.plain :].transpose(1, 2).contiguous()
         self._output = Linear(get(f"{prefix}o_proj.weight"))
 
     def __call__(self, attended: torch.Tensor) -> torch.Tensor:
-        """[N, heads * (kv_rank + rotary)] -> [N, H]."""
+        """Multiply by W_vb and the output weights: [N, heads * (kv_rank + rotary)] -> [N, H]."""
         mixed = attended.unflatten(-1, (self._heads, -1))[..., : self._rank].transpose(0, 1)
         return self._output(torch.bmm(mixed, self._values).transpose(0, 1).flatten(1))
 
 
 def _by_head(arch: Architecture, get: Get, prefix: str) -> torch.Tensor:
-    """W_kb above W_vb of each head: [heads, plain + value, kv_rank]."""
+    """Return W_kb above W_vb of each head: [heads, plain + value, kv_rank]."""
     return get(f"{prefix}kv_b_proj.weight").unflatten(0, (arch.heads, -1))

@@ -40,7 +40,6 @@ def make_layer(
     get: returns a weight on the device, by its name in `weights`. qk_norm: whether queries and keys are
     normed, None for the model's setting.
     """
-
     # Neighbours form a rotated pair, instead of channels half a head apart as in the checkpoint.
     half = arch.rotary_dim // 2
     rotated = torch.stack((torch.arange(half), torch.arange(half) + half), 1).flatten()
@@ -60,6 +59,7 @@ def make_layer(
                 stacked.append(None)
                 continue
 
+            # Only queries and keys are rotated; values keep the order of the checkpoint.
             tensors = [get(f"{part}.{kind}") for part in parts]
             stacked.append(torch.cat([*map(interleaved, tensors[:rotated]), *tensors[rotated:]]))
 
@@ -79,6 +79,7 @@ def make_layer(
         bias = weights[prefix + ROUTER_BIAS.hf[0]].to(router.device) if arch.experts.sigmoid else None
         return Mixture(arch.experts, router, members, shared, bias)
 
+    # Latent attention normalizes its compressed vectors, so it has no norms of queries and keys.
     if arch.latent:
         within = get, f"{prefix}self_attn."
         attention = LatentProjection(arch, *within), None, None, LatentOutput(arch, *within)

@@ -21,11 +21,10 @@ class Linear:
     __slots__ = ("_packed", "bias", "size", "threshold", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """weight: [out, in]. bias: [out] or None."""
+        """Store the weight [out, in] and bias ([out] or None), prepacked where that is faster."""
         self.weight = weight.contiguous()
         self.bias = bias
         self.size = weight.numel()
-
         self._packed = None
         self.threshold = float("inf")
         if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():

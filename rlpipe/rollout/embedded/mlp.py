@@ -43,12 +43,13 @@ class Mixture:
         scores = F.linear(x.float(), self.router.float())
         scores = scores.softmax(-1) if self.bias is None else scores.sigmoid()
         chosen = self._allowed(scores if self.bias is None else scores + self.bias)
-
         self.chosen = chosen = chosen.topk(self.experts.per_token).indices
         weights = scores.gather(1, chosen)
         if self.experts.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * self.experts.scaling
+
+        # Sort the tokens by expert, so that each expert runs once, over all of its tokens.
         chosen, order = chosen.flatten().sort(stable=True)
         tokens = order // self.experts.per_token
         sizes = chosen.bincount(minlength=len(self.members)).tolist()

@@ -97,15 +97,19 @@ class Model:
     ) -> None:
         self.arch, self.draft_model, self.device, self.dtype = arch, draft, device, dtype
         self.rows, self.slots = rows, slots
-        # cuDNN's attention fails on keys that are views of a growing cache (misaligned address)
+
+        # cuDNN's attention fails on keys that are views of a growing cache (misaligned address).
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.depths, sides = 1 if draft is not None else int(mtp), 1 if arch.latent else 2
         layers, kv_heads, head_dim = arch.layers + self.depths, arch.cached_heads, arch.cached_dim
-        graphs = graphs and arch.experts is None  # only the host knows how many tokens an expert gets
 
+        # Only the host has the number of tokens that an expert gets, so MoE passes cannot be captured.
+        graphs = graphs and arch.experts is None
         kept = rows + graphs
         self.cache = torch.zeros(layers, sides, kept, kv_heads, slots, head_dim, device=device, dtype=dtype)
         self.target_cache = self.cache[: arch.layers]
+
+        # Where each key and value head of a row begins in the flat cache of a layer.
         self._flat = self.cache.view(layers, -1, head_dim).unbind(0)
         heads = torch.arange(sides * kv_heads, device=device)
         self._head_offsets = (heads // kv_heads * kept * kv_heads + heads % kv_heads) * slots
@@ -113,7 +117,7 @@ class Model:
 
         self._graphs = Graphs(self.cache, self._row_offsets[-1] + self._head_offsets, usable=graphs)
 
-        # in float32, as trainer and servers: exact angles would differ from theirs by 2e-3 after 32k tokens
+        # In float32, as trainer and servers: exact angles would differ by 2e-3 after 32k tokens.
         angles = torch.arange(slots)[:, None] * torch.tensor(arch.rope.frequencies(arch.rotary_dim))
         self._rotations = torch.polar(torch.full_like(angles, arch.rope.magnitude), angles).to(device)
         self.slot_ids = torch.arange(slots, device=device)
@@ -126,7 +130,7 @@ class Model:
 
     @property
     def drafts(self) -> bool:
-        """Whether the model has a draft, with keys of its own."""
+        """True when the model has a draft, which caches separate keys."""
         return self.depths > 0
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -144,6 +148,7 @@ class Model:
         if self.draft_model is None:
             self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
 
+        # A separate draft is replaced only if the update has weights of it.
         if self.draft_model is not None:
             prefix = self.draft_model.prefix
             draft = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -174,6 +179,7 @@ class Model:
         slots = positions if slots is None else slots
         if unseen is None:
             unseen = self.slot_ids[:context] > positions.unsqueeze(-1)
+
         mask = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype)
         mask.masked_fill_(unseen, float("-inf"))
         seen = self.cache[:, :, first : first + batch, :, :context]
@@ -210,7 +216,6 @@ class Model:
         if self.draft_model is None:
             hidden = self.forward(tokens, spans)
             return hidden, hidden
-
         hidden, features = self._backbone(tokens, spans, self.draft_model.layers)
         return hidden, self.draft_model.fuse(features)
 
@@ -337,7 +342,6 @@ class Model:
             shape, keys = (arch.head_dim,), qkv[:, heads:turned]
             qkv[:, :heads] = F.rms_norm(qkv[:, :heads], shape, layer.q_norm, arch.norm_eps)
             keys.copy_(F.rms_norm(keys, shape, layer.k_norm, arch.norm_eps))
-
         self._rotate(qkv[:, :turned, : arch.rotary_dim], rotation)
         return qkv
 

@@ -36,7 +36,9 @@ class MtpLayer:
         """Read the layer of a depth, counted from 0."""
         get, prefix, parts = model.getter(weights), mtp_prefix(index), model.arch.draft
         token_norm, hidden_norm, joined, final_norm = (get(prefix + part.hf[0]) for part in parts)
-        if Layout.SWAPPED not in {part.layout for part in parts}:  # it reads the token first
+
+        # Unless it is swapped, the checkpoint's product has the token first; `step` has it last.
+        if Layout.SWAPPED not in {part.layout for part in parts}:
             joined = torch.cat(joined.chunk(2, 1)[::-1], 1)
         return cls(model.layer(get, weights, prefix), token_norm, hidden_norm, Linear(joined), final_norm)
 

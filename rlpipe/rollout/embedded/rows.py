@@ -96,15 +96,16 @@ class RowTable:
         """
         target, row = self.active, self.idle_row(session_id)
         known = row is not None
-
         if known:
             del self._sessions[session_id]
             self._exchange(row, target)
         elif self.used < self.rows:
+            # Idle conversations begin at `active`; the first of them moves behind the others.
             if self.used > target:
                 self._move(target, self.used)
             self.used += 1
         else:
+            # No row is free, so the conversation that was idle for the longest time loses its keys.
             _, oldest = self._sessions.popitem(last=False)
             if oldest != target:
                 self._move(target, oldest)

@@ -75,7 +75,6 @@ class Scheduler:
 
     def round(self) -> None:
         """Admit what fits and run one step of everything."""
-
         decoding = self._table.active
         self._gamma = self._policy.choose(min(self._table.rows, decoding + len(self._waiting)))
         self._table.tidy()
@@ -136,12 +135,15 @@ class Scheduler:
         )
 
     def _admit(self) -> tuple[list[int], list[int]]:
-        """Give waiting requests rows, oldest first; return `starts` and `copies` of `Decoder.step`."""
+        """Assign rows to waiting requests, oldest first; return `starts` and `copies` of `Decoder.step`."""
         leaders, followers = self._choose()
         table = self._table
-
         first, copies = table.active, []
+
+        # Requests of similar lengths are neighbours, so that their prompts are padded little.
         leaders.sort(key=lambda item: item[0])
+
+        # Copies come after all rows that are processed; `Decoder.step` expects this order.
         starts = [self._seat(job) for _, job in leaders]
         for row, (_, leader) in enumerate(leaders, first):
             for job in followers[leader.request.prompt_ids.tobytes()]:
@@ -156,7 +158,6 @@ class Scheduler:
         room, budget = self._table.rows - self._table.active, self._prefill_tokens
         leaders: list[tuple[int, Job]] = []
         followers: dict[bytes, list[Job]] = {}
-
         while self._waiting and room:
             job = self._waiting[0]
             prompt = job.request.prompt_ids
@@ -168,7 +169,8 @@ class Scheduler:
             if key in followers and row is None:
                 followers[key].append(job)
             elif key in followers:
-                break  # a conversation with cached keys waits for the next round
+                # A conversation with cached keys waits for the next round: a copy would overwrite them.
+                break
             else:
                 size = len(prompt) - self._start(row, prompt)
                 if leaders and size > budget:
@@ -179,7 +181,6 @@ class Scheduler:
 
             self._waiting.popleft()
             room -= 1
-
         return leaders, followers
 
     def _start(self, row: int | None, prompt: np.ndarray) -> int:
@@ -261,14 +262,12 @@ class Scheduler:
         for index in np.flatnonzero(ended)[::-1].tolist():
             reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             self._finish(table.jobs[index], index, reason)
-
         return total
 
     def _count(self, emitted: Emitted, counts: np.ndarray) -> None:
         """Count the drafts of the verified rows, update the policy, and record drafts on request."""
         table, rows = self._table, slice(0, emitted.verified)
         kept = emitted.counts[rows, None] - 1
-
         depths = np.arange(self._depth)
         gamma = min(self._gamma, self._depth)
         reached, accepted = (kept >= depths) & (depths < gamma), kept > depths
@@ -286,7 +285,9 @@ class Scheduler:
             proposed=emitted.verified * proposed,
         )
         self._stats.spec.add(spec)
-        useful = counts[rows, None] - 1  # accepted drafts after a stop token save no time
+
+        # Accepted drafts after a stop token save no time.
+        useful = counts[rows, None] - 1
         self._policy.observe(
             ((useful >= depths) & (depths < gamma)).sum(0).tolist()[:gamma],
             (useful > depths).sum(0).tolist()[:gamma],

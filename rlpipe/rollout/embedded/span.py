@@ -57,6 +57,7 @@ class Span:
     def selected_mask(self, select: torch.Tensor) -> torch.Tensor:
         """Return the mask of one token per row; select: [B] int64."""
         if self.pieces:
+            # An expanded mask has one entry per row and key head.
             select = select.repeat_interleave(len(self.mask) // self.batch)
         return self.mask[torch.arange(len(self.mask), device=select.device), select].unsqueeze(1)
 
@@ -74,5 +75,4 @@ def flat_index(spans: Sequence[Span], selects: Sequence[torch.Tensor]) -> torch.
     for span, select in zip(spans, selects, strict=True):
         flat.append(select + torch.arange(start, start + span.tokens, span.width, device=select.device))
         start += span.tokens
-
     return flat[0] if len(flat) == 1 else torch.cat(flat)

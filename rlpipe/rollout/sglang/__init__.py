@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine: a server in its own environment, spoken to over HTTP.
+"""SGLang as a rollout engine: a server in a separate environment, driven over HTTP.
 
 Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.Engine`.
 
@@ -6,7 +6,7 @@ Nothing here imports sglang; `SglangEngine` implements `rlpipe.rollout.engine.En
     wire.py       server-sent events on reused connections
     batches.py    turns that leave in one request
     target.py     the directory that a server loads, where a draft needs outputs of the target's layers
-    environment.py  the interpreter, and whether what it holds is what we know
+    environment.py  the interpreter, and a check of the versions in it
     server.py     the process: start, wait, stop with everything it started
     client.py     HTTP: errors, retries
     answers.py    a request in SGLang's form, an answer as `GenerateResult`

@@ -70,6 +70,7 @@ def parse_answer(
     read = _packed if "rlpipe" in meta else _listed
     logprobs, entropies, top = read(request, meta, ids)
 
+    # Only a complete answer lists the version of every token.
     if meta.get("finish_reason"):
         versions = token_versions(meta.get("weight_versions") or [], len(ids))
     else:
@@ -180,7 +181,7 @@ def token_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray
 
 
 def spec_counts(meta: Mapping[str, Any]) -> SpecCounts:
-    """Compute counts per depth from the histogram of accepted drafts; empty when nothing was drafted.
+    """Compute counts per depth from the histogram of accepted drafts; empty when no token was drafted.
 
     >>> meta = {"spec_verify_ct": 4, "spec_num_proposed_drafts": 8}
     >>> counts = spec_counts(meta | {"spec_correct_drafts_histogram": [1, 2, 1]})

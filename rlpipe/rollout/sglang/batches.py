@@ -67,6 +67,7 @@ class Batches:
         try:
             return await turn.answer
         except asyncio.CancelledError:
+            # A request that was sent already has to be ended on the server, too.
             if turn in self._waiting:
                 self._waiting.remove(turn)
             else:
@@ -88,7 +89,8 @@ class Batches:
 
     async def _send_waiting(self) -> None:
         """Send all waiting requests, those of one kind together."""
-        await asyncio.sleep(0)  # after requests that other tasks are about to make
+        # Wait for the requests that other tasks are about to make in this round of the loop.
+        await asyncio.sleep(0)
         turns, self._waiting = self._waiting, []
         kinds: dict[tuple[Any, ...], list[_Turn]] = {}
         for turn in turns:
@@ -98,7 +100,7 @@ class Batches:
             self._start(self._post(alike))
 
     async def _post(self, turns: Sequence[_Turn]) -> None:
-        """Post requests of one kind, and give each its answer."""
+        """Post requests of one kind, and answer each."""
         open_ = {turn.body["rid"]: turn for turn in turns}
         failure: Exception = ServerUnreachable("/generate ended without an answer")
         watching = asyncio.ensure_future(self._watch(open_))
@@ -113,6 +115,8 @@ class Batches:
                 turn = open_.get(rid)
                 if turn is None:
                     continue
+
+                # Partial answers only prove that the server is alive; parsing them would cost time.
                 if _GROWING.search(part):
                     turn.heard = time.monotonic()
                     continue
@@ -123,7 +127,8 @@ class Batches:
         except ServerError as error:
             failure = error
             if len(turns) > 1 and not isinstance(error, ServerUnreachable):
-                for turn in open_.values():  # one by one, to see which of them it refuses
+                # Post them one by one, to find the request that the server refuses.
+                for turn in open_.values():
                     self._start(self._post([turn]))
                 open_.clear()
         finally:

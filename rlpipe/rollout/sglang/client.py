@@ -44,7 +44,8 @@ class SglangClient:
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx.Timeout(timeout, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,  # a proxy has no business between us and our server
+            # The server is on this machine, so no proxy of the environment may be used.
+            trust_env=False,
             transport=transport,
         )
         self._wire = Wire(url, key, timeout)
@@ -103,6 +104,7 @@ class SglangClient:
         content = None if body is None else dict(body)
         limit = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
+            # No answer means a dead or hung server, which is replaced; an error answer is passed on.
             response = await self._client.request(method, path, json=content, timeout=limit)
         except httpx.HTTPError as error:
             raise ServerUnreachable(f"{self._url}{path} did not answer: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The SGLang engine: one server process, driven over HTTP from a thread with an event loop of its own.
+"""The SGLang engine: one server process, driven over HTTP from a thread with a separate event loop.
 
     caller (any thread, any loop) --> our loop: turns, updates, canary --> HTTP --> server process
 
@@ -68,7 +68,7 @@ def check_launch(config: RolloutConfig, spec: SpecConfig, model_path: str | Path
 
 
 class SglangEngine:
-    """Implements `rlpipe.rollout.engine.Engine` with a server of its own.
+    """Implements `rlpipe.rollout.engine.Engine` with one server process.
 
     model_path: checkpoint directory, served as `version`. log_dir: where the server's output goes.
     on_event: called with each failure (kind, fields): `canary_failed`, `speculation_disabled`, `server_died`,
@@ -118,7 +118,7 @@ class SglangEngine:
             self.close()
             raise
 
-        # answers make many lists: the collections that they cause need not walk through all modules
+        # Answers make many lists: the collections that they cause need not walk through all modules.
         gc.collect()
         gc.freeze()
 
@@ -126,7 +126,7 @@ class SglangEngine:
 
     @property
     def spec(self) -> SpecConfig:
-        """How the server decodes now; the canary may have switched speculation off."""
+        """Present settings of decoding; the canary may have switched speculation off."""
         return self._replica.spec
 
     @property
@@ -162,6 +162,7 @@ class SglangEngine:
         caller_loop = asyncio.get_running_loop()
         parts: asyncio.Queue[GenerateResult | Exception | None] = asyncio.Queue()  # None or an error: the end
 
+        # The turn grows on the engine's loop and is read on the caller's, so a queue joins the two.
         async def read() -> None:
             failure: Exception | None = None
             try:
@@ -281,6 +282,8 @@ class SglangEngine:
         for attempt in itertools.count():
             if self._closed:
                 break
+
+            # Waiting is needed only while no server is usable, or after one has failed.
             if self._replica.is_serving() and error is None:
                 client = self._replica.client
             else:
@@ -313,12 +316,13 @@ class SglangEngine:
         return await self._replica.serving()
 
     async def _set_paused(self, *, paused: bool) -> None:
-        """Pause or continue the server, and remember it for servers that replace it."""
+        """Pause or continue the server; servers that replace it start in the same state."""
         self._replica.paused = paused
         client = await self._replica.serving()
         try:
             async with self._replica.pausing:
-                if paused or not self._replica.stale:  # else the update under way continues it at its end
+                # An update under way continues the server at its end.
+                if paused or not self._replica.stale:
                     await client.post(*(PAUSE if paused else CONTINUE), self._sglang.health_timeout)
         except ServerUnreachable as error:  # the next server starts paused, or not
             if not await self._replica.recover(client, error):
@@ -329,6 +333,7 @@ class SglangEngine:
         self._replica.drain()
         await self._turns.wait_until_idle(grace)
 
+        # Requests that outlast the grace period are ended; those that wait are sent to the next server.
         with contextlib.suppress(ServerError, TimeoutError):  # it is replaced in any case
             async with asyncio.timeout(self._sglang.health_timeout):
                 await self._turns.abort_running(client)
@@ -342,7 +347,8 @@ class SglangEngine:
     async def _end(self) -> None:
         self._turns.abort_waiting(None)
         if self._replica.is_serving():
-            with contextlib.suppress(ServerError):  # it may die meanwhile: it is stopped in any case
+            # The server may die meanwhile: it is stopped in any case.
+            with contextlib.suppress(ServerError):
                 await self._turns.abort(self._http, None)
                 await self._turns.wait_until_idle()
         await self._replica.stop()

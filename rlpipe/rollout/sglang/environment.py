@@ -1,4 +1,4 @@
-"""SGLang's own virtual environment: its interpreter, and the versions that this rlpipe supports.
+"""The virtual environment of SGLang: its interpreter, and the versions that this rlpipe supports.
 
 SGLang and verl need different versions of transformers and torch, so they never share an environment.
 """
@@ -55,6 +55,7 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
     versions = _probe(python)
     flavour = "gpu" if on_gpu else "cpu"
 
+    # Each check has a separate hint, because the installation differs for GPU and CPU.
     if versions["sglang"] is None:
         raise ValueError(
             f"rollout.sglang.python={str(python)!r} has no sglang. {_HINT} {flavour}, or point "

@@ -1,4 +1,4 @@
-"""One server kept alive: started, watched, and replaced by one that holds the newest weights.
+"""One server that is always alive: started, watched, and replaced by one that holds the newest weights.
 
     watch    --not running, or silent for health_timeout--+
     a caller --ServerUnreachable--------------------------+--> recover: close the gate, kill what is left,
@@ -48,7 +48,7 @@ PROBE = "/server_info"  # answered by the scheduler, paused or not
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DesiredWeights:
-    """What the server must hold: `weights` (None: the model's checkpoint) as `version`.
+    """Weights that the server must have: `weights` (None: the model's checkpoint) as `version`.
 
     weights: raises RuntimeError when no process has them any more; a server then starts on the model's
         checkpoint, with its version.
@@ -102,7 +102,7 @@ class Replica:
 
     @property
     def drafts(self) -> bool:
-        """Whether the server has a draft."""
+        """True when the server has a draft."""
         return self.spec.mode is not SpecMode.NONE
 
     @property
@@ -140,13 +140,15 @@ class Replica:
 
         timeout: seconds in which it must answer; by default those of what it does now.
 
-        Returns False when it answers, so that only the caller's own request failed. Raises RuntimeError when
+        Returns False when it answers, so that only the request of the caller failed. Raises RuntimeError when
         `rollout.sglang.max_restarts` is used up.
         """
         work = asyncio.ensure_future(self._recover(client, error, timeout))
         self._recovering.add(work)
         work.add_done_callback(self._recovering.discard)
-        return await asyncio.shield(work)  # other callers wait for the same server when this one is cancelled
+
+        # Other callers wait for the same server when this one is cancelled.
+        return await asyncio.shield(work)
 
     async def _recover(self, client: SglangClient, error: BaseException | str, timeout: float | None) -> bool:
         called_at = time.monotonic()
@@ -155,7 +157,8 @@ class Replica:
                 raise self._failure
             if client is not self._client or self._stopped:
                 return True
-            # a thousand requests that fail at once need one probe, not one each
+
+            # A thousand requests that fail at once need one probe, not one each.
             if called_at < self._answered_at:
                 return False
 
@@ -175,7 +178,7 @@ class Replica:
             return True
 
     def drain(self) -> None:
-        """Let no further request through until `restart` is done."""
+        """Hold further requests back until `restart` is done."""
         self._gate.clear()
 
     async def restart(self) -> float:
@@ -194,7 +197,7 @@ class Replica:
             self._set_loading(loading=False)
 
     def mark_loaded(self, desired: DesiredWeights) -> None:
-        """Note that an update brought the running server to `desired`."""
+        """Record that the running server has the weights of `desired`."""
         self.loaded, self.stale, self._failures = desired, False, 0
 
     async def stop(self) -> None:
@@ -203,7 +206,9 @@ class Replica:
         self._gate.clear()
         if self._watching is not None:
             self._watching.cancel()
-        for _ in range(2):  # a restart may have been about to start another
+
+        # Twice, because a restart may have been about to start another one.
+        for _ in range(2):
             if self._server is not None:
                 await asyncio.to_thread(self._server.stop)
             async with self._lock:
@@ -230,8 +235,8 @@ class Replica:
                 if answered:
                     continue
 
-            # the error is stored in `_failure` and raised to all who wait for a server; the timeout is the
-            # short one, because the probe above allowed for a running update already
+            # The error is stored in `_failure` and raised to all who wait for a server. The timeout is the
+            # short one, because the probe above allowed for a running update already.
             with contextlib.suppress(RuntimeError):
                 await self.recover(client, reason, self._config.sglang.health_timeout)
 
@@ -242,7 +247,7 @@ class Replica:
         return sglang.update_timeout if self._loading else sglang.health_timeout
 
     def _set_loading(self, *, loading: bool) -> None:
-        """Give probes under way the timeout of what the server does from now on.
+        """Set whether the server loads weights, and change the timeout of probes under way accordingly.
 
         With the timeout of their start, a server that hangs right after an update would be waited for as one
         that loads, and one that loads would be killed for a probe sent just before.
@@ -265,6 +270,7 @@ class Replica:
 
     async def _failure_kind(self, timeout: float) -> str | None:
         """Return the kind of event that describes what is wrong with the server; None when it answers."""
+        # Connections break a moment before the process is seen to end; do not report it as hung.
         deadline = time.monotonic() + _END_SECONDS
         while self.server.is_running():
             if time.monotonic() > deadline:
@@ -308,14 +314,16 @@ class Replica:
         desired = self.desired
         try:
             weights = None if desired.weights is None else await desired.weights()
-        except RuntimeError as error:  # a trainer that was lost; its successor publishes before it trains
+        except RuntimeError as error:
+            # The trainer was lost with its weights; its successor publishes before it trains.
             self._on_event("weights_lost", version=desired.version, error=_brief(error))
             desired, weights = self._initial, None
 
         config, spec = self._config, self.spec
         with contextlib.ExitStack() as stack:
             folder = self._model_path
-            if weights is not None:  # with the desired draft, not that of the first start
+            # New weights come with the draft that belongs to them, not that of the first start.
+            if weights is not None:
                 folder = stack.enter_context(self._sync.session.checkpoint(weights))
                 if spec.needs_draft and (folder / "draft").is_dir():
                     spec = replace(spec, draft_path=str(folder / "draft"))
@@ -339,12 +347,14 @@ class Replica:
 
         command = arguments.command(config, spec, path, port=port, on_gpu=on_gpu, version=desired.version)
         url = f"http://{sglang.host}:{port}"
-        key = secrets.token_hex(24)  # never begins with a dash, which SGLang would take for an option
+        # A key in hex never begins with a dash, which SGLang would take for an option.
+        key = secrets.token_hex(24)
         with (
             tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings,  # a command line is readable by all
             tempfile.NamedTemporaryFile("w", suffix=".json") as widths,
         ):
-            if spec.adaptive:  # read for the largest width; rlpipe's plugin chooses
+            # SGLang reads the largest width from this file; rlpipe's plugin chooses one per step.
+            if spec.adaptive:
                 json.dump({"1": {"candidate_steps": list(range(spec.gamma + 1))}}, widths)
                 widths.flush()
                 command += ["--speculative-adaptive", "--speculative-adaptive-config", widths.name]
@@ -357,7 +367,8 @@ class Replica:
             )
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)
             self.server_id = uuid.uuid4().hex
-            # the checkpoint is hashed while the server loads it
+
+            # The checkpoint is hashed while the server loads it.
             hashing = asyncio.create_task(self._expected(desired, path, weights))
             try:
                 await server.wait_until(lambda: client.answers("/ready"), sglang.start_timeout)
@@ -378,7 +389,8 @@ class Replica:
                 "full-precision weights: use rollout=embedded for others."
             )
 
-        await client.answers("/freeze_gc")  # no collection walks through the objects of the start
+        # From here on, no garbage collection walks through the objects of the start.
+        await client.answers("/freeze_gc")
         if self.paused:
             await client.post(*PAUSE)
         self.loaded, self.stale = desired, False

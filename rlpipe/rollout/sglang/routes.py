@@ -59,6 +59,7 @@ def read_routes(arch: Architecture, meta: Mapping[str, Any], tokens: int) -> np.
             f"{experts.per_token} experts each."
         )
 
+    # The server also records dense layers, which have no experts to replay.
     chosen = flat.reshape(count, arch.layers, experts.per_token)[:, experts.dense :]
     if count and (chosen.min() < 0 or chosen.max() >= experts.count or _repeats(chosen[[0, -1]])):
         raise ServerError(

@@ -31,7 +31,7 @@ def pick_port(host: str, port: int) -> int:
     """Return `port` if it is free, or any free one for 0. Raises ValueError when it is taken.
 
     A server listens only seconds after its port was chosen. So the choice is below the ports that the system
-    gives to outgoing connections, one of which could have taken it by then.
+    uses for outgoing connections, one of which could have taken it by then.
     """
     if port == 0:
         candidates = range(_LOWEST_PORT, max(_LOWEST_PORT, _first_outgoing_port()))
@@ -68,7 +68,8 @@ class ServerProcess:
         self.log = log
         self._entries: Path | None = None
         guard = Path(__file__).with_name("guard.py")
-        # SGLang writes its settings there, the key among them
+
+        # SGLang writes its settings to the log, the key among them: only the owner may read it.
         with os.fdopen(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(guard), *command],
@@ -118,6 +119,7 @@ class ServerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace)
 
+        # Processes that SGLang started may outlive it, so the group is killed in any case.
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

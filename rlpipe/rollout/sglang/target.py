@@ -25,6 +25,7 @@ def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
         yield path
         return
 
+    # Without these keys, SGLang loads the backbone only.
     for name in ("num_nextn_predict_layers", "auto_map"):
         config.pop(name, None)
     config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}

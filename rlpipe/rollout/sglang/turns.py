@@ -1,7 +1,7 @@
 """Turns in flight on one server: their ids on it, their parts, and their counters.
 
 Owns what a server does not do. A turn ends at exactly the requested stop tokens: where the server also stops
-at the model's own end token, the turn continues from there. Requests that would kill the server are refused
+at the model's end token, the turn continues from there. Requests that would kill the server are refused
 (an unknown token id ends its process). Ids of requests all have one length, so that aborting one never aborts
 another, since the server aborts by prefix.
 """
@@ -79,7 +79,7 @@ class Turns:
     ) -> AsyncIterator[GenerateResult]:
         """Run one turn; yields it last, and with `stream` its growing parts before (finish_reason ABORT).
 
-        done: the part that a server gave before it broke off. A prompt that fills the context gives no token
+        done: the part that a server sent before it broke off. A prompt that fills the context has no token
         and LENGTH. Raises ServerError, and ValueError for an id that is already running.
         """
         capacity = self._config.max_context - len(request.prompt_ids)
@@ -90,7 +90,7 @@ class Turns:
         max_new_tokens = min(capacity, request.sampling.max_new_tokens)
         request = replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
 
-        # one request, and more where the server stops too early or broke off before
+        # One request, and more where the server stops too early or broke off before.
         turn = done and _settled(request, done)
         while turn is None or turn is done or self._continues(request, turn):
             remaining = request if turn is None else continuation(request, turn)
@@ -129,6 +129,8 @@ class Turns:
             for request_id, rid in self._running.items()
             if request_ids is None or request_id in request_ids
         }
+
+        # Remember them: if their server is lost before it answers, no other server may run them again.
         self._aborted.update(running)
 
         if request_ids is None:
@@ -165,6 +167,8 @@ class Turns:
         stops = request.sampling.stop_token_ids
         if result.finish_reason is not FinishReason.STOP or result.output_ids[-1] in stops:
             return False
+
+        # The server also stops at end tokens of the model that were not requested.
         if len(result.output_ids) < request.sampling.max_new_tokens:
             return True
         result.finish_reason = FinishReason.LENGTH

@@ -66,13 +66,15 @@ class Updates:
         return Member(server="", group="")
 
     async def bring(self, desired: DesiredWeights) -> None:
-        """Bring the server to `desired`, or replace it by one that was started on it.
+        """Update the server to `desired`, or replace it by one that was started on it.
 
         Raises ServerError when the server refuses, RuntimeError when the canary fails and the reaction is to
         stop.
         """
         replica, unanswered, before = self._replica, 0, self._replica.desired
         started = time.monotonic()
+
+        # A server that has to be replaced from here on starts on the new weights.
         replica.desired = desired
         try:
             while True:
@@ -80,7 +82,8 @@ class Updates:
                 try:
                     if replica.loaded is not desired:
                         await self._transfer(client, desired)
-                    else:  # the server was replaced during the transfer
+                    else:
+                        # The server was replaced during the transfer.
                         self.last = {"weights/sync_seconds": time.monotonic() - started}
                         self.last |= {"weights/canary_seconds": 0.0, "weights/canary_failures": 0}
                     if not replica.paused:
@@ -144,9 +147,8 @@ class Updates:
         return desired.offer is not None and self._replica.server_id in desired.offer.members
 
     async def _weights(self, desired: DesiredWeights) -> Mapping[str, torch.Tensor]:
-        assert (
-            desired.weights is not None
-        )  # None is the checkpoint of the first start, which no update brings
+        # None means the checkpoint of the first start, which no update brings.
+        assert desired.weights is not None
         return await desired.weights()
 
     async def _hashed(self, desired: DesiredWeights) -> Checksums:
@@ -158,7 +160,7 @@ class Updates:
     async def _send(
         self, client: SglangClient, desired: DesiredWeights, staged: Path | None, *, flush: bool
     ) -> None:
-        """Send `desired` to the server: by the broadcast it is part of, which brings its checksums, or alone.
+        """Send `desired` to the server: by its broadcast, which brings the checksums, or to this server only.
 
         staged: the checkpoint that `Transport.staged` wrote, if it did.
         """
@@ -193,6 +195,7 @@ class Updates:
                 f"{self._replica.server.log} and rollout.sglang.on_canary_failure."
             )
 
+        # Speculation is set at the start of a server, so switching it off needs another one.
         self._replica.drain()
         await client.post("/pause_generation", {"mode": "abort"})  # its collector continues what it ends
         await self._turns.wait_until_idle()

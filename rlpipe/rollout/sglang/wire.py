@@ -78,6 +78,8 @@ class Wire:
                 return connection, *await connection.send(request)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 connection.close()
+
+                # A server closes idle connections without notice; a partial answer is a real failure.
                 if getattr(error, "partial", b""):
                     raise
             except BaseException:
@@ -124,6 +126,8 @@ class _Connection:
     async def parts(self, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
         """Yield the body as it arrives."""
         stays_open = headers.get(b"connection", b"").lower() != b"close"
+
+        # The body ends with a chunk of size 0, after the announced length, or with the connection.
         if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
             while True:
                 async with asyncio.timeout(self._timeout):

@@ -45,7 +45,7 @@ def _map(path: str, size: int) -> torch.Tensor:
 
 
 def _remember(key: int | str, memory: torch.Tensor) -> torch.Tensor:
-    """Remember a mapping and the last one before it; older ones are closed."""
+    """Store a mapping and the last one before it; older ones are closed."""
     for other in list(_mapped)[:-1]:
         closed = _mapped.pop(other)
         if closed.is_cuda:
@@ -95,19 +95,23 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load a bucket: SGLang's `--custom-weight-loader`, called for each model that the bucket is for."""
     _hash_in_threads()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the other cores hash: threads of a copy would wait for one another
+
+    # The other cores hash: the threads of a copy would wait for one another.
+    torch.set_num_threads(1)
     try:
         for _, description in named_tensors:
             model.load_weights(tensors(description))
+
+        # The memory is written over as soon as this request is answered.
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the memory is written over as soon as this request is answered
+            torch.cuda.synchronize()
     finally:
         torch.set_num_threads(threads)
 
 
 @functools.cache
 def _hash_in_threads() -> None:
-    """Have SGLang's checker hash weights on a CPU in threads from now on, in place and with the same results.
+    """Make SGLang's checker hash weights on a CPU in threads from now on, in place and with the same results.
 
     The hashes of one check are computed at its start and dropped at its end.
     """
@@ -121,6 +125,7 @@ def _hash_in_threads() -> None:
 
     def compute_in_threads(self: Any, *arguments: Any, **options: Any) -> Any:
         state = [tensor.data for _, tensor in self._model_state() if tensor.device.type == "cpu"]
+        # The largest ones start first, so that no thread ends long after the others.
         largest_first = {identity(t): t for t in sorted(state, key=lambda t: -t.nbytes)}
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashlib releases the interpreter's lock
             hashes = dict(zip(largest_first, pool.map(hash_one, largest_first.values()), strict=True))

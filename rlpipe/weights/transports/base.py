@@ -64,7 +64,7 @@ class BroadcastRoot(Protocol):
         ...
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Bring buckets to every server, one after the other; see `process_group.Root.send`."""
+        """Send buckets to every server, one after the other; see `process_group.Root.send`."""
         ...
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Transport(Protocol):
 
     @contextlib.contextmanager
     def staged(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Path | None]:
-        """Do what can be done before the server is paused; yields `WeightUpdate.checkpoint`."""
+        """Prepare an update while the server still runs; yields `WeightUpdate.checkpoint`."""
         yield None
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Transport(Protocol):
         raise NotImplementedError(f"{cls.__name__} has no broadcasts")
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Have the server, `member` of the group, take what the trainer broadcasts.
+        """Load what the trainer broadcasts on the server, `member` of the group.
 
         Raises ServerError when either breaks off: some of its weights may be new then.
         """

@@ -1,6 +1,6 @@
 """`weight_transfer=collective`: by broadcast in a process group (NCCL, or gloo).
 
-The trainer is rank 0 for all servers at once, or a worker for the ranks of its own server.
+The trainer is rank 0 for all servers at once, or a worker for the ranks of its server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class BroadcastTransport(GroupTransport):
                 if task.done():
                     await task
         except BaseException as error:
-            self.close()  # first, so that neither waits for the other
+            # Leave the group first, so that neither side waits for the other.
+            self.close()
             for task in (sending, loading):
                 task.cancel()
             await asyncio.gather(sending, loading, return_exceptions=True)

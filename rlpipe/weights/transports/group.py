@@ -35,7 +35,7 @@ class GroupTransport(Transport):
         return self._joined[1] if self._joined is not None and self._joined[0] is client else ""
 
     async def receive(self, client: Server, offer: Offer, member: str, *, flush: bool) -> BroadcastResult:
-        """Have the server take what the trainer broadcasts; see `Transport.receive`."""
+        """Load on the server what the trainer broadcasts; see `Transport.receive`."""
         requests = self._session.requests(offer.buckets, version=offer.version, flush=flush)
         first_rank = offer.first_rank(member)
         loading = asyncio.ensure_future(
@@ -48,7 +48,9 @@ class GroupTransport(Transport):
             if loading.done():
                 await loading
             result = await sending
-            if result.failure:  # the buckets that the server still waits for do not come
+
+            # After a failure, the buckets that the server still waits for will not come.
+            if result.failure:
                 raise ServerError(f"the trainer's broadcast of version {offer.version}: {result.failure}")
             await loading
         except BaseException:

@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.001
 
 
 class IpcTransport(GroupTransport):
-    """Has the server map the trainer's memory; a worker that sends by itself shares memory of its own."""
+    """Has the server map the trainer's memory; a worker that sends by itself shares separate memory."""
 
     def __init__(self, session: WeightSession) -> None:
         super().__init__(session)
@@ -63,7 +63,8 @@ class IpcTransport(GroupTransport):
 
     async def _leave(self, client: Server) -> None:
         if self._member is not None:
-            with contextlib.suppress(dist.DistError):  # the trainer may be gone
+            # The trainer waits for this server, unless it is gone itself.
+            with contextlib.suppress(dist.DistError):
                 await self._member.acknowledge("a server did not take it")
             self._member = None
         self._joined = None
@@ -98,13 +99,14 @@ class IpcRoot:
         self.left = False
 
     def send(self, buckets: Iterable[Bucket], deadline: float | None = None) -> None:
-        """Bring buckets to every server, one after the other; see `Root.send`."""
+        """Send buckets to every server, one after the other; see `Root.send`."""
         until = time.monotonic() + self._timeout if deadline is None else deadline
         try:
             if self.left:
                 raise RuntimeError("it was left")
 
             for bucket in buckets:
+                # All servers read the same memory, so the next bucket waits for the slowest of them.
                 self._number += 1
                 write_bucket(self._memory.bytes, bucket, layout_of(bucket))
                 self._store.set(str(self._number), json.dumps(self._memory.location()))
@@ -133,7 +135,7 @@ class IpcMember:
     def __init__(self, group: Rendezvous, first_rank: int, *, timeout: float) -> None:
         self._store = TCPStore(group.host, group.port, timeout=timedelta(seconds=timeout))
         self._first_rank = first_rank
-        self._number = 0  # of the bucket at hand
+        self._number = 0  # of the present bucket
 
     async def wait_for_bucket(self) -> dict[str, Any]:
         """Wait for the next bucket; returns its location. Raises ServerError when the trainer is gone."""

@@ -33,13 +33,15 @@ class SharedMemoryTransport(Transport):
 
         try:
             async with session.open(client):
+                # Two blocks of memory: write one while the server reads the other.
                 loading: Awaitable[None] = asyncio.sleep(0)
                 for bucket, body in requests:
                     description, _ = await asyncio.gather(asyncio.to_thread(memory.write, bucket), loading)
                     loading = session.load_mapped(client, description, body)
                 await loading
         except BaseException:
-            self.close()  # memory that the server still reads must not be written over
+            # The server may still read this memory, so the next update must not write over it.
+            self.close()
             raise
 
     def close(self) -> None:
