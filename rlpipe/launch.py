@@ -1,7 +1,7 @@
-"""The composition root: the only place that picks implementations, and the life of every task.
+"""The composition root: the only module that chooses implementations, and the run of every task.
 
-Owns start-up and shut-down order, the run directory, and what Ctrl-C and SIGTERM mean: once, the step in
-progress is finished and a checkpoint left; twice, everything stops at once.
+Owns start-up and shut-down order, the run directory, and the effect of Ctrl-C and SIGTERM: once, the step in
+progress is finished and a checkpoint saved; twice, everything stops at once.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ from rlpipe.metrics.sinks import make_sinks
 from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
-_REHEARSAL_S = 5.0  # after which the rehearsal at a launch calls the environment no more
+_REHEARSAL_S = 5.0  # time limit of the rehearsal of an environment at a launch
 
 
 class RunTask(Protocol):
-    """What `run_task` runs. The constructor writes nothing; it raises ValueError for settings."""
+    """A task that `run_task` runs. The constructor writes no file; it raises ValueError for settings."""
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
-        """Start what the task needs. give_up: ends the run at once, from any thread, with this sentence."""
+        """Start the processes of the task. give_up: ends the run at once, from any thread, with a message."""
 
     def run(self) -> bool:
-        """Work to the end (True) or to a stop request (False), leaving a checkpoint."""
+        """Run to the end (True) or to a stop request (False), and save a checkpoint."""
         ...
 
     def request_stop(self) -> None:
-        """Finish what is in progress, checkpoint, return from `run`; called by a signal handler."""
+        """Request that `run` finishes its step, saves a checkpoint and returns; for signal handlers."""
 
     def close(self, at_once: bool) -> None:
-        """Leave no process behind. at_once: wait for nobody."""
+        """End every process of the task. at_once: without waiting for any."""
 
 
 def launch(config: Config, resolved: str) -> int:
-    """Run the task of a configuration; returns the exit status. Raises what the run failed with.
+    """Run the task of a configuration; return the exit status. Raises the error that ended the run.
 
-    resolved: the composed configuration as YAML, kept as `config.yaml` in the run directory.
+    resolved: the composed configuration as YAML, stored as `config.yaml` in the run directory.
     """
     run_dir = resolve(config.run.dir)
     new = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
         with held(run_dir), watched_over(config.env.sandbox.backend is SandboxBackend.DOCKER):
             return _launch(config, resolved, run_dir)
-    except ValueError:  # refused: what stands there is a lock at most
+    except ValueError:
+        # The run was refused: remove the folders that were created only for its lock.
         if new and not (run_dir / CONFIG).exists():
             with suppress(OSError):
                 (run_dir / LOCK).unlink()
@@ -89,7 +90,10 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
     checkpoints = _checkpoints(config, run_dir)
     newest = checkpoints.newest()
     done = None if newest is None else int(newest[1]["step"])
+
+    # A run continues from its newest checkpoint, with the same settings.
     changed = settings_changed(run_dir, resolved, step=done, resume=config.run.resume)
+
     if config.task is Task.MTP_ADAPT:
         from rlpipe.adapt.run import Adaptation
 
@@ -97,6 +101,7 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
     else:
         task = ReinforcementLearning(config, run_dir, done)
 
+    # The constructor refuses wrong settings, so the run is accepted from here on.
     keep_settings(run_dir, resolved)
     forget_steps(run_dir, done or 0)
     return run_task(task, config, run_dir, checkpoints, changed)
@@ -109,7 +114,7 @@ def run_task(
     checkpoints: CheckpointStore,
     changed: dict[str, str] | None = None,
 ) -> int:
-    """Run a task from its start to its end or a stop by signal; returns the exit status.
+    """Run a task from its start to its end or a stop by signal; return the exit status.
 
     changed: settings that differ from those of the run that is continued, for its log.
     """
@@ -117,7 +122,9 @@ def run_task(
     mode = config.cluster.mode if config.task is Task.RL else ClusterMode.INLINE
     extra = {"changed": changed} if changed else {}
     bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half, **extra)
+
     leave = _Leaving(task, bus)
+    # Whatever happens from here on, the `end` event is written and the processes of the task end.
     outcome, status = "failed", 1
     try:
         task.prepare(bus, checkpoints, lambda sentence: leave(sentence, "failed", 1))
@@ -136,9 +143,9 @@ def run_task(
 
 
 class _Leaving:
-    """Ends this process at once: its last words, the `end` event, no process left behind.
+    """Ends this process at once, with a message, the `end` event, and no process left behind.
 
-    The first reason counts: where a second Ctrl-C ends Ray, Ray's end is none.
+    Only the first call has an effect: when a second Ctrl-C ends Ray, the end of Ray is no second reason.
     """
 
     def __init__(self, task: RunTask, bus: MetricsBus) -> None:
@@ -148,10 +155,12 @@ class _Leaving:
     def __call__(self, sentence: str, outcome: str, status: int) -> None:
         if not self._begun.acquire(blocking=False):
             return
+
         # Not in this thread: a signal handler may have interrupted the holder of a lock that this needs.
         last = threading.Thread(target=self._close, args=(outcome,), daemon=True)
         last.start()
         last.join(_LEAVING_S)
+
         print(f"\nrlpipe: {sentence}", file=sys.stderr, flush=True)
         os._exit(status)
 
@@ -165,7 +174,7 @@ class _Leaving:
 def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int], None]) -> Iterator[None]:
     """Request a stop on the first SIGINT or SIGTERM, leave at once on the second.
 
-    Only the main thread can handle signals: in any other, nothing is installed.
+    Only the main thread can handle signals: in any other thread, no handler is installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -186,6 +195,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
         )
         request_stop()
 
+    # The earlier handlers come back afterwards: this may run inside another program.
     before = {name: signal.signal(name, interrupt) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -195,7 +205,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
 
 
 def _check_instances(val: ValConfig, suite: Suite) -> None:
-    """Refuse to validate on more instances than there are, unless by default. Raises ValueError."""
+    """Refuse to validate on more instances than exist, unless by default. Raises ValueError."""
     sizes = {split: len(suite.instance_ids(split)) for split in suite.splits()}
     if val.every and val.instances > max(ValConfig().instances, *sizes.values()):
         there = ", ".join(f"{split} {size}" for split, size in sizes.items())
@@ -206,10 +216,10 @@ def _check_instances(val: ValConfig, suite: Suite) -> None:
 
 
 def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = None) -> list[Suite]:
-    """What a run needs of engines, environments and dumps; returns the suites that it plays.
+    """Check the engines, environments and dumps of a run; return its suites.
 
-    rehearsal: plays a suite of the user's (None: one short episode of each split, as at a launch). Writes
-    nothing. Raises ValueError with what, the value and the remedy.
+    rehearsal: steps through a suite of the user (None: one short episode of each split, as at a launch).
+    Writes no file. Raises ValueError with the setting, its value and a hint.
     """
     config = for_run_mode(config)
     if config.task is Task.MTP_ADAPT:
@@ -220,6 +230,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
             rehearsal(played[EnvName.USER])
         return list(played.values())
 
+    # A train-only run reads a dump and needs neither engine nor environment.
     directory = resolve(config.run.dump) if config.run.dump else None
     if not config.run.half.generates:
         Dump.open(directory, config)
@@ -228,6 +239,8 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
     check_engine(config)
     check_environment(config.env)
     suite = make_suite(config.env, seed=config.run.seed)
+
+    # The code of the user is stepped through, since most of its mistakes only show there.
     if config.env.name is EnvName.USER and rehearsal is not None:
         rehearsal(suite)
     elif config.env.name is EnvName.USER:
@@ -241,7 +254,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
 
 
 def check_run_directory(config: Config, resolved: str) -> None:
-    """That no process works in the run directory, and that it holds no other experiment. Writes nothing.
+    """Refuse a run directory that is in use or holds another experiment. Writes no file.
 
     resolved: the configuration as YAML. Raises ValueError.
     """
@@ -256,12 +269,13 @@ def _checkpoints(config: Config, run_dir: Path) -> CheckpointStore:
 
 
 class ReinforcementLearning:
-    """The task `rl`, or one half of it: a cluster and its controller. done: step of the newest checkpoint."""
+    """The task `rl`, or one mode of it: a cluster and its controller. done: step of the newest checkpoint."""
 
     def __init__(self, config: Config, run_dir: Path, done: int | None) -> None:
         self._config, self._run_dir = for_run_mode(config), run_dir
         config, run_mode = self._config, config.run.half
         self._held_out: dict[str, list[str]] = {}
+
         suites = check_task(config)
         if run_mode.generates:
             (suite,) = suites
@@ -270,6 +284,7 @@ class ReinforcementLearning:
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
             self._prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
 
+        # A train-only run takes its prompts from the dump.
         self._dump = _dump(config, done or 0)
         if not run_mode.generates:
             self._prompts = DumpedPrompts(self._dump)
@@ -283,11 +298,13 @@ class ReinforcementLearning:
 
         self._ledger = Ledger(self._run_dir / "ledger.sqlite", bus.event)
         bus.event("phase", message="starting engines and trainer")
+
         if config.cluster.mode is ClusterMode.RAY:
             from rlpipe.actors.ray_session import RaySession
 
             self._ray = RaySession(config, give_up)
 
+        # `_pool` is the cluster that adds and drains workers, without the wrapper that writes a dump.
         self._cluster = self._pool = _make_cluster(config, bus)
         if self._dump is not None:
             self._cluster = with_dump(self._cluster, self._dump, config, event=bus.event)
@@ -307,11 +324,13 @@ class ReinforcementLearning:
     def run(self) -> bool:
         try:
             run_coroutine(self._run())
-        except BaseExceptionGroup as group:  # the loop's tasks failed: a fault, not a setting
+        except BaseExceptionGroup as group:
+            # The tasks of the loop failed, so the cause is not a setting: only its first leaf is reported.
             cause = first_cause(group)
             if isinstance(cause, RunStopped):
                 raise cause from group
             raise RuntimeError(f"the run failed: {cause!r}") from cause
+
         return self._controller.version >= self._config.run.steps
 
     async def _run(self) -> None:
@@ -326,7 +345,7 @@ class ReinforcementLearning:
             await self._cluster.close()
 
     async def _serve_pool(self) -> None:
-        """Let workers join and leave."""
+        """Serve requests to add or drain workers, in a Ray run of both modes."""
         if self._config.cluster.mode is ClusterMode.RAY and self._config.run.half is RunMode.BOTH:
             from rlpipe.actors.pool import serve
 
@@ -335,7 +354,9 @@ class ReinforcementLearning:
     def request_stop(self) -> None:
         if self._loop is None:
             return self._controller.request_stop()
-        with suppress(RuntimeError):  # the loop has ended by itself
+
+        # A signal handler may run in another thread than the loop; a loop that has ended needs no request.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._controller.request_stop)
 
     def close(self, at_once: bool) -> None:
@@ -343,19 +364,22 @@ class ReinforcementLearning:
             self._ray.stop(at_once)
         elif self._cluster is not None:
             self._cluster.kill()
+
         if self._ledger is not None and not at_once:
             self._ledger.close()
 
 
 def _dump(config: Config, done: int) -> Dump | None:
-    """The dump this run reads or, behind step `done`, writes; None without one. Raises ValueError."""
+    """Return the dump that this run reads or, after step `done`, writes; None without. Raises ValueError."""
     if not config.run.dump:
         return None
+
     directory = resolve(config.run.dump)
     return Dump.create(directory, config, done) if config.run.half.generates else Dump.open(directory, config)
 
 
 def _make_cluster(config: Config, bus: MetricsBus) -> Any:
+    # The weight transfer depends on the machines of the cluster.
     hosts, gpus = 1, False
     if config.cluster.mode is ClusterMode.RAY:
         from rlpipe.actors.ray_cluster import hosts_and_gpus
@@ -365,6 +389,7 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     config, transfer = with_weight_transfer(config, hosts=hosts, gpus=gpus)
     if transfer:
         bus.event("phase", message=transfer)
+
     if config.cluster.mode is ClusterMode.INLINE:
         from rlpipe.actors.inline_cluster import InlineCluster
 

@@ -19,8 +19,8 @@ from rlpipe.rollout.engine import Engine
 class EngineEntry:
     """One row of `ENGINES`.
 
-    make: starts the engine on a checkpoint; log_dir and on_event are for engines that have logs and faults.
-    check: raises ValueError for what is wrong with the settings or this machine, before anything is started.
+    make: starts the engine on a checkpoint; log_dir and on_event are for engines with logs and failures.
+    check: refuses wrong settings or machines with a ValueError, before anything is started.
     """
 
     make: Callable[..., Engine]
@@ -45,7 +45,7 @@ def _check_sglang(config: RolloutConfig, spec: SpecConfig, model_path: Path) -> 
     check_launch(config, spec, model_path)
 
 
-# torch and the engines are imported on first use: `rlpipe check` needs neither
+# torch and the engines are imported on first use: `rlpipe check` needs none of them.
 ENGINES: dict[EngineKind, EngineEntry] = {
     EngineKind.EMBEDDED: EngineEntry(make=_make_embedded),
     EngineKind.SGLANG: EngineEntry(make=_make_sglang, check=_check_sglang),
@@ -53,9 +53,9 @@ ENGINES: dict[EngineKind, EngineEntry] = {
 
 
 def check_engine(config: Config) -> None:
-    """Check on this machine what can be known to be wrong with the engine before anything is started.
+    """Refuse settings or machines with which the engine would not start. Raises ValueError.
 
-    Nothing is checked for a Ray cluster that runs elsewhere. Raises ValueError.
+    A remote Ray cluster is not checked.
     """
     check = ENGINES[config.rollout.engine].check
     if check is not None and not config.cluster.address:
@@ -65,9 +65,9 @@ def check_engine(config: Config) -> None:
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
     """Start the engine of `config.rollout`.
 
-    on_event: called with each of its faults (kind, fields). model: path of the model to serve, if not the one
-    that generates; without a draft where it has no MTP layer.
-    Raises ValueError for settings, models or environments it cannot work with.
+    on_event: called with each of its failures (kind, fields). model: path of the model to serve, if not the
+    one that generates; it runs without a draft where it has no MTP layer.
+    Raises ValueError for unsupported settings, models or environments.
     """
     path: Path = resolve(model or config.rollout_model)
     spec = config.spec

@@ -1,13 +1,13 @@
-"""What a run leaves when its processes are killed, and the process that ends and removes it.
+"""Removes the processes and files that a run leaves when it is killed.
 
-    with watched_over():  # one process beside the run, in a session of its own
+    with watched_over():  # starts one more process, in a separate session
         ...
 
-Owns no life of a part that still has an owner: a worker ends its sandboxes, `rollout/sglang/guard.py` a
-server whose worker is gone, `RaySession` Ray. Flow: the driver marks its environment, which all that it
-starts inherits; the process here waits until the driver has ended, however that was, kills what carries the
-mark, and removes what dead processes of ours left: folders, control groups, containers. The living of other
-runs are spared.
+Only for what has no other owner: a worker ends its sandboxes, `rollout/sglang/guard.py` ends a server after
+the death of its worker, `RaySession` ends Ray. Flow: the driver puts a mark into its environment, which its
+child processes inherit. The watching process waits until the driver has ended for any reason, kills all
+processes with the mark, and removes the folders, control groups and containers of dead rlpipe processes.
+Processes of other runs are not touched.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from rlpipe.rollout.shared_entries import sweep as sweep_servers
 
 @contextmanager
 def watched_over(containers: bool = False) -> Iterator[None]:
-    """Let nothing of the block survive it, nor this process. containers: they are swept as well."""
+    """End every process of the block after it, or after this process. containers: also remove those."""
     os.environ[MARK] = mark = uuid.uuid4().hex
+
+    # The watcher ignores signals from the terminal and has no mark, so that it outlives the driver.
     watcher = subprocess.Popen(
         [sys.executable, "-m", "rlpipe.actors.leftovers", str(os.getpid()), mark, str(containers)],
         stdin=subprocess.DEVNULL,
@@ -54,15 +56,16 @@ def watched_over(containers: bool = False) -> Iterator[None]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Living processes whose environment carries the mark, and their descendants.
+    """Return the living processes with the mark in their environment, and their descendants.
 
-    Ray's agents and SGLang's schedulers write their titles over their environment.
+    The descendants, because Ray's agents and SGLang's schedulers overwrite their environment by a title.
     """
     family: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
                 family |= {process, *process.children(recursive=True)}
+
     return [process for process in family if _lives(process)]
 
 
@@ -73,15 +76,19 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def clean_up(mark: str, containers: bool) -> None:
-    """Kill all that carries the mark, then remove what the dead left behind."""
+    """Kill all processes with the mark, then remove the files of dead ones."""
     deadline = time.monotonic() + PATIENCE_S
     kill_all(lambda: marked(mark))
+
     sweep_folders()
     sweep_servers()
     sweep_sandboxes(mark)
-    while left(mark) and time.monotonic() < deadline:  # a process in them was still dying
+
+    # A process in a control group may still be ending, and its group cannot be removed before.
+    while left(mark) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
         sweep_sandboxes(mark)
+
     if containers:
         from rlpipe.envs.sandbox.container import sweep as sweep_containers
 
@@ -92,10 +99,13 @@ def main() -> None:
     """Wait for the end of process argv[1], then `clean_up(argv[2], argv[3])`."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
     with suppress(ProcessLookupError):
         driver = os.pidfd_open(int(sys.argv[1]))
-        if os.getppid() == int(sys.argv[1]):  # else it is gone, and the number another's
+        # Another parent means that the driver is gone and its id belongs to another process.
+        if os.getppid() == int(sys.argv[1]):
             select.select([driver], [], [])
+
     clean_up(sys.argv[2], sys.argv[3] == "True")
 
 

@@ -1,10 +1,10 @@
-"""The pool of a running job, changed from outside by files in the run directory, and by what the run wants.
+"""The workers of a running job, changed by requests in the run directory and by `worker_scaling`.
 
     command   DIR/pool/ID.json         {"do": "add", "count": 2} or {"do": "drain", "worker": 1, "grace": 60}
     driver    DIR/pool/ID.answer.json  {"state": "accepted", "done" or "refused", "said": a sentence}
               DIR/pool/workers.json    every worker, written again when something changes
 
-A file system is all that both must share. What was asked of a run that has ended is forgotten by the next.
+The two processes need to share only a file system. Requests to a run that has ended are deleted by the next.
 """
 
 from __future__ import annotations
@@ -23,54 +23,62 @@ from rlpipe.actors.ray_cluster import RayCluster
 from rlpipe.loop.worker_scaling import Growth
 
 POLL_S = 0.5
-_GRACE_S = 60.0  # for what a worker plays that the run takes out itself, as `pool drain` gives
+_GRACE_S = 60.0  # for the groups of a worker that the run removes itself; the default of `pool drain`
 ANSWER = ".answer.json"
 
 
 def folder(run_dir: Path) -> Path:
-    """Where requests and answers are."""
+    """Return the folder of requests and answers."""
     return run_dir / "pool"
 
 
 def write(file: Path, what: Any) -> None:
-    """A file that is there complete or not at all."""
+    """Write a file so that it appears complete or not at all."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(what))
     part.replace(file)
 
 
 async def serve(cluster: RayCluster, run_dir: Path, growth: Growth, event: Callable[..., None]) -> None:
-    """Do what is asked and what `growth` wants, until cancelled. event: `MetricsBus.event`."""
+    """Serve requests and follow `growth`, until cancelled. event: `MetricsBus.event`."""
     place = folder(run_dir)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
+
     shown: list[dict[str, Any]] | None = None
     begun: set[Path] = set()
     moving: set[asyncio.Task[None]] = set()  # workers in or out
     try:
         async with asyncio.TaskGroup() as tasks:
             while True:
+                # Each new request becomes a task: draining takes as long as its grace.
                 for file in sorted(set(place.glob("*.json")) - begun):
                     if file.name != "workers.json" and not file.name.endswith(ANSWER):
                         begun.add(file)
                         moving.add(tasks.create_task(_answer(cluster, file, growth)))
+
                 if (workers := cluster.workers()) != shown:
-                    with suppress(OSError):  # a full disk: again, the next time
+                    # A full disk: written again in the next round.
+                    with suppress(OSError):
                         write(place / "workers.json", workers)
                         shown = workers
+
+                # The size changes by one decision at a time, once all workers have joined or left.
                 moving = {task for task in moving if not task.done()}
                 if not moving:
                     staying = [worker["worker"] for worker in cluster.workers() if not worker["leaving"]]
                     growth.set_current(len(staying))
                     if growth.wanted != len(staying):
                         moving.add(tasks.create_task(_follow(cluster, growth, staying, event)))
+
                 await asyncio.sleep(POLL_S)
     finally:
-        shutil.rmtree(place, ignore_errors=True)  # of a run that is over nothing can be asked
+        # Without the folder the command reports that the run has ended.
+        shutil.rmtree(place, ignore_errors=True)
 
 
 async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
-    """Do one request; its faults are answers, and never the run's."""
+    """Serve one request; an error becomes its answer and never ends the run."""
     answer = file.with_suffix(ANSWER)
     try:
         asked = json.loads(file.read_text())
@@ -80,14 +88,16 @@ async def _answer(cluster: RayCluster, file: Path, growth: Growth) -> None:
         state = "done"
     except (ValueError, KeyError, TypeError, OSError, RayError) as error:
         state, said = "refused", str(error)
-    with suppress(OSError):  # the command waits until its reader gives up; the run goes on
+
+    # On a full disk the command waits until its user stops it; the run continues.
+    with suppress(OSError):
         write(answer, {"state": state, "said": said})
 
 
 async def _follow(
     cluster: RayCluster, growth: Growth, staying: list[int], event: Callable[..., None]
 ) -> None:
-    """One worker more or fewer, as the run wants; where that fails the run goes on as it is."""
+    """Add or drain one worker, as `growth` decided; on an error the run continues unchanged."""
     event("pool_wanted", workers=len(staying), wanted=growth.wanted, reason=growth.reason)
     try:
         if growth.wanted > len(staying):
@@ -100,10 +110,11 @@ async def _follow(
 
 
 async def _do(cluster: RayCluster, asked: dict[str, Any]) -> tuple[str, int]:
-    """What was done, as a sentence, and how many workers more there are."""
+    """Carry out a request; return a sentence for its user and the change in workers."""
     if asked["do"] == "add":
         numbers = await cluster.add_workers(int(asked["count"]))
         return f"rollout workers {', '.join(map(str, numbers))} serve the newest weights", len(numbers)
+
     number, grace = int(asked["worker"]), float(asked["grace"])
     again = await cluster.drain_worker(number, grace)
     others = f"; {again} of its groups are played again by others" if again else ""

@@ -1,9 +1,9 @@
-"""Ray on this machine for one run, or the connection to a cluster that runs elsewhere.
+"""Ray on this machine for one run, or the connection to a remote cluster.
 
-A local Ray listens on loopback alone and asks for a token that only this run knows; its files are in a folder
-that only this user can read. Its processes have sessions of their own, so that a signal to the process group
-of the driver ends the driver alone, which then leaves its last checkpoint; and so that all of them can be
-ended whatever became of Ray. A thread watches them: without gcs_server or raylet no call is ever answered.
+A local Ray listens only on loopback and requires a token that only this run has; its files are in a folder
+that only this user can read. Its processes have separate sessions. A signal to the driver's process group
+therefore reaches only the driver, which saves its last checkpoint, and all of the processes can be ended even
+if Ray has failed. A thread watches them: without gcs_server or raylet no call ever returns.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ import psutil
 from rlpipe.config.run import ClusterMode, Config
 
 _PREFIX = "rlpipe-ray-"
-_SESSIONS = "sessions"  # the file in the folder that names them, for whoever sweeps it
+_SESSIONS = "sessions"  # file in the folder with the session ids, for a later cleanup
 _WATCHED = ("gcs_server", "raylet")
-LOOK_S, PATIENCE_S = 0.2, 60.0  # between two looks at what was killed, and for all of them
+LOOK_S, PATIENCE_S = 0.2, 60.0  # between two checks of killed processes, and for all of them
 _LONGEST_BASE = 25  # Unix sockets have at most 107 characters, and Ray adds some 80 of them
 
 
 def set_ray_environment(config: Config) -> None:
-    """What Ray reads when it is imported, by whomever: call it before code that might. Harmless twice."""
+    """Set the variables that Ray reads on import. Call it before any code that may import Ray, even twice."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine is slow, not broken
+
+    # A local Ray is closed to other users and to the network.
     if config.cluster.mode is ClusterMode.RAY and not config.cluster.address and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # one machine: loopback alone
+        # Makes Ray listen only on loopback.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def close_ray(config: Config) -> None:
-    """Close the Ray that is about to start to other users of this machine; a cluster is not ours to close.
+    """Protect a local Ray that is about to start from other users of this machine; a cluster stays as it is.
 
     Raises ValueError when Ray was imported without a token before.
     """
@@ -55,36 +58,43 @@ def close_ray(config: Config) -> None:
             "Ray was imported before the run could give it a token, so other users of this machine could "
             "reach it: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before, or import ray later."
         )
+
     set_ray_environment(config)
 
 
 def module_path() -> str:
-    """PYTHONPATH of a process that is to import this rlpipe, and what the user put there."""
+    """Return the PYTHONPATH with which a process imports this rlpipe and the paths of the user."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 class RaySession:
-    """Started by its constructor, ended by `stop`. on_death: given one sentence once Ray itself has died."""
+    """Started by its constructor, ended by `stop`. on_death: called with a message when Ray has died."""
 
     def __init__(self, config: Config, on_death: Callable[[str], None]) -> None:
         self._stopped = threading.Event()
-        self._sessions: dict[int, float] = {}  # process id of the leader -> when it started
+        self._sessions: dict[int, float] = {}  # process id of the session leader -> its start time
         self._folder: Path | None = None
         local = {}
+
+        # A local Ray gets a private folder and a CPU for every actor, even on a smaller machine.
         if not config.cluster.address:
             self._folder, self._lock = _private_folder()
             run_mode = config.run.half
             actors = config.rollout.workers * run_mode.generates + config.trainer.world_size * run_mode.trains
             local = {
                 "num_cpus": max(actors, os.cpu_count() or 1),
+                # A subfolder, since Ray makes this one readable to everybody.
                 "_temp_dir": str(self._folder / "r"),
-            }  # Ray opens its folder to everybody
+            }
+
         close_ray(config)
         import ray
         from ray._private import services
 
         logging.getLogger("ray").setLevel(logging.ERROR)
+
+        # Ray starts its processes through this name: each of them gets a separate session.
         popen, services.ConsolePopen = services.ConsolePopen, self._started
         try:
             try:
@@ -98,29 +108,35 @@ class RaySession:
                 )
             finally:
                 services.ConsolePopen = popen
-        except Exception as error:  # Ray raises bare Exception
+        # Ray raises plain Exception.
+        except Exception as error:
             self.stop()
             words = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
                 f"Ray did not start ({words}). Is the machine overloaded, or "
                 f"cluster.address={config.cluster.address!r} wrong? cluster=inline runs without Ray."
             ) from error
+
         threading.Thread(target=self._watch, args=(on_death,), daemon=True).start()
 
     def _started(self, *args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        """In the place of Ray's own Popen: a session for each of its processes."""
+        """Start a process of Ray in a separate session, and record it; replaces the Popen of Ray."""
         process = subprocess.Popen(*args, **kwargs, start_new_session=True)
         self._sessions[process.pid] = psutil.Process(process.pid).create_time()
+
         if self._folder is not None:
             (self._folder / _SESSIONS).write_text(json.dumps(self._sessions))
+
         return process
 
     def stop(self, at_once: bool = False) -> None:
-        """End Ray, every process that it started, and its folder. at_once: Ray itself is not waited for."""
+        """End Ray and all its processes, and remove its folder. at_once: without waiting for Ray itself."""
         self._stopped.set()
         ray = sys.modules.get("ray")
         if ray is not None and not at_once:
             ray.shutdown()
+
+        # Whatever Ray has not ended is killed here.
         _end(self._sessions)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -139,23 +155,27 @@ class RaySession:
 
 
 def sweep() -> None:
-    """End what is left of Ray's sessions of runs that are dead, and remove their folders."""
+    """End the remaining Ray processes of dead runs, and remove their folders."""
     for file in _base().glob(f"{_PREFIX}*/lock"):
-        with suppress(OSError), file.open() as lock:  # another user's, or of a run that lives
+        # A folder of another user cannot be opened, and that of a living run is locked.
+        with suppress(OSError), file.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError, ValueError):  # killed before Ray started, or in writing it
+
+            # The driver may have been killed before or while it wrote the sessions.
+            with suppress(FileNotFoundError, ValueError):
                 told = json.loads((file.parent / _SESSIONS).read_text())
                 _end({int(leader): started for leader, started in told.items()})
+
             shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _end(sessions: Mapping[int, float]) -> None:
-    """Kill all processes of sessions."""
+    """Kill all processes of these sessions."""
     kill_all(lambda: _members(sessions))
 
 
 def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
-    """Kill what `living` finds until it finds nothing: processes die slowly, and may have started others."""
+    """Kill the processes of `living` until it is empty: they end slowly, and may have started others."""
     deadline = time.monotonic() + PATIENCE_S
     while (found := living()) and time.monotonic() < deadline:
         for process in found:
@@ -165,7 +185,7 @@ def kill_all(living: Callable[[], list[psutil.Process]]) -> None:
 
 
 def _members(sessions: Mapping[int, float]) -> list[psutil.Process]:
-    """Living processes of sessions, unless the id of a dead leader is another's by now."""
+    """Return the living processes of sessions, unless another process has reused the id of a dead leader."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
@@ -183,14 +203,15 @@ def _started_at(pid: int) -> float | None:
 
 
 def _base() -> Path:
-    """Where folders of Ray are made."""
+    """Return the parent of the folders of Ray: the temporary folder, unless its path is too long."""
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     return base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")
 
 
 def _private_folder() -> tuple[Path, IO[str]]:
-    """A folder of mode 0700 and the lock that says its run lives; folders of dead runs are removed."""
+    """Make a folder of mode 0700, locked while the run lives; remove the folders of dead runs."""
     sweep()
+
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_base()))
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)

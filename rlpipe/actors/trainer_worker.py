@@ -1,7 +1,7 @@
 """A trainer rank: groups in, one optimizer step, weights out.
 
-A plain class: Ray wraps one per rank, the inline cluster uses one as it is. Every rank gets all
-groups and packs them alike; the packing says which micro-batches are its own.
+A plain class: Ray wraps one per rank, the inline cluster uses one directly. Every rank receives
+all groups and packs them identically; the packing assigns the micro-batches to ranks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class TrainerWorker:
         self._rank, self._world_size = rank, world_size
         self._saving: list[Saving | SavingHf | SavingDraft] = []
         self._sender: WeightSender | None = None
-        self._rule = make_rule(config.algo)  # asked for its columns only; the trainer's has the state
-        self._draft: DraftTrainer | None = None  # on the first rank, which sees the whole batch
+        # Only for its columns; the trainer has another one with the state.
+        self._rule = make_rule(config.algo)
+        self._draft: DraftTrainer | None = None  # on the first rank, which has the full batch
         self._draft_learns = config.cotrains_draft
         self._spans = SpanLog(f"trainer {rank}", {"train": "perf/utilisation/trainer"})
 
     def address(self, host: str = "127.0.0.1") -> str | None:
-        """Where this rank, the first, waits for the others; host: how they reach it. None if it is alone."""
+        """Return where rank 0 waits for the others; host: its address. None with a single rank."""
         return open_address(host, world_size=self._world_size) if self._world_size > 1 else None
 
     def start(self, master: str | None = None) -> None:
@@ -56,11 +57,14 @@ class TrainerWorker:
         self._trainer = make_trainer(
             self._config, rank=self._rank, world_size=self._world_size, master=master
         )
+
+        # A standalone draft has one trainer, on the rank that holds the full batch.
         if self._config.cotrains_draft and self._rank == 0:
             spec = self._config.spec
             make_draft_trainer = DRAFTERS[spec.drafter].make_trainer
             assert make_draft_trainer is not None, spec.drafter
             self._draft = make_draft_trainer(self._config, spec.draft_path, train_alongside=train_alongside)
+
         if self._config.broadcasts_weights:
             from rlpipe.rollout.sglang.environment import is_on_gpu
             from rlpipe.weights.sender import WeightSender
@@ -71,7 +75,7 @@ class TrainerWorker:
             )
 
     def step(self, groups: list[Group]) -> dict[str, Value]:
-        """Advantages, packing, one optimizer step."""
+        """Compute advantages, pack the groups and take one optimizer step; return its metrics."""
         with self._spans.lane() as lane, lane.span("train", version=self._trainer.policy_version):
             metrics = self._step(groups)
         return metrics | self._spans.drain()
@@ -80,47 +84,58 @@ class TrainerWorker:
         started = time.monotonic()
         config = self._config
         advantages = compute_advantages(groups, config.algo)
+
         trajectories = [t for group in groups for t in group.trajectories]
         seed = config.run.seed
         batch = self._pack(
             trajectories,
             advantages,
             minibatches=config.algo.minibatches,
-            # to the distillation of an actor every trajectory says something
+            # The distillation of an actor uses every trajectory, with or without an advantage.
             skip_zero_advantage=config.algo.skips_zero_advantage and not config.decoupled.active,
             draft_learns=self._trainer.trains_draft,
             **token_data(self._rule, trajectories, seed),
             seed=seed + self._trainer.policy_version,
         )
+
         metrics: dict[str, Value] = {"timing_s/adv": Mean(time.monotonic() - started, 1)}
         sampled = (own[t.loss_mask].tolist() for t, own in zip(trajectories, advantages, strict=True))
         metrics |= stats("critic/advantages", chain.from_iterable(sampled))
+
+        # The draft follows the policy of this batch, so its step comes before the policy's.
         draft = self._train_draft(trajectories)
         step = self._trainer.train_step(batch)
-        for name in step.keys() & draft.keys():  # what both take: seconds
+
+        # Both report seconds under the same names: they add up.
+        for name in step.keys() & draft.keys():
             step[name] = Mean(step[name].value() + draft[name].value(), 1)
 
         return metrics | draft | step
 
     def freeze_draft(self) -> None:
-        """Train the policy alone from here on."""
+        """Train only the policy from here on."""
         self._trainer.freeze_draft()
         self._draft_learns = False
 
     def _train_draft(self, trajectories: list[Trajectory]) -> dict[str, Value]:
-        """One optimizer step of a draft apart on all trajectories, for the policy before its own step."""
+        """Take one optimizer step of a standalone draft on all trajectories, before that of the policy."""
         due = (self._trainer.policy_version + 1) % self._config.draft.interval == 0
         if not (self._draft_learns and due):
             return {}
+
+        # Every rank takes part in gathering the weights; only the first has the draft.
         weights = self._trainer.export_weights()
         if self._draft is None or weights is None:
             return {}
+
         self._draft.follow(weights)
         return self._draft.adapt_step(self._pack(trajectories, None, share_prefixes=False))
 
     def probe(self, trajectories: list[Trajectory]) -> list[ProbeTable]:
-        """What target and draft say at every context of these trajectories; see `metrics.probe`."""
+        """Compare target and draft at every context of these trajectories; see `diagnosis.probe`."""
         tables = self._trainer.draft_tables(self._pack(trajectories, None))
+
+        # A trajectory without contexts gets an empty table.
         depths = self._config.draft.depths
         nowhere = np.zeros(0, dtype=int), {name: np.zeros((0, depths)) for name in COLUMNS}
         return [
@@ -133,7 +148,7 @@ class TrainerWorker:
     def _pack(
         self, trajectories: list[Trajectory], advantages: list[np.ndarray] | None, **options: Any
     ) -> PackedBatch:
-        """Pack as this trainer reads batches; options: further arguments of `pack`."""
+        """Pack trajectories with the settings of this trainer; options: further arguments of `pack`."""
         config = self._config
         return pack(
             trajectories,
@@ -149,33 +164,36 @@ class TrainerWorker:
         )
 
     def export(self, version: int) -> WeightPayload | None:
-        """Full weights for the engines; None off rank 0 (which still takes part in the gathering).
+        """Return the full weights for the engines; None except on rank 0 (all ranks take part in gathering).
 
-        With a decoupled actor the policy's come along where they are validated.
+        With a decoupled actor, the weights of the policy are included for versions that are validated.
         """
         with self._spans.lane() as lane, lane.span("sync", version=version):
             judged = None
             if self._config.decoupled.active and self._config.validates(version):
                 judged = self._trainer.policy.export_weights()
+
             weights = self._trainer.export_weights()
             if weights is None:
                 return None
+
             if self._draft is not None:
                 weights |= self._draft.export_weights()
             return pack_weights(weights, version, None if judged is None else pack_weights(judged, version))
 
     def open_group(self, host: str, servers: int) -> tuple[Rendezvous, list[Bucket]]:
-        """A group with so many servers, and what every update consists of; on rank 0."""
+        """Open a group with so many servers; return it and the buckets of every update. For rank 0."""
         return self._broadcaster().open(host, servers)
 
     def broadcast(self, version: int) -> BroadcastResult | None:
-        """Full weights to all servers at once; None off rank 0 (which still takes part in the gathering)."""
+        """Send the full weights to all servers at once; return None except on rank 0 (all ranks gather)."""
         with self._spans.lane() as lane, lane.span("sync", version=version):
             sent = self._broadcaster().send(version)
+
         return sent if self._rank == 0 else None
 
     def newest(self, version: int) -> WeightPayload:
-        """What `broadcast` sent last; on rank 0, and on another thread than everything else."""
+        """Return the weights of the last `broadcast`; on rank 0, on another thread than all other calls."""
         return self._broadcaster().newest(version)
 
     def _broadcaster(self) -> WeightSender:
@@ -183,9 +201,9 @@ class TrainerWorker:
         return self._sender
 
     def begin_save(self, directory: Path) -> None:
-        """Copy the state that goes to `trainer/` and, for Hugging Face, to `hf/`.
+        """Copy the state for `trainer/` and, in Hugging Face format, for `hf/`.
 
-        That of a draft apart goes to `draft_trainer/` and, as servers read it, to `draft/`.
+        The state of a standalone draft is for `draft_trainer/` and, as servers read it, for `draft/`.
         """
         with self._spans.lane() as lane, lane.span("copy", version=self._trainer.policy_version):
             self._saving = self._trainer.begin_save(directory / "trainer", directory / "hf")
@@ -193,19 +211,19 @@ class TrainerWorker:
                 self._saving.append(self._draft.begin_save(directory / "draft_trainer", directory / "draft"))
 
     def write_save(self) -> None:
-        """Write this rank's part of the copy; on another thread than everything else, which goes on."""
+        """Write this rank's part of the copy, on another thread, while training continues."""
         with self._spans.lane() as lane, lane.span("write"):
             for part in self._saving:
                 part.write()
 
     def end_save(self) -> None:
-        """Complete what every rank has written."""
+        """Complete the files that all ranks have written."""
         saving, self._saving = self._saving, []
         for part in saving:
             part.finish()
 
     def load(self, directory: Path) -> None:
-        """Trainer state of a checkpoint directory. Raises ValueError when it is of other drafts."""
+        """Load the trainer state of a checkpoint directory. Raises ValueError when its drafts differ."""
         draft = directory / "draft_trainer"
         if draft.is_dir() != self._config.cotrains_draft:
             holds, train = (
@@ -217,6 +235,7 @@ class TrainerWorker:
                 f"{directory} holds {holds} draft co-trained beside the policy: continue with {train}, or "
                 "choose another run.dir."
             )
+
         if self._draft is not None:
             self._draft.load(draft)
 

@@ -1,4 +1,4 @@
-"""What a trainer rank trains: the policy, or the policy and the decoupled actor that generates for it."""
+"""Makes the trainer of a rank: for the policy, or for the policy and its decoupled actor."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ TARGET_ROWS = 8  # rows of the target's cache: a pass keeps keys it will not rea
 
 
 def make_trainer(config: Config, *, rank: int, world_size: int, master: str | None = None) -> Trainer:
-    """One rank, joined with the others, if any, at `master`.
+    """Make the trainer of one rank and connect it to the others, if any, at `master`.
 
-    The draft that `draft` trains is the one the engines use: the actor's where there is one; an EAGLE-3 draft
-    has a trainer of its own (`rlpipe.drafts.kinds`).
-    Raises ValueError for settings or models it cannot work with.
+    The settings in `draft` train the draft that the engines use, which is the actor's where there is one; an
+    EAGLE-3 draft has a separate trainer (`rlpipe.drafts.kinds`).
+    Raises ValueError for unsupported settings or models.
     """
     actor, steps, trainer = config.decoupled, config.run.steps, config.trainer
-    if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:  # the others get no routes
+    # Only the local layers can replay the routes of the engine.
+    if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:
         trainer = replace(trainer, layers=LayerSpec.LOCAL)
 
     draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed}
+
+    # The draft belongs to the model that generates, and a co-trained draft has a separate trainer.
     policy = MegatronTrainer(
         trainer,
         config.algo,
@@ -51,6 +54,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     if not actor.active:
         return policy
 
+    # The actor is trained on the same rank, in the process group of the policy.
     algo = actor.algo(config.algo)
     try:
         beside = MegatronTrainer(
@@ -79,13 +83,15 @@ def train_alongside(
     weights: Mapping[str, torch.Tensor],
     draft_cost: float = 0.0,
 ) -> DraftTrainer:
-    """The trainer of a draft whose target is the engine's model, so its features are drafted from.
+    """Make the trainer of a draft that reads features of the engine's model.
 
-    target, weights: its `config.json`, and its tensors by HF name. draft_cost: see `DraftTrainer`.
-    Raises ValueError for a target the engine cannot run.
+    target, weights: `config.json` of that model, and its tensors by HF name. draft_cost: see `DraftTrainer`.
+    Raises ValueError for a target that the engine cannot run.
     """
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.rollout.device == "auto" else config.rollout.device)
+
+    # The cache of the target has a slot for each position of a context and for the window after it.
     arch = read_architecture(target)
     ahead = window_slots(config.ppow, config.draft.depths) if config.draft.windows else 0
     model = Model(
@@ -97,4 +103,5 @@ def train_alongside(
         device=device,
         dtype=getattr(torch, config.rollout.dtype),
     )
+
     return DraftTrainer(config, draft.to(device), model, draft_cost=draft_cost)

@@ -1,7 +1,7 @@
-"""`rlpipe check +recipe=NAME [key=value ...]`: all that a launch looks at, and starts nothing.
+"""`rlpipe check +recipe=NAME [key=value ...]`: every check of a launch, without starting the run.
 
-An environment of one's own (`env.suite`) is played with random answers, several episodes of every split, all
-turns; at a launch the rehearsal is one short episode of each. Leaves no files.
+A user's environment (`env.suite`) is stepped through with random answers: several full episodes of every
+split, where a launch runs one short episode of each. Writes no files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ of your own (env.suite) is stepped through several episodes of every split with 
 
 
 def check_all(config: Config, resolved: str) -> int:
-    """What a task needs and its run directory, where settings and surroundings are already checked."""
+    """Check the task and its run directory, after settings and machine were checked; return 0."""
     from rlpipe.launch import check_run_directory, check_task
 
     check_task(config, lambda suite: _rehearse(suite, config.env.suite))
     check_run_directory(config, resolved)
+
     print(f"rlpipe: nothing wrong found. `rlpipe run +recipe={config.recipe} ...` starts it.")
     return 0
 
@@ -39,9 +40,10 @@ def _rehearse(suite: Suite, name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the run of a command line; returns the exit status."""
+    """Check the run of a command line; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
         return 0
+
     return compose(arguments, check_all, command="check")

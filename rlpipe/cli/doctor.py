@@ -1,11 +1,11 @@
-"""Say what this machine lacks for rlpipe, and the exact remedy for each thing.
+"""Print what this machine lacks for rlpipe, and the exact command or change for each item.
 
     rlpipe doctor [--json] [+recipe=NAME SETTING=VALUE ...]
 
-In a checkout `scripts/doctor` plays it with any Python 3.11 or 3.12, even before anything is installed; in
-a virtual environment it judges that environment. A checkout knows the versions that were tested; an installed
-wheel asks pip whether its packages fit. With the settings of a run it also says how much memory each of its
-processes will take. Exit status 1 when something required is missing, or the run does not fit.
+In a checkout `scripts/doctor` runs it with any Python 3.11 or 3.12, even before anything is installed; in a
+virtual environment it checks that environment. A checkout lists the tested versions; for an installed wheel
+`pip check` compares its packages. With the settings of a run it also prints the memory that each process will
+take. The exit status is 1 when a requirement is missing, or the run does not fit.
 """
 
 import sys
@@ -52,7 +52,7 @@ GIB = 1 << 30
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     INFO = "info"  # neither good nor bad
@@ -62,7 +62,7 @@ class Level(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do about it (empty: nothing)."""
+    """One line of the output: the name of a check, its result, and a hint (empty where none is needed)."""
 
     level: Level
     name: str
@@ -71,56 +71,63 @@ class Finding:
 
 
 def ok_if(good: bool, name: str, found: str, remedy: str, *, otherwise: Level = Level.MISSING) -> Finding:
-    """A finding that carries its remedy only when it is bad."""
+    """Return a finding that has a hint only when it is bad."""
     level = Level.OK if good else otherwise
     return Finding(level=level, name=name, found=found, remedy="" if good else remedy)
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter and where its packages go."""
+    """Report the interpreter and its virtual environment."""
     inside = sys.prefix != sys.base_prefix
     where = f"virtual environment {sys.prefix}" if inside else "no virtual environment"
     yield Finding(level=Level.OK, name="python", found=f"{sys.version.split()[0]}, {where}")
 
 
 def check_packages() -> Iterator[Finding]:
-    """Each direct dependency: installed, importable, and at the tested version."""
+    """Check each direct dependency: installed, importable, and at the tested version."""
     if CHECKOUT:
         lines = (ROOT / "constraints.txt").read_text().split()
         pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
         needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     else:
         needed, pins = [line for line in requires("rlpipe") or [] if "extra ==" not in line], {}
+
+    # Without any of them, one line is enough.
     names = [re.split("[^A-Za-z0-9._-]", line)[0] for line in needed]
     if not any(installed(name) for name in names):
         yield Finding(level=Level.MISSING, name="packages", found="none installed", remedy=install_all())
         return
+
     for name in names:
         yield check_package(name, pins.get(name, ""))
+
     yield check_others(pins) if CHECKOUT else check_fit()
 
 
 def check_package(name: str, pin: str) -> Finding:
-    """One distribution; importing it is the only proof that its compiled parts fit. pin "": any version."""
+    """Check one distribution by importing it, the only proof for compiled code. pin "": any version."""
     remedy = shlex.join([*PIP, "--force-reinstall", "--no-deps", f"{name}=={pin}" if pin else name])
     found = installed(name)
     if not found:
         return Finding(level=Level.MISSING, name=name, found="not installed", remedy=install_all())
+
     module = IMPORT_NAMES.get(name, name.replace("-", "_"))
     started = time.monotonic()
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             importlib.import_module(module)
-    except Exception as error:  # whatever a broken package raises is what the user must see
+    # A broken package may raise any exception, and the user needs to see it.
+    except Exception as error:
         broken = f"{found}, but `import {module}` fails: {type(error).__name__}: {error}"
         return Finding(level=Level.MISSING, name=name, found=broken, remedy=remedy)
+
     if pin and found != pin:
         return Finding(level=Level.WARN, name=name, found=f"{found}, tested with {pin}", remedy=remedy)
     return Finding(level=Level.OK, name=name, found=f"{version(name)} ({time.monotonic() - started:.1f} s)")
 
 
 def check_others(pins: dict[str, str]) -> Finding:
-    """Everything that is pinned and here, in one line; what only the tests need may be absent."""
+    """Compare all pinned packages, in one line; those that only the tests need may be absent."""
     different = [
         f"{n} {installed(n)}, tested with {pin}" for n, pin in pins.items() if installed(n) not in ("", pin)
     ]
@@ -129,7 +136,7 @@ def check_others(pins: dict[str, str]) -> Finding:
 
 
 def check_fit() -> Finding:
-    """What pip says of the versions around an installed wheel, in one line."""
+    """Check by pip the versions around an installed wheel, in one line."""
     done = subprocess.run([*PIP[:3], "check"], capture_output=True, text=True)
     said = (done.stdout + done.stderr).strip().splitlines()
     found = "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
@@ -137,7 +144,7 @@ def check_fit() -> Finding:
 
 
 def installed(name: str) -> str:
-    """Version of a distribution without its local label (`+cpu`); empty when it is not installed."""
+    """Return the version of a distribution without its local label (`+cpu`); empty if not installed."""
     try:
         return version(name).split("+")[0]
     except PackageNotFoundError:
@@ -145,7 +152,7 @@ def installed(name: str) -> str:
 
 
 def install_all() -> str:
-    """How to install every dependency."""
+    """Return the command or advice that installs every dependency."""
     if not CHECKOUT:
         return "install the wheel again, with its dependencies, in a virtual environment of its own"
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").exists():
@@ -154,12 +161,14 @@ def install_all() -> str:
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """The tools that contain model-written commands, and that they really start."""
+    """Check that the tools of the sandbox are installed, and that a sandbox starts."""
     for tool, package in (("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("setpriv", "util-linux")):
         path = shutil.which(tool)
         if tool == "setpriv" and os.geteuid() != 0:
             continue  # only root has privileges to drop
         yield ok_if(path is not None, tool, path or "not found", f"apt-get install {package}")
+
+    # An installed bwrap may still be refused by the kernel or the container, so start it once.
     if shutil.which("bwrap") is None:
         return
     command = [
@@ -173,6 +182,7 @@ def check_sandbox() -> Iterator[Finding]:
         "/proc",
         "true",
     ]
+
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
     remedy = (
@@ -180,14 +190,17 @@ def check_sandbox() -> Iterator[Finding]:
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
         "docker run --privileged (in a container)"
     )
+
     yield ok_if(done.returncode == 0, "sandbox start", "works" if done.returncode == 0 else said[0], remedy)
     yield from check_bounds()
 
 
 def check_bounds() -> Iterator[Finding]:
-    """Which bounds of the sandbox hold here."""
+    """Check which limits of the sandbox this machine can enforce."""
     options = subprocess.run(["bwrap", "--help"], capture_output=True, text=True).stdout
     machine, kernel = platform.machine(), Path("/proc/self/status").read_text()
+
+    # The filter of system calls exists for two processor architectures.
     filters = "--seccomp" in options and "Seccomp:" in kernel and machine in ("x86_64", "aarch64")
     yield ok_if(
         filters,
@@ -195,6 +208,8 @@ def check_bounds() -> Iterator[Finding]:
         f"system calls, on {machine}" if filters else f"none on {machine}",
         "use x86-64 or ARM, and a kernel with CONFIG_SECCOMP_FILTER",
     )
+
+    # A nested user namespace would give a command new privileges inside.
     nested = "--disable-userns" in options
     yield ok_if(
         nested,
@@ -203,6 +218,8 @@ def check_bounds() -> Iterator[Finding]:
         "install bwrap 0.8 or later",
         otherwise=Level.WARN,
     )
+
+    # Control groups enforce the limits; without them memory is only checked periodically.
     groups = runpy.run_path(str(PACKAGE / "envs" / "sandbox" / "cgroup.py"))
     lent = groups["controllers"]()
     versions = {2 if groups["is_version_2"](parent) else 1 for parent in lent.values()}
@@ -223,32 +240,36 @@ def check_bounds() -> Iterator[Finding]:
 
 
 def check_machine() -> Iterator[Finding]:
-    """Cores, memory, disk, and the shared memory that Ray keeps its objects in."""
+    """Check cores, memory, disk, and the shared memory in which Ray stores its objects."""
     cores = len(os.sched_getaffinity(0))
     yield ok_if(cores >= 2, "cores", str(cores), "give it 2 cores or more", otherwise=Level.WARN)
+
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = int(meminfo["MemAvailable"].split()[0]) << 10
     yield size("free memory", memory, 4 * GIB, "close other programs, or use cluster=inline (no Ray)")
+
     disk = shutil.disk_usage(ROOT).free
     yield size("free disk", disk, 2 * GIB, f"free some space on the disk of {ROOT}")
+
     if not Path("/dev/shm").is_dir():
         yield Finding(
             level=Level.WARN, name="/dev/shm", found="not there", remedy="use cluster=inline (no Ray)"
         )
         return
+
     shared = shutil.disk_usage("/dev/shm").free
     yield size("/dev/shm", shared, GIB, "docker run --shm-size=2g, or use cluster=inline (no Ray)")
 
 
 def size(name: str, free: int, wanted: int, remedy: str) -> Finding:
-    """A finding about bytes."""
+    """Return a finding about free bytes."""
     found = f"{free / GIB:.1f} GiB"
     short = f"{found}, {wanted // GIB} GiB wanted"
     return ok_if(free >= wanted, name, found if free >= wanted else short, remedy, otherwise=Level.WARN)
 
 
 def check_accelerator() -> Iterator[Finding]:
-    """Whether there is a GPU that torch can use."""
+    """Report whether there is a GPU that torch can use."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         yield Finding(
@@ -264,7 +285,7 @@ def check_accelerator() -> Iterator[Finding]:
 
 
 def check_wandb() -> Iterator[Finding]:
-    """Whether W&B records would go online."""
+    """Report whether W&B records would go online."""
     if not installed("rlpipe"):
         return
     from rlpipe.metrics.sinks import logged_in
@@ -274,7 +295,7 @@ def check_wandb() -> Iterator[Finding]:
 
 
 def check_shipped() -> Iterator[Finding]:
-    """The files that come with rlpipe."""
+    """Check the files that are shipped with rlpipe."""
     top = ROOT if CHECKOUT else PACKAGE / "_data"
     absent = [name for name in SHIPPED if not (top / name).is_file()]
     found = f"{len(SHIPPED)} files" if not absent else f"not there: {', '.join(absent)}"
@@ -283,7 +304,7 @@ def check_shipped() -> Iterator[Finding]:
 
 
 def check_run(settings: list[str]) -> Iterator[Finding]:
-    """The memory that a run with these settings takes, by process, and what its launch here would say."""
+    """Report the memory of a run with these settings, by process, and whether it would be refused here."""
     from rlpipe.cli.run import check_before, config_of
     from rlpipe.launch import check_run_directory, check_task
     from rlpipe.preflight.memory_estimate import estimate, gpu_bytes
@@ -293,10 +314,13 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
     try:
         config, resolved = config_of(settings)
         check(config)
+
+        # The estimates come first, so that they are printed even if the launch is refused.
         for memory in (*estimate(config, gpu_bytes(config)), store_memory(config)):
             if memory is None:
                 continue
             yield Finding(level=Level.INFO, name="memory", found=str(memory))
+
         check_before(config)
         check_task(config)
         check_run_directory(config, resolved)
@@ -313,7 +337,7 @@ CHECKS = (
 
 
 def show(findings: list[Finding]) -> None:
-    """One aligned line each, its remedy below it."""
+    """Print one aligned line per finding, with its hint below it."""
     colors = {Level.OK: "32", Level.INFO: "36", Level.WARN: "33", Level.MISSING: "31"}
     width = max(len(f.name) for f in findings)
     for finding in findings:
@@ -321,8 +345,11 @@ def show(findings: list[Finding]) -> None:
         if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
             mark = f"\033[{colors[finding.level]}m{mark}\033[0m"
         print(f"{mark}  {finding.name:<{width}}  {finding.found}")
+
         if finding.remedy:
             print(f"{'':7}  {'':{width}}  -> {finding.remedy}")
+
+    # The last line is the summary.
     missing = sum(f.level is Level.MISSING for f in findings)
     warned = sum(f.level is Level.WARN for f in findings)
     notes = f", {warned} to look at" if warned else ""
@@ -330,20 +357,25 @@ def show(findings: list[Finding]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check everything and print the findings; returns 1 when something required is missing."""
+    """Run all checks and print the findings; return 1 when a requirement is missing."""
     parser = argparse.ArgumentParser(prog="rlpipe doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("settings", nargs="*", help="of a run, as rlpipe run takes them")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))  # this rlpipe, when another is installed
+
+    # Check this rlpipe, even when another one is installed.
+    sys.path.insert(0, str(ROOT))
     findings = [finding for check in CHECKS for finding in check()]
     if options.settings:
-        with redirect_stdout(sys.stderr):  # the user's own code may print
+        # The user's code may print, and the JSON must stay clean.
+        with redirect_stdout(sys.stderr):
             findings += check_run(options.settings)
+
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
         show(findings)
+
     return int(any(f.level is Level.MISSING for f in findings))
 
 

@@ -1,4 +1,4 @@
-"""`rlpipe export RUN OUT [--step N]`: a checkpoint of a run as a Hugging Face directory of its own.
+"""`rlpipe export RUN OUT [--step N]`: copies a checkpoint of a run to a Hugging Face directory.
 
 A run writes its checkpoints with a Hugging Face copy of the weights (`checkpoints/step_N/hf`), LoRA adapters
 merged; this verifies the checkpoint and copies that folder. OUT appears complete or not at all.
@@ -35,6 +35,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> Path:
     if not (checkpoint / "hf" / "config.json").is_file():
         raise ValueError(f"{checkpoint} has no folder `hf`: only checkpoints of a trainer can be exported.")
 
+    # The final rename makes OUT appear complete or not at all.
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", partial)
@@ -61,7 +62,7 @@ def checkpoint_of(run_dir: Path, step: int | None) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export a checkpoint and print what was copied; returns the exit status."""
+    """Export a checkpoint and print its path; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe export", description="Write a checkpoint of a run as a Hugging Face directory."
     )

@@ -1,4 +1,4 @@
-"""What Hydra refuses of a command line or a YAML file, in our words: what, the value, the remedy."""
+"""Explains errors of Hydra in a command line or a YAML file: the setting, its value and a hint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
 
 
 def explaining(play: Callable[[], int]) -> int:
-    """Play a command line of Hydra's; returns its exit status, 2 with one message where it is refused."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would otherwise print
+    """Run a Hydra command line; return its exit status, 2 with one message where it is refused."""
+    # Makes Hydra raise its errors instead of printing them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = settings_first(sys.argv[1:])
     try:
         check_arguments(sys.argv[1:])
@@ -31,30 +32,34 @@ def explaining(play: Callable[[], int]) -> int:
 
 
 def settings_first(arguments: Sequence[str]) -> list[str]:
-    """The same command line, settings before options: argparse takes settings in one piece alone."""
+    """Return the command line with settings before options: argparse needs the settings in one block."""
     options = get_args_parser()._option_string_actions
     first, rest, value = [], [], False
     for word in arguments:
+        # The value of an option, such as a folder, is not a setting, even if it contains "=".
         is_setting = not (value or word.startswith("-")) and ("=" in word or word.startswith("~"))
         (first if is_setting else rest).append(word)
         value = word in options and options[word].nargs is None
+
     return [*first, *rest]
 
 
 def refused(error: Exception) -> int:
-    """Say why this command line is refused; returns the exit status."""
+    """Print the reason why this command line is refused; return the exit status."""
     print(f"rlpipe: {explained(error, sys.argv[1:])}", file=sys.stderr)
     return 2
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what Hydra takes without a word, or says badly. Raises ValueError."""
+    """Refuse arguments that Hydra ignores silently or explains badly. Raises ValueError."""
     parser = get_args_parser()
     given, unknown = parser.parse_known_args(list(arguments))
+
     for flag in unknown:
         flags = parser._option_string_actions
         setting = flag.lstrip("-")
         meant = did_you_mean(flag.partition("=")[0], flags)
+
         if "=" in setting:
             name, _, value = setting.partition("=")
             raise ValueError(
@@ -69,11 +74,14 @@ def check_arguments(arguments: Sequence[str]) -> None:
             "--multirun with --cfg or --info: a sweep has many configurations, and these show one. Leave one "
             "of the two options out."
         )
+
+    # Hydra ignores a folder that does not exist.
     if given.config_dir and not Path(given.config_dir).is_dir():
         raise ValueError(
             f"--config-dir {given.config_dir!r} is not a folder: name the one that holds recipe/."
         )
 
+    # Words may also name groups of files, such as cluster=inline.
     folders = [shipped("configs"), *([Path(given.config_dir)] if given.config_dir else [])]
     groups = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
     for word in given.overrides:
@@ -85,6 +93,8 @@ def _check_word(word: str, groups: set[str]) -> None:
     name = key.lstrip("+~")
     if name.startswith("hydra"):
         return
+
+    # Hydra's messages for these common mistakes are hard to understand.
     if key == "recipe":
         raise ValueError(
             f"{word}: a recipe is added, so that it is the only one: give +recipe={value or 'NAME'}, once."
@@ -92,9 +102,12 @@ def _check_word(word: str, groups: set[str]) -> None:
     if not equals and not key.startswith("~"):
         raise ValueError(f"{word!r} is no setting and no option: write key=value, without spaces.")
     if not re.fullmatch(r"[\w./@:-]+", name):
-        return  # Hydra's grammar says what is wrong
+        return  # the error of Hydra's parser is good enough
+
     if key.startswith("~"):
         raise ValueError(f"{word}: settings cannot be removed. Give {name}=VALUE, or leave it out.")
+
+    # Groups, paths and packages are checked by Hydra; any other name must be a setting.
     if (
         name not in groups
         and "/" not in name
@@ -105,9 +118,11 @@ def _check_word(word: str, groups: set[str]) -> None:
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """One message for an error of Hydra's, OmegaConf's or YAML's; a ValueError's own is one already."""
+    """Return one message for an error of Hydra, OmegaConf or YAML; that of a ValueError is used unchanged."""
     text = str(error.__cause__ or error)
     first = next(line for line in [*text.splitlines(), ""] if not line.startswith("In '")).strip()
+
+    # Errors with a known cause: YAML, a missing file, the grammar, a repeated group, a misplaced file.
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return (
             f"{mark.name}:{mark.line + 1}: not YAML at column {mark.column + 1}: {error.problem}. Check the "
@@ -130,11 +145,13 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
             "`# @package _global_` the first line of the file."
         )
 
+    # Errors about a setting, by its name.
     key = _key(error, text)
     word = next((w for w in arguments if w.lstrip("+").startswith(f"{key}=")), "")
     value = word.partition("=")[2]
     if "not in" in first and key and (refusal := unknown_setting(key, value or "...")):
         return f"{_place(error)}{refusal}"
+
     if key in dict(settings()):
         wrong = re.search(r"[Vv]alue '(.*?)'", first)
         names = re.search(r"expected one of \[(.*)\]", first)
@@ -147,14 +164,15 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The YAML file that an error names, before a sentence."""
+    """Return the YAML file named in an error, as the beginning of a sentence."""
     found = re.match(r"In '(\S+?)'", str(error))
     return f"{found[1]}.yaml: " if found else ""
 
 
 def _key(error: Exception, text: str) -> str:
-    """The dotted name of the setting that an error is about."""
+    """Return the dotted name of the setting that an error is about; empty when there is none."""
     both = f"{text}\n{error}"
+
     patterns = (
         r"full_key: ([^\s\[]+)",
         r"Could not override '(\S+?)'",
@@ -168,6 +186,7 @@ def _missing(error: MissingConfigException, arguments: Sequence[str]) -> str:
     group, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
     if not group:
         return f"--config-name {name!r}: there is no such file. Leave the option out and choose +recipe=NAME."
+
     options = list(error.options or ())
     return (
         f"{group}={name}: there is no {group} {name!r}.{did_you_mean(name, options)} Choose one of "

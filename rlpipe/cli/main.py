@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Command:
-    """A subcommand. arguments: as its usage line shows them. main: takes what follows its name."""
+    """A subcommand. arguments: as in its usage line. main: called with the arguments after its name."""
 
     name: str
     arguments: str
@@ -162,7 +162,7 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the arguments name; returns the exit status."""
+    """Run the subcommand that the arguments name; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]
@@ -181,16 +181,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return by_name[arguments[0]].main(arguments[1:])
-    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+    # The reader of the output, such as `head`, has closed it; a flush at exit must not fail again.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def unknown_command(name: str, known: Sequence[str]) -> str:
-    """Return the error message for a first word that is no subcommand."""
+    """Return the error message for a first word that is not a subcommand."""
     from rlpipe.cli.suggestions import did_you_mean
 
-    if "=" in name:  # settings, without the subcommand they belong to
+    # Settings without a subcommand: most likely `run` was forgotten.
+    if "=" in name:
         return f"{name!r} is a setting, and the command comes first. Did you mean `rlpipe run {name} ...`?"
     return f"unknown command {name!r}.{did_you_mean(name, known)} Choose one of {', '.join(known)}."
 

@@ -4,9 +4,9 @@
     rlpipe pool add RUN_DIR [--count 1]
     rlpipe pool drain RUN_DIR WORKER [--grace 60]
 
-A worker that joins is given the newest weights before it plays. One that is drained begins nothing, and
-after `--grace` seconds the others play the turns of what it has not ended. Exits with 2 and a
-sentence when the run does not answer or refuses.
+A worker that joins receives the newest weights before it generates. One that is drained begins no further
+group, and after `--grace` seconds the other workers generate the remaining turns of its groups. The exit
+status is 2, with a message, when the run does not answer or refuses.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ _PATIENCE_S = 30.0  # until a running driver has read a request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; return the exit status."""
     args = _parser().parse_args(arguments)
     run_dir = resolve(args.run_dir)
     place = folder(run_dir)
+
     if not (place / "workers.json").is_file():
         return _fail(f"{run_dir} has no pool: name the directory (run.dir) of a cluster=ray run under way.")
+
     if args.do == "list":
         for worker in json.loads((place / "workers.json").read_text()):
             state = "leaves" if worker["leaving"] else "serves"
             print(f"rollout worker {worker['worker']}: {state}, plays {worker['playing']}")
         return 0
 
+    # The run reads the request from its folder and answers in another file.
     asked: dict[str, Any] = {"do": args.do}
     asked |= {"count": args.count} if args.do == "add" else {"worker": args.worker, "grace": args.grace}
     file = place / f"{uuid.uuid4().hex[:8]}.json"
@@ -47,10 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wait(file: Path, run_dir: Path) -> int:
-    """Print what becomes of a request."""
+    """Print the outcome of a request; return the exit status."""
     answer, asked_at, accepted = file.with_suffix(ANSWER), time.monotonic(), False
     while True:
         found = json.loads(answer.read_text()) if answer.exists() else {"state": "unread"}
+
         if found["state"] == "done":
             print(found["said"])
             return 0
@@ -59,11 +63,14 @@ def _wait(file: Path, run_dir: Path) -> int:
         if found["state"] == "accepted" and not accepted:
             print("asked; the run goes on meanwhile", flush=True)
             accepted = True
+
+        # The run deletes the folder when it ends; a hanging run never reads the request.
         if not file.exists():
             return _fail(f"the run in {run_dir} has ended, or was started again.")
         if not accepted and time.monotonic() - asked_at > _PATIENCE_S:
             file.unlink(missing_ok=True)
             return _fail(f"no run answers in {run_dir} for {_PATIENCE_S:.0f} s: it has ended, or hangs.")
+
         time.sleep(POLL_S)
 
 

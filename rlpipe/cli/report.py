@@ -17,7 +17,7 @@ from rlpipe.report.write import load_runs, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or serve the report; returns the exit status."""
+    """Write or serve the report; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe report",
         description="Write one self-contained HTML page about one run, or comparing several.",
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address that --watch listens on (%(default)s)")
     parser.add_argument("--port", type=int, default=8008, help="its port; 0 picks a free one (%(default)s)")
     options = parser.parse_args(arguments)
+
     try:
         return _watch(options) if options.watch else _write(options)
     except (ValueError, OSError) as error:
@@ -44,9 +45,11 @@ def _write(options: argparse.Namespace) -> int:
     out = options.out or (options.runs[0] / "report.html" if len(options.runs) == 1 else Path("compare.html"))
     write_report(options.runs, out)
     print(f"report: {out}")
+
     if options.png:
         pictures = out.with_name(f"{out.stem}_png")
         print(f"pictures: {len(write_pngs(load_runs(options.runs), pictures))} in {pictures}")
+
     return 0
 
 

@@ -1,6 +1,6 @@
 """`rlpipe run +recipe=NAME [KEY=VALUE ...]`: compose -> typed config -> launch, or a sweep of that.
 
-Owns the command line; imports no torch, so `--help` and `--cfg job` answer at once.
+Owns the command line; imports no torch, so that `--help` and `--cfg job` are fast.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 
 def recipes() -> list[str]:
-    """Names that `+recipe=` accepts from the shipped configs."""
+    """Return the names that `+recipe=` accepts from the shipped configs."""
     return sorted(path.stem for path in (shipped("configs") / "recipe").glob("*.yaml"))
 
 
 def usage(command: str) -> str:
-    """Return what to type after `rlpipe run` or `rlpipe check` without a recipe."""
+    """Return the help for `rlpipe run` or `rlpipe check` without a recipe."""
     names = "\n".join(f"  rlpipe {command} +recipe={name}" for name in recipes())
     return (
         f"rlpipe {command} needs a recipe. Shipped recipes:\n{names}\n"
@@ -46,31 +46,36 @@ def usage(command: str) -> str:
 
 
 def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
-    """The settings of a command line, composed and typed but not checked, and their YAML.
+    """Return the settings of a command line, composed and typed but not checked, and their YAML.
 
-    Raises ValueError with what, the value and the remedy where they cannot be composed.
+    Raises ValueError with the setting, its value and a hint where they cannot be composed.
     """
     try:
         check_arguments(overrides)
         with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
             composition = hydra.compose(config_name="config", overrides=list(overrides))
+
         return OmegaConf.to_object(composition), OmegaConf.to_yaml(composition, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(explained(error, overrides)) from error
 
 
 def check_before(config: Config) -> None:
-    """All that a launch looks at before its task does: settings, sizes, memory, files, machine, own code.
+    """Check everything before the task itself: settings, sizes, memory, files, machine, user code.
 
-    Raises ValueError with what, the value and the remedy.
+    Raises ValueError with the setting, its value and a hint.
     """
     check(config)
+
+    # Imported late, so that wrong settings are reported quickly.
     from rlpipe.actors.ray_session import set_ray_environment
     from rlpipe.preflight.checkpoint_and_machine import check_sizes, check_surroundings
 
     check_sizes(config)
     check_memory(config)
-    set_ray_environment(config)  # before code of the user's, or verl, imports Ray
+
+    # Before the user's code, or verl, imports Ray.
+    set_ray_environment(config)
     check_surroundings(config)
 
 
@@ -78,9 +83,9 @@ Work = Callable[[Config, str], int]  # what to do with a checked configuration a
 
 
 def run_composed(resolved: str, work: Work | None = None, composition: DictConfig | None = None) -> int:
-    """Check a composed configuration, then launch it, or do other work; returns the exit status.
+    """Check a composed configuration, then launch it or call `work`; return the exit status.
 
-    resolved: its YAML. composition: the same as Hydra typed it, where it is at hand: typing takes time.
+    resolved: its YAML. composition: the same, typed by Hydra, where available, since typing takes time.
     """
     config: Config | None = None
     try:
@@ -88,7 +93,9 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
             config = OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.create(resolved)))
         else:
             config = OmegaConf.to_object(composition)
+
         check_before(config)
+
         if work is None:
             from rlpipe.launch import launch
 
@@ -100,34 +107,39 @@ def run_composed(resolved: str, work: Work | None = None, composition: DictConfi
     except RunStopped as stop:
         print(f"rlpipe: {stop}", file=sys.stderr)
         return 1
-    except Exception as error:  # of the run: a sentence here, the traceback where the run is
+    # An error of the run: print one line, and write the traceback into the run directory.
+    except Exception as error:
         if config is None or os.environ.get("RLPIPE_TRACEBACK"):
             raise
+
         print(f"rlpipe: {_kept(config, error)}", file=sys.stderr)
         return 1
 
 
 def _kept(config: Config, error: Exception) -> str:
-    """What failed in one sentence, after its traceback was written into the run directory."""
+    """Write the traceback of an error into the run directory; return the error as one sentence."""
     first = str(error).partition("\n")[0]
     said = first if isinstance(error, RuntimeError) and first else f"{type(error).__name__}: {first}"
+
     file = resolve(config.run.dir) / "traceback.txt"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(traceback.format_exception(error)))
     except OSError as full:
         return f"{said} (its traceback could not be written to {file}: {full.strerror or full})"
+
     return f"{said} (traceback: {file})"
 
 
 def compose(arguments: Sequence[str], work: Work | None = None, *, command: str = "run") -> int:
-    """Compose a command line, check it and launch it, or do other work; returns the exit status."""
-    sys.argv = [sys.argv[0], *arguments]  # where Hydra reads it
+    """Compose a command line, check it, and launch it or call `work`; return the exit status."""
+    # Hydra reads the command line from there.
+    sys.argv = [sys.argv[0], *arguments]
     sweep, status = Sweep(), 0
 
     @hydra.main(version_base="1.3", config_path=str(shipped("configs")), config_name="config")
     def composed(composition: DictConfig) -> int | None:
-        """What Hydra made of the command line, once for every job of a sweep."""
+        """Run a composed command line; Hydra calls it once for every job of a sweep."""
         nonlocal status
         if not composition.recipe:
             print(usage(command))
@@ -140,6 +152,7 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
             except OmegaConfBaseException as error:
                 raise SystemExit(refused(error)) from None
             raise SystemExit(run_composed(resolved, work, composition))
+
         return None
 
     def play() -> int:
@@ -150,5 +163,5 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status of a sweep, and exits with that of a run."""
+    """Run a command line; return the exit status of a sweep, and exit with that of a run."""
     return compose(sys.argv[1:] if arguments is None else arguments)

@@ -11,7 +11,7 @@ from rlpipe.report.table import run_directories, runs_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="rlpipe runs", description="Print a table of the run directories at or below a folder."
     )

@@ -1,4 +1,4 @@
-"""Settings by name, and which one was meant by a name that does not exist. Imports no torch."""
+"""Settings by name, and the one most similar to a name that does not exist. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlpipe.config.run import Config
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The closest known name as a sentence with a space before it; empty when none is close.
+    """Return the closest known name as a sentence after a space; empty when none is close.
 
     >>> did_you_mean("rejecton", ["rejection", "none"])
     ' Did you mean rejection?'
@@ -24,7 +24,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Name and default of every section and setting, "spec" and "spec.gamma" alike."""
+    """Yield name and default of every section and setting, such as "spec" and "spec.gamma"."""
     config = Config() if config is None else config
     for part in fields(config):
         name, value = f"{prefix}{part.name}", getattr(config, part.name)
@@ -58,13 +58,14 @@ def closest_setting(key: str) -> str:
 
 
 def unknown_setting(key: str, value: str) -> ValueError | None:
-    """The refusal of a dotted key that is no setting; None for one that is, or lies in a free mapping."""
+    """Return the error for a dotted key that is not a setting; None for a setting or a key of a mapping."""
     known = dict(settings())
     parts = key.split(".")
     parents = [".".join(parts[:n]) for n in range(1, len(parts))]
     if key in known or any(isinstance(known.get(parent), dict) for parent in parents):
         return None
 
+    # A name of an earlier version has a better answer than the most similar name.
     if refusal := outdated_setting(key, value):
         return refusal
 
@@ -77,12 +78,14 @@ def unknown_setting(key: str, value: str) -> ValueError | None:
 
 
 def kind_of(key: str) -> str:
-    """What to give for a setting, by its default."""
+    """Return which values a setting accepts, by its default."""
     default = dict(settings()).get(key)
     if is_dataclass(default):
         return f"set its parts, as in {key}.{fields(default)[0].name}=VALUE"
+
     kinds = {bool: "true or false", int: "a whole number", float: "a number", list: "a list in brackets"}
     if isinstance(default, Enum):
         return f"choose one of {', '.join(type(default).__members__)}"
+
     shown = default if isinstance(default, str) else json.dumps(default, default=str)
     return f"give {kinds.get(type(default), 'a value of that kind')}, as in {key}={shown}"

@@ -1,4 +1,4 @@
-"""`--multirun`: every combination of the swept settings is a run, in a process and a directory of its own.
+"""`--multirun`: every combination of the swept settings is a run, in a separate process and directory.
 
 Hydra calls `main` for each job; `run_job` runs it as `rlpipe run` would. A job that fails does not
 end the others. Ctrl-C ends the sweep after the job in progress has left its checkpoint.
@@ -25,7 +25,7 @@ COMPARISON = "compare.html"
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A job that ended. directory: its run directory. settings: as given, "key=value". status: of exit."""
+    """A job that ended. directory: of its run. settings: its "key=value" arguments. status: of exit."""
 
     directory: Path
     settings: list[str]
@@ -37,27 +37,33 @@ class Sweep:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
-        self._root: Path | None = None  # run.dir of the first job: it holds a time of day
+        self._root: Path | None = None  # run.dir of the first job: its name contains the time
 
     def run_job(self, composed: DictConfig) -> int:
-        """Play a job in a process of its own; returns its exit status."""
+        """Run a job in a separate process; return its exit status."""
         hydra = HydraConfig.get()
         self._root = self._root or resolve(composed.run.dir)
+
+        # All jobs are below the directory of the first, since run.dir may contain the time.
         directory = self._root / str(hydra.job.num)
         composed.run.dir = str(directory)
         settings = list(hydra.overrides.task)
         print(f"rlpipe: job {hydra.job.num}: {' '.join(settings)} run.dir={directory}", flush=True)
+
         status = _in_a_process(OmegaConf.to_yaml(composed, resolve=True))
         self.jobs.append(Job(directory=directory, settings=settings, status=status))
         return status
 
     def finish(self) -> int:
-        """Print the table of the jobs and write the report that compares them; returns the exit status."""
+        """Print the table of the jobs and write the report that compares them; return the exit status."""
         assert self._root is not None
+
+        # The table names a job by the settings that differ between jobs.
         common = set.intersection(*(set(job.settings) for job in self.jobs))
         swept = {
             job.directory: " ".join(word for word in job.settings if word not in common) for job in self.jobs
         }
+
         print(runs_table(list(swept), swept))
         if recorded := [path for path in swept if (path / "metrics.jsonl").exists()]:
             write_report(recorded, self._root / COMPARISON)
@@ -72,7 +78,7 @@ class Sweep:
 
 
 def _in_a_process(resolved: str) -> int:
-    """Run a composed configuration as a process; a signal to this one is handed on and ends the sweep."""
+    """Run a composed configuration as a process; a signal to this one is forwarded and ends the sweep."""
     stopped: list[int] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -80,9 +86,12 @@ def _in_a_process(resolved: str) -> int:
         process.send_signal(number)
 
     code = "import sys; from rlpipe.cli.run import run_composed; sys.exit(run_composed(sys.stdin.read()))"
-    process = subprocess.Popen(  # in a group of its own: Ctrl-C reaches it once, through `hand_on`
+
+    # In a separate group, so that Ctrl-C reaches it only once, through `hand_on`.
+    process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True, process_group=0
     )
+
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process.communicate(resolved)

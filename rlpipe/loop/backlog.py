@@ -1,16 +1,16 @@
-"""Everything between admission and training: which prompt is next, what waits, what is dropped.
+"""Tracks prompts between admission and training: which one is next, which wait, which are dropped.
 
-    PromptStream -> admit_next -> [a worker rolls it out] -> finished -> GroupBuffer -> take_batch -> trained
+    PromptStream -> admit_next -> [a worker generates it] -> finished -> GroupBuffer -> take_batch -> trained
                       ^ gate                                    |                          |
                       +--------- a slot is free ----------------+-- dropped                +-> open_gate
 
 Owns gate, buffer and meter, and keeps the ledger consistent with them; the controller moves the groups. It
-is what a checkpoint must hold of rollouts: `save` writes the ledger and the finished groups of one moment,
-and a new backlog continues from there. Prompts that were being generated are then rolled out again from their
-seeds: their tokens so far are lost, those of finished siblings too, but the prompt is not.
+is the state of the rollouts that a checkpoint must contain: `save` writes the ledger and the finished groups
+of one moment, and a new backlog continues from there. Prompts that were being generated are then rolled out
+again from their seeds. Their tokens so far are lost, also those of finished siblings, but no prompt is lost.
 
 Waits: `admit_next` for the gate, `take_batch` for groups. Invariant: every admitted prompt is in exactly one
-of: handed out, in the buffer, taken, ended; and the ledger records which.
+of these states: handed out, in the buffer, taken, ended. The ledger records which.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ STALE, EQUAL, DUMPED, MASKED = "stale", "equal rewards", "dumped", "every trajec
 
 
 class Backlog:
-    """The backlog of one run; its ledger says what is in flight: `Ledger.restore` or `forget` comes first.
+    """The backlog of one run. Its ledger lists what is in flight, so call `Ledger.restore` or `forget` first.
 
-    version: of the trainer at the start. steps: of the run in all. event: as `MetricsBus.event`.
-    finished: a file that `save` wrote together with this ledger. trains: whether what is taken is trained on;
-    if not, it was dumped for later, and ends as that. Call `start` before anything else.
-    Raises ValueError when the training set is not the one the ledger tells of.
+    version: of the trainer at the start. steps: total of the run. event: as `MetricsBus.event`.
+    finished: a file that `save` wrote together with this ledger. trains: whether the groups taken are trained
+    on; if not, they were dumped for later and are recorded as such. Call `start` before anything else.
+    Raises ValueError when the training set differs from the one recorded in the ledger.
     """
 
     def __init__(
@@ -61,10 +61,13 @@ class Backlog:
         self._playing: dict[int, int] = {}  # index -> version when it was handed out
         self._taken: list[tuple[int, Group]] = []
         self._filtered = 0  # groups with equal rewards since the last step
+
+        # In-order training starts at the oldest prompt that has not ended.
         self._next = ledger.admitted_count()
         flying = ledger.unfinished()
         first = min((index for index, *_ in flying), default=self._next)
         self._buffer = GroupBuffer(first, in_order=settings.stale is Stale.WAIT)
+
         self._gate = StalenessGate(
             max_staleness=settings.max_staleness,
             groups_per_step=settings.prompts_per_step,
@@ -73,6 +76,8 @@ class Backlog:
             skipped=self._next - len(flying) - version * settings.prompts_per_step,
             limit=steps * settings.prompts_per_step + settings.groups_ahead - settings.prompts_per_step,
         )
+
+        # A finished group comes back from its file; every other prompt in flight is rolled out again.
         self._again: deque[int] = deque()
         self._restored = dict(read_groups(finished)) if finished else {}
         for index, group_id, instance_id, state in flying:
@@ -85,11 +90,13 @@ class Backlog:
             self._again.append(index)
 
     async def start(self) -> None:
-        """Put what was restored in its place."""
+        """Fill the buffer with the restored groups, and drop those that are too stale."""
         for index in self._ledger.ended_from(self._buffer.first):
             await self._buffer.skip(index)
+
         for index, group in self._restored.items():
             await self._buffer.put(index, group)
+
         self._restored = {}
         await self._drop_stale()
 
@@ -108,12 +115,15 @@ class Backlog:
         return index, prompt
 
     async def finished(self, index: int, group: Group) -> None:
-        """A group came back from its worker."""
+        """Record a group that came back from its worker: buffer it, or drop it."""
         del self._playing[index]
         self._ledger.completed(group)
+
+        # A group ends here without training when it is masked, too stale, or without an advantage.
         kept = self._fresh(group)
         if all(t.status is TrajectoryStatus.MASKED for t in group.trajectories):
-            await self._drop(index, MASKED)  # a step never trains on nothing
+            # A step must never train on an empty group.
+            await self._drop(index, MASKED)
         elif kept is None:
             await self._drop(index, STALE)
         elif self._filters(kept):
@@ -128,22 +138,28 @@ class Backlog:
         return [group for _, group in self._taken]
 
     def trained(self, version: int) -> None:
-        """What was taken is part of the weights of `version`, by one optimizer step; or it was dumped."""
+        """Record that the groups taken are part of the weights of `version`, or that they were dumped."""
         groups = [group for _, group in self._taken]
         if self._trains:
             self._ledger.trained(groups, version)
         else:
             self._ledger.all_dropped(groups, DUMPED)
+
+        # The selection meter compares these groups with all that were generated.
         for group in groups:
             self._meter.trained(group)
+
         self._taken, self._filtered = [], 0
 
     async def open_gate(self, version: int) -> list[int]:
-        """Admit prompts for `version`, now served everywhere; return groups in flight that are too stale."""
+        """Admit prompts for `version`, now served by every engine; return groups in flight too stale."""
         await self._gate.set_version(version)
         if self._settings.stale is not Stale.DROP:
             return []
+
         await self._drop_stale()
+
+        # Groups in flight that began too many versions ago cannot be trained any more.
         late = [i for i, begun in self._playing.items() if version - begun > self._settings.max_staleness]
         for index in late:
             del self._playing[index]
@@ -151,18 +167,19 @@ class Backlog:
         return late
 
     def metrics(self) -> dict[str, Value]:
-        """What was selected, and what waits."""
+        """Return the metrics of selection and of the prompts in flight."""
         oldest = self._ledger.oldest_admission()
         age = 0 if oldest is None else self._gate.version - oldest
         unfinished = len(self._playing) + len(self._buffer) + len(self._again)
         return self._meter.metrics(unfinished=unfinished, oldest=age)
 
     def save(self, directory: Path) -> Callable[[], None]:
-        """Write the ledger of this moment into a directory; calling what is returned adds finished groups.
+        """Write the current ledger into a directory; return a function that adds the finished groups.
 
-        That may be done later and on another thread: nothing that changes since gets into them.
+        That function may be called later and on another thread: it writes the groups of this moment.
         """
         assert not self._taken, "a batch is being trained: its groups are neither finished nor trained"
+
         groups = self._buffer.items()
         self._ledger.save(directory / LEDGER)
         return partial(write_groups, directory / GROUPS, groups)
@@ -181,7 +198,7 @@ class Backlog:
         return settings.filter_equal_rewards and room and equal_rewards(group)
 
     async def _drop_stale(self) -> None:
-        """Give up what the present version makes too stale."""
+        """Drop buffered groups and trajectories that are too stale at the current version."""
         for index, group in self._buffer.items():
             kept = self._fresh(group)
             if kept is None:
@@ -190,13 +207,15 @@ class Backlog:
                 self._buffer.replace(index, kept)
 
     def _fresh(self, group: Group) -> Group | None:
-        """What of a group may be trained; None when nothing is left."""
+        """Return the part of a group that may be trained; None when that is empty."""
         if self._settings.stale is not Stale.DROP:
             return group
+
         kept, stale = fresh_part(group, self._gate.version, self._settings.max_staleness)
         if stale:
             self._meter.lost(group, stale)
             self._ledger.trajectories_dropped(stale, STALE)
+
         return kept
 
     async def _drop(self, index: int, reason: str) -> None:

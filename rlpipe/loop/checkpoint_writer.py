@@ -1,11 +1,11 @@
-"""Checkpoints of a run: written beside its steps, one at a time, and read again when it starts.
+"""Checkpoints of a run: written while it trains, one at a time, and loaded when it starts again.
 
-    save: state of trainer, groups and ledger is copied (the loop stands still) --> a task writes it --> whole
-                                                                                       |
-    a second save, and the end of the run, wait for the first one's task  <------------+
+    save: state of trainer, groups and ledger is copied (the loop waits) --> a task writes it --> complete
+                                                                                     |
+    a second save, and the end of the run, wait for the first one's task  <----------+
 
-Owns that order, and what is said of it; a directory's atomic making is `CheckpointStore`'s, what is in it the
-cluster's, the backlog's and the ledger's. A write that fails is an event, and the checkpoint before stands.
+Owns that order and its events. `CheckpointStore` creates a directory atomically; cluster, backlog and ledger
+fill it. A write that fails is an event, and the checkpoint before it remains the newest.
 """
 
 from __future__ import annotations
@@ -43,26 +43,30 @@ class Saving:
     _metrics: dict[str, Value] = field(default_factory=dict, init=False)
 
     def take_metrics(self) -> dict[str, Value]:
-        """What saving cost since the last call."""
+        """Return the seconds that saving took since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     async def save(self, version: int, backlog: Backlog) -> None:
-        """Have a checkpoint written; returns when its state is copied. Raises TrainerLost."""
+        """Copy the state of a checkpoint and start the task that writes it. Raises TrainerLost."""
         started = time.monotonic()
+
+        # Only one checkpoint is written at a time.
         await self._written()
         run = self.config.run
         state: dict[str, Any] = {"recipe": self.config.recipe, "seed": run.seed, "half": run.half}
         if self.score is not None:
             state[SCORE] = self.score
 
+        # The loop waits only while the state is copied.
         try:
             with Lane(self.spans, 0).span("checkpoint", version=version):
                 directory = self.store.begin(version)
                 parts = [_in_thread(backlog.save(directory)), await self.cluster.save(directory)]
         except TrainerLost:
             raise
-        except Exception as error:  # whatever a full or broken disk makes of it, in whatever library
+        # A full or broken disk raises a different exception in each library.
+        except Exception as error:
             self._not_saved(version, error)
             return
 
@@ -74,7 +78,7 @@ class Saving:
         self._metrics["timing_s/save_checkpoint"] = Mean(time.monotonic() - started, 1)
 
     async def require(self, version: int, backlog: Backlog) -> None:
-        """Return when the checkpoint of a version is whole. Raises RuntimeError if it cannot be written."""
+        """Return when the checkpoint of a version is complete. Raises RunStopped if it cannot be written."""
         await self._written()
         if self._saved != version:
             await self.save(version, backlog)
@@ -86,7 +90,7 @@ class Saving:
             )
 
     async def settled(self) -> None:
-        """Wait until nothing is being written, whatever became of it, and forget what it cost."""
+        """Wait for the write in progress, successful or not, and reset the metrics of saving."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
         self._writing, self._metrics = None, {}
@@ -94,10 +98,11 @@ class Saving:
     async def resume(self, *, served: bool) -> tuple[int, Path | None]:
         """Load the newest checkpoint that can be loaded; engines then serve its weights.
 
-        served: engines may serve weights of a version that is given up. Returns the version, and the
-        finished groups the checkpoint holds; 0 and None where there is none. Raises ValueError for a
-        checkpoint of another half, RunStopped when there are some and none can be loaded.
+        served: engines may serve weights of an abandoned version. Returns the version and the file of the
+        finished groups; 0 and None without a checkpoint. Raises ValueError for a checkpoint of another
+        run.half, RunStopped when there are checkpoints and none can be loaded.
         """
+        # Try one checkpoint after another, from the newest to the oldest.
         failed: list[tuple[int, Exception]] = []
         found = self.store.newest()
         while found is not None:
@@ -110,7 +115,8 @@ class Saving:
                 break
             except TrainerLost:
                 raise
-            except Exception as error:  # of the trainer's formats, which know many
+            # The trainer's file formats raise many kinds of exceptions.
+            except Exception as error:
                 failed.append((step, error))
                 found = self.store.before(step)
 
@@ -121,13 +127,16 @@ class Saving:
                 f"{self.store.path(newest).parent} to start from step 0."
             ) from error
 
-        for number, error in failed:  # an older one was loaded: it is they that are broken, not the trainer
+        # An older checkpoint was loaded, so the newer ones are broken and not the trainer.
+        for number, error in failed:
             self.store.set_aside(number, _in_words(error))
 
         for broken in self.store.broken:
             self.event("checkpoint_corrupt", step=broken.step, reason=broken.reason)
 
         self.store.broken.clear()
+
+        # Without a checkpoint the run starts from its first step.
         if found is None:
             self.ledger.forget()
             self._saved = self.score = None
@@ -143,7 +152,7 @@ class Saving:
     async def _write(
         self, version: int, state: dict[str, Any], parts: Sequence[Callable[[], Awaitable[None]]]
     ) -> None:
-        """What was copied, to the disk. What fails is said, and the run goes on without it."""
+        """Write the copied state to the disk. A failure is reported as an event, and the run continues."""
         started = time.monotonic()
         try:
             with Lane(self.spans, 1).span("write checkpoint", version=version):
@@ -181,16 +190,16 @@ class Saving:
 
 
 def _in_thread(work: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-    """Blocking work as something to await."""
+    """Return blocking work as a function that runs it on a thread, to be awaited."""
     return lambda: asyncio.to_thread(work)
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Its failure was told; `_written` raises it, if the run comes to that."""
+    """Mark the exception of a task as retrieved: an event reported it, and `_written` raises it."""
     if not task.cancelled():
         task.exception()
 
 
 def _in_words(error: Exception) -> str:
-    """Kind and first line of an error."""
+    """Return the kind and the first line of an error."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

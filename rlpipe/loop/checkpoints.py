@@ -1,13 +1,13 @@
-"""Checkpoint directories: `checkpoints/step_N/`, complete or absent, the newest few and the best few kept.
+"""Checkpoint directories: `checkpoints/step_N/`, complete or absent; the newest and the best are retained.
 
-Owns naming, atomicity, verification and pruning; others write the content. The order of a save:
+Owns naming, atomicity, verification and pruning; other modules write the content. The order of a save:
 
-    step_N.tmp/  content -> to the disk -> state.json with size and full sum of every file -> rename to step_N
+    step_N.tmp/  content -> to the disk -> state.json with size and CRC-32 of every file -> rename to step_N
     step_M (no longer wanted) -> rename to step_M.old -> removed
 
-A crash at any point leaves the checkpoints before it as they were, and leftovers that the next start sweeps
-away. One that does not hold what its state.json says is set aside as `step_N.corrupt`, and the one before it
-is used. What is written must not change meanwhile: the controller has copies written while training goes on.
+A crash at any point leaves the earlier checkpoints unchanged, and leftovers that the next start removes. One
+that does not match its state.json is renamed to `step_N.corrupt`, and the one before it is used. The content
+must not change while it is written: the controller passes copies, so that training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _CHUNK = 4 << 20  # bytes read at once
 
 @dataclass(slots=True, kw_only=True)
 class Broken:
-    """A checkpoint that was set aside. reason: what is wrong with it."""
+    """A checkpoint that was renamed to step_N.corrupt. reason: the damage that was detected."""
 
     step: int
     reason: str
 
 
 class CheckpointStore:
-    """Checkpoints of one run. keep, keep_best: how many of the newest, and of the highest SCORE, stay.
+    """Checkpoints of one run. keep, keep_best: how many of the newest, and of the highest SCORE, to retain.
 
-    broken: those set aside since the start, for the log.
+    broken: those renamed to step_N.corrupt since the start, for the log.
     """
 
     def __init__(self, directory: Path, keep: int, keep_best: int = 0) -> None:
@@ -48,19 +48,19 @@ class CheckpointStore:
         self.broken: list[Broken] = []
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending."""
+        """Return the steps that have a checkpoint, ascending."""
         return sorted(int(path.name.removeprefix("step_")) for path in self._named(r"step_\d+"))
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lives."""
+        """Return the directory of the checkpoint of a step."""
         return self._directory / f"step_{step}"
 
     def fault(self, step: int) -> str | None:
-        """Return what is wrong with a checkpoint; None for a complete one."""
+        """Return the damage of a checkpoint as a sentence; None for a complete one."""
         return _fault(self.path(step))
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """`begin`, let `write` fill the directory, `finish`; or `abandon`, and raise what went wrong."""
+        """Call `begin`, let `write` fill the directory, call `finish`; on an error `abandon` and raise it."""
         try:
             await write(self.begin(step))
             return self.finish(step, state)
@@ -69,39 +69,45 @@ class CheckpointStore:
             raise
 
     def begin(self, step: int) -> Path:
-        """A new directory to be filled with the checkpoint of a step; one at a time.
+        """Make a new directory to be filled with the checkpoint of a step; one at a time.
 
-        Raises OSError (ENOSPC) when the disk has less room than the newest checkpoint takes.
+        Raises OSError (ENOSPC) when the free disk space is smaller than the newest checkpoint.
         """
         self.abandon(step)
         self._require_room()
+
         partial = self._partial(step)
         partial.mkdir(parents=True)
         return partial
 
     def finish(self, step: int, state: dict[str, Any]) -> Path:
-        """Add `state.json` to the directory that was filled, give it its name, prune the others."""
+        """Add `state.json` to the filled directory, rename it to its final name, prune the others."""
         final, partial = self.path(step), self._partial(step)
         _seal(partial, {"step": step, **state})
-        if final.exists():  # only what could not be loaded is written again
+
+        # A step is written again only when its checkpoint could not be loaded.
+        if final.exists():
             self.set_aside(step, "it was written again")
+
+        # The rename makes the checkpoint appear complete or not at all.
         partial.rename(final)
         _to_disk(self._directory)
         self._prune()
         return final
 
     def abandon(self, step: int) -> None:
-        """Leave nothing of a checkpoint that was begun; those before it stand."""
+        """Remove a checkpoint that was begun; those before it remain."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that holds what it should, and its state; None without any.
+        """Return the newest complete checkpoint and its state; None without any.
 
-        Leftovers of a crash are removed, and newer ones that are broken set aside (`broken`).
-        Raises ValueError when there are checkpoints but none is whole: nothing is moved then.
+        Leftovers of a crash are removed, and newer checkpoints that are broken are renamed (`broken`).
+        Raises ValueError when there are checkpoints but none is complete; then no file is moved.
         """
         for leftover in self._named(r"step_\d+\.(tmp|old)"):
             shutil.rmtree(leftover)
+
         found = self.before(None)
         if found is None and (steps := self.steps()):
             raise ValueError(
@@ -111,7 +117,7 @@ class CheckpointStore:
         return found
 
     def before(self, step: int | None) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint before `step` (None: of all); broken ones passed over are set aside."""
+        """Return the newest complete checkpoint before `step` (None: of all); rename broken ones after it."""
         passed: list[Broken] = []
         for older in reversed([s for s in self.steps() if step is None or s < step]):
             reason = _fault(self.path(older))
@@ -126,23 +132,24 @@ class CheckpointStore:
         return None
 
     def set_aside(self, step: int, reason: str) -> None:
-        """Take a checkpoint that cannot be loaded out of the way, as step_N.corrupt."""
+        """Rename a checkpoint that cannot be loaded to step_N.corrupt."""
         aside = self._directory / f"step_{step}.corrupt"
         shutil.rmtree(aside, ignore_errors=True)
         self.path(step).rename(aside)
         self.broken.append(Broken(step=step, reason=reason))
 
     def _named(self, pattern: str) -> list[Path]:
-        """Directories of ours; what others put beside them is left alone."""
+        """Return the directories whose full name matches; files and other folders are ignored."""
         return [p for p in self._directory.glob("step_*") if re.fullmatch(pattern, p.name) and p.is_dir()]
 
     def _partial(self, step: int) -> Path:
         return self._directory / f"step_{step}.tmp"
 
     def _require_room(self) -> None:
-        """A rank that finds no room while others wait for it is worse than none beginning."""
+        """Refuse to begin a save that does not fit: one rank with a full disk would block all others."""
         if not (steps := self.steps()):
             return
+
         taken = sum(file.stat().st_size for file in _files(self.path(steps[-1])))
         free = shutil.disk_usage(self._directory).free
         if free < taken:
@@ -152,7 +159,11 @@ class CheckpointStore:
     def _prune(self) -> None:
         steps = self.steps()
         scores = {step: score for step in steps if (score := self._score(step)) is not None}
+
+        # Of equal scores, the newer checkpoint is retained.
         best = sorted(scores, key=lambda step: (scores[step], step))[max(0, len(scores) - self._keep_best) :]
+
+        # The rename comes first, so that a crash while removing leaves no incomplete step_N.
         for step in set(steps[: -self._keep]) - set(best):
             removed = self._directory / f"step_{step}.old"
             self.path(step).rename(removed)
@@ -162,11 +173,12 @@ class CheckpointStore:
         try:
             return json.loads((self.path(step) / STATE).read_text()).get(SCORE)
         except (OSError, ValueError):
-            return None  # broken: it has no score, and loading it would tell
+            # A broken checkpoint has no score; loading it would report the damage.
+            return None
 
 
 def _seal(directory: Path, state: dict[str, Any]) -> None:
-    """Hand every file to the disk, then write what a whole checkpoint holds."""
+    """Flush every file to the disk, then write their sizes and checksums into state.json."""
     held = {}
     for file in _files(directory):
         with file.open("rb") as opened:
@@ -183,7 +195,7 @@ def _seal(directory: Path, state: dict[str, Any]) -> None:
 
 
 def _fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint; None when it holds what its state.json says."""
+    """Return the first difference between a checkpoint and its state.json; None without one."""
     try:
         held = json.loads((directory / STATE).read_text())["files"]
         for name, (size, checksum) in held.items():
@@ -205,7 +217,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def edge_sum(file: Path) -> int:
-    """CRC-32 of the first and last 4 MiB, which checkpoints of early runs hold instead of the full sum."""
+    """Return the CRC-32 of the first and last 4 MiB: early runs recorded it instead of the full sum."""
     edge = 4 * 2**20
     with file.open("rb") as opened:
         start = zlib.crc32(opened.read(edge))
@@ -214,7 +226,7 @@ def edge_sum(file: Path) -> int:
 
 
 def file_sum(file: Path) -> int:
-    """CRC-32 of every byte."""
+    """Return the CRC-32 of all bytes of a file."""
     total = 0
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK):
@@ -223,7 +235,7 @@ def file_sum(file: Path) -> int:
 
 
 def _to_disk(directory: Path) -> None:
-    """A new name is safe only once its directory is."""
+    """Flush a directory to the disk: before that, a crash may lose a new name in it."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -51,7 +51,7 @@ class Cluster(Protocol):
     async def save(self, directory: Path) -> Callable[[], Awaitable[None]]:
         """Copy the trainer's state; return a function that writes it, with an HF checkpoint, to `directory`.
 
-        Steps may be taken meanwhile, and change nothing of what is written.
+        Training may continue meanwhile without changing the copy.
         """
         ...
 

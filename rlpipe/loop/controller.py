@@ -11,7 +11,7 @@ each new version. With max_staleness = 0 the same code is synchronous training.
 |--------------------|------------------------------------------|-------------------------------------------|
 | `_generate_groups` | a slot for group n (staleness gate)      | `backlog.open_gate`, or a dropped group   |
 | `_train`           | the next `prompts_per_step` groups       | `backlog.finished` of a `_collect` task   |
-| `_train`           | weights to be served, before it goes on  | `cluster.publish_weights`                 |
+| `_train`           | weights to be served by all engines      | `cluster.publish_weights`                 |
 | a save             | the checkpoint that is still written     | its writer, which runs during the steps   |
 | the end of the run | the step in progress                     | `request_stop` (Ctrl-C), or the last step |
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """One run. `held_out` maps split name to the instances validated; the first is the primary one."""
+    """The loop of one run. held_out: split name -> instances validated; the first split is the primary."""
 
     config: Config
     run_dir: Path
@@ -92,7 +92,7 @@ class Controller:
         self._masked = MaskedAttempts(run.max_masked_share, run.masked_window, self.bus.event)
 
     async def run(self) -> None:
-        """Train until `run.steps` or a stop request; always leaves a checkpoint of the last step.
+        """Train until `run.steps` or a stop request; always save a checkpoint of the last step.
 
         Raises RunStopped when a rule ended the run: masked attempts, restarts of the trainer.
         """
@@ -104,6 +104,8 @@ class Controller:
                 lost = caught
             finally:
                 await self._saves.settled()
+
+            # A lost trainer is rebuilt, and the loop starts again from the newest checkpoint.
             if lost is None:
                 break
             await self._recover(lost)
@@ -113,13 +115,15 @@ class Controller:
 
     @property
     def _verdict(self) -> str | None:
-        """Why the run stopped before its last step, if attempts that failed are the reason."""
+        """The reason for stopping before the last step, when too many attempts were masked."""
         return self._masked.verdict if self.version < self.config.run.steps else None
 
     async def _run(self) -> None:
-        """From the newest checkpoint to the end."""
+        """Run from the newest checkpoint to the last step or a stop."""
         self.version, finished = await self._saves.resume(served=bool(self._lost))
         self._draft_frozen = False
+
+        # Remove records of steps after the checkpoint: they are run again.
         if odd := forget_steps(self.run_dir, self.version):
             self.bus.event("odd_lines", lines=odd[:20], count=len(odd))
 
@@ -135,6 +139,8 @@ class Controller:
             trains=self.config.run.half.trains,
         )
         await self._backlog.start()
+
+        # Generation and the monitor run in the background; the end of training ends both.
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._generate_groups()),
@@ -154,7 +160,7 @@ class Controller:
         self.bus.emit(self.version, self._spans.drain())
 
     async def _recover(self, lost: BaseExceptionGroup) -> None:
-        """Have another trainer built, or give up."""
+        """Build another trainer. Raises RunStopped after too many losses."""
         allowed = self.config.cluster.max_trainer_restarts
         while True:
             self._lost += 1
@@ -169,17 +175,18 @@ class Controller:
             except TrainerLost as again:
                 lost = BaseExceptionGroup("again", [again])
 
+        # The steps since the checkpoint run again: retract their records and start a new monitor.
         self.bus.event("trainer_restarted", restarts=self._lost, step=self.version)
         await asyncio.to_thread(self.bus.take_back)
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
         self._tasks = {}
 
     def request_stop(self) -> None:
-        """Finish the step in progress, checkpoint, return from `run`."""
+        """Request that `run` finishes the step in progress, saves a checkpoint and returns."""
         self._stop.set()
 
     async def _generate_groups(self) -> None:
-        """Admit groups, as many as staleness allows; each runs as a task of its own."""
+        """Admit groups, as many as staleness allows; each runs as a separate task."""
         async with asyncio.TaskGroup() as collecting:
             while True:
                 index, prompt = await self._backlog.admit_next()
@@ -188,13 +195,16 @@ class Controller:
     async def _collect(self, index: int, prompt: Prompt) -> None:
         group = await self.cluster.collect(prompt, self.config.pipeline.group_size)
         del self._tasks[index]
+
+        # Too many masked attempts stop the run.
         self._masked.see(group.trajectories)
         if self._masked.verdict:
             self.request_stop()
+
         await self._backlog.finished(index, group)
 
     async def _train(self) -> None:
-        """The training loop: take a batch, step, publish, open the gate."""
+        """Train: take a batch, step, publish the weights, open the gate, validate, save."""
         settings = self.config.run
         if self.version == 0:
             await self._validate()
@@ -206,48 +216,66 @@ class Controller:
                 groups = await self._unless_stopped(self._backlog.take_batch())
             if groups is None:
                 return
+
             waited = time.monotonic() - started
             metrics = trajectory_metrics(groups, self.version) | self._saves.take_metrics()
             self._record_trajectories(groups[0])
+
+            # The probe reads the weights that generated this batch, so it comes before the update.
             with self._lane.span("probe", version=self.version):
                 metrics |= await self._monitor.before_update(self.version, groups, self.cluster.probe)
+
+            # A draft that training makes worse is frozen, once.
             if self._monitor.draft_harmed and not self._draft_frozen:
                 await self.cluster.freeze_draft()
                 self._draft_frozen = True
                 self.bus.event("draft_frozen", step=self.version)
+
             with self._lane.span("train", version=self.version):
                 metrics |= await self.cluster.train_step(groups)
             self.version += 1
+
             self._backlog.trained(self.version)
+            # The validation score belonged to the version before.
             self._saves.score = None
+
             with self._lane.span("sync", version=self.version):
                 metrics |= await self.cluster.publish_weights(self.version)
+
+            # The new version makes some groups in flight too stale.
             for index in await self._backlog.open_gate(self.version):
                 self._tasks.pop(index).cancel()
+
             metrics |= await self.cluster.rollout_metrics()
             seconds = time.monotonic() - started
             metrics |= (
                 _step_metrics(groups, self.version, seconds=seconds, waited=waited) | self._backlog.metrics()
             )
             metrics |= self._masked.metrics()
+
             self.bus.emit(self.version, metrics | self._spans.drain())
+
+            # Validation adds its metrics to the record of this step, so the commit comes after it.
             if self._due(self.config.val.every):
                 await self._validate()
             record = self.bus.commit(self.version)
             self._monitor.see(record)
             self.growth.see(record)
-            if self._due(settings.save_every):  # after the commit: a checkpoint never lacks its record
+
+            # After the commit, so that every checkpoint has its record.
+            if self._due(settings.save_every):
                 await self._saves.save(self.version, self._backlog)
+
             report_every = self.config.metrics.report_every
             if report_every and self.version % report_every == 0:
                 await asyncio.to_thread(write_report, [self.run_dir], self.run_dir / "report.html")
 
     def _due(self, every: int) -> bool:
-        """Whether something done every so many steps is due; after the last step it always is."""
+        """Return whether an action with this interval in steps is due; after the last step it always is."""
         return self.version == self.config.run.steps or bool(every and self.version % every == 0)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, or None once a stop was requested before it was there."""
+        """Return the result of `work`, or None when a stop is requested before it is available."""
         if self._stop.is_set():
             work.close()
             return None
@@ -262,7 +290,7 @@ class Controller:
             stop.cancel()
 
     async def _validate(self) -> None:
-        """Reward on the held-out sets at the current version, reported under the current step."""
+        """Measure the reward on the held-out sets; report it under the current step."""
         settings = self.config.val
         if not settings.every:
             return
@@ -271,18 +299,22 @@ class Controller:
         metrics: dict[str, Value] = {}
         count = settings.samples * sum(map(len, self.held_out.values()))
         self.bus.event("phase", message=f"validating version {self.version} by {count} attempts")
+
         for number, (split, ids) in enumerate(self.held_out.items()):
             with self._lane.span("validate", version=self.version, split=split):
                 played = await self._unless_stopped(
                     self.cluster.evaluate(ids, settings.samples, settings.temperature)
                 )
+
             if played is None:
                 return
+
             self._masked.report(played)
             if number == 0:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
 
+        # The score of this version decides which checkpoints `run.keep_best` retains.
         if SCORE in metrics:
             self._saves.score = metrics[SCORE].value()
 
@@ -290,7 +322,7 @@ class Controller:
         self.bus.emit(self.version, metrics)
 
     def _record_trajectories(self, group: Group) -> None:
-        """One group a step, readable, for the trajectory viewer; a full disk loses it and no more."""
+        """Append one group per step, as text, for the trajectory viewer; a full disk loses only that."""
         lines = [
             json.dumps(
                 {
@@ -312,15 +344,17 @@ class Controller:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first leaf of an exception group: what actually went wrong."""
+    """Return the first leaf of an exception group: the error that caused the others."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+
     return error
 
 
 def _step_metrics(groups: list[Group], version: int, *, seconds: float, waited: float) -> dict[str, Value]:
-    """What only the loop knows: the clock of the step."""
+    """Return the metrics that only the loop can measure: seconds and tokens of the step."""
     tokens = sum(len(t.token_ids) for g in groups for t in g.trajectories)
+
     return {
         "training/global_step": Last(version),
         "timing_s/step": Mean(seconds, 1),

@@ -1,8 +1,8 @@
-"""Batches of a run as files: what a rollout-only run leaves, and what a train-only run trains on.
+"""Batches of a run as files: written by a rollout-only run, read by a train-only run.
 
-    DUMP/dump.json              what made it: files of the model, sizes, settings of the trainer
+    DUMP/dump.json              its origin: files of the model, sizes, settings of the trainer
     DUMP/step_000001.jsonl.gz   the groups of step 1, token by token (`saved_groups`)
-    DUMP/step_000001.json       their prompts; and the trainer's metrics, once it had trained on them
+    DUMP/step_000001.json       their prompts; and the trainer's metrics, once it has trained on them
 
 Owns the format (docs/run_directory.md) and whether a dump fits a run. Flow: `Dump.create` -> write ->
 trained; `Dump.open` -> check -> prompts, groups, metrics. A step appears complete or not at all: its groups
@@ -38,12 +38,12 @@ _KEPT = 8  # steps whose files stay in memory
 
 @dataclass(slots=True, kw_only=True)
 class DumpedPrompt(Prompt):
-    """A prompt that has been played. members: ids of those of its trajectories that are trained on."""
+    """A prompt that has been rolled out. members: ids of the trajectories of it that are trained on."""
 
     members: list[str]
 
     def trajectory_ids(self, group_size: int) -> list[str]:
-        """The recorded groups; there may be fewer than `group_size`."""
+        """Return the ids of the recorded trajectories; there may be fewer than `group_size`."""
         return self.members
 
 
@@ -58,20 +58,22 @@ class Dump:
 
     @classmethod
     def create(cls, directory: Path, config: Config, step: int) -> Dump:
-        """Begin a dump, or go on with that of this run, behind `step`.
+        """Begin a dump, or continue the one of this run after `step`.
 
         Raises ValueError when the folder holds the dump of another run.
         """
         own = cls.check_new(directory, config)
+
         dump = cls(directory, own)
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / ABOUT, own)
+
         dump.forget_after(step)
         return dump
 
     @staticmethod
     def check_new(directory: Path, config: Config) -> dict[str, Any]:
-        """What identifies the dump that this run would write. Writes nothing.
+        """Return the metadata of the dump that this run would write. Writes no file.
 
         Raises ValueError when the folder holds the dump of another run.
         """
@@ -89,24 +91,26 @@ class Dump:
 
     @classmethod
     def open(cls, directory: Path, config: Config) -> Dump:
-        """A dump that this run can train on.
+        """Return a dump that this run can train on.
 
-        Raises ValueError when there is none, or it is of another model, tokenizer or size, or too short.
+        Raises ValueError when there is none, its model, tokenizer or sizes differ, or it is too short.
         """
         dump = cls(directory, _read(directory))
         _require_fit(dump, config)
         return dump
 
     def steps(self) -> int:
-        """Steps without a gap from the first."""
+        """Return the number of steps without a gap, counted from the first."""
         known = {int(file.stem.removeprefix("step_")) for file in self.directory.glob("step_*.json")}
         return next(n for n in range(len(known) + 1) if n + 1 not in known)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
-        """The batch of a step. Raises OSError."""
+        """Write the batch of a step. Raises OSError."""
+        # The groups come first, the .json last: a step without its .json does not count.
         part = self._file(step, ".part")
         write_groups(part, enumerate(groups, (step - 1) * self.batch))
         part.replace(self._file(step, ".jsonl.gz"))
+
         prompts = [
             asdict(group.prompt) | {"members": [t.trajectory_id for t in group.trajectories]}
             for group in groups
@@ -114,12 +118,12 @@ class Dump:
         _write(self._file(step, ".json"), {"step": step, "prompts": prompts})
 
     def trained(self, step: int, metrics: dict[str, Any]) -> None:
-        """What the trainer made of a step that was written. Raises OSError."""
+        """Add the trainer's metrics to a step that was written. Raises OSError."""
         file = self._file(step, ".json")
         _write(file, json.loads(file.read_text()) | {"metrics": metrics})
 
     def forget_after(self, step: int) -> None:
-        """Remove what a run that continues behind `step` will write again."""
+        """Remove the files that a run which continues after `step` will write again."""
         for file in self.directory.glob("step_*.*"):
             if int(file.name.split(".")[0].removeprefix("step_")) > step:
                 file.unlink()
@@ -130,22 +134,22 @@ class Dump:
         return self.about["prompts_per_step"]
 
     def prompt(self, index: int) -> DumpedPrompt:
-        """Number `index` (0-based) in the order of training."""
+        """Return prompt number `index` (0-based) in the order of training."""
         step, place = divmod(index, self.batch)
         return self._prompts(step + 1)[place]
 
     def group(self, index: int) -> Group:
-        """The group of that prompt; thread-safe."""
+        """Return the group of that prompt; thread-safe."""
         step, place = divmod(index, self.batch)
         with self._reading:
             return self._groups(step + 1)[place]
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """What the trainer made of a step; None when none trained on it."""
+        """Return the trainer's metrics of a step; None when none trained on it."""
         return json.loads(self._file(step, ".json").read_text()).get("metrics")
 
     def settings_changed(self, config: Config) -> list[str]:
-        """Settings of the trainer that differ from those of the run that made the dump."""
+        """Return the settings of the trainer that differ from those of the run that made the dump."""
         now, then = _about(config)["trainer"], self.about["trainer"]
         return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
 
@@ -160,18 +164,18 @@ class Dump:
 
 
 class DumpedPrompts:
-    """The prompts of a dump in the place of a `PromptStream`."""
+    """The prompts of a dump, with the interface of a `PromptStream`."""
 
     def __init__(self, dump: Dump) -> None:
         self._dump = dump
 
     def __getitem__(self, index: int) -> Prompt:
-        """The prompt that was trained on as number `index` (0-based)."""
+        """Return the prompt that was trained on as number `index` (0-based)."""
         return self._dump.prompt(index)
 
 
 def _about(config: Config) -> dict[str, Any]:
-    """What dump.json tells of a run."""
+    """Return the content of dump.json for a run."""
     model = resolve(config.model.path)
     shown = {name: asdict(getattr(config, name)) for name in _TRAINER}
     settings = {f"{name}.{key}": value for name, fields in shown.items() for key, value in fields.items()}
@@ -187,17 +191,19 @@ def _about(config: Config) -> dict[str, Any]:
         "candidates": _candidates(config),
         "trainer": settings | {"run.seed": config.run.seed, "run.steps": config.run.steps},
     }
+    # As JSON reads it back (tuples are lists), so that it compares with a recorded one.
     return json.loads(json.dumps(told))
 
 
 def _candidates(config: Config) -> int:
-    """Logprobs that are kept beside each sampled token."""
+    """Return the number of logprobs stored with each sampled token."""
     from rlpipe.algo.correction import top_logprobs
 
     return top_logprobs(config.algo, int(read_config(resolve(config.model.path))["vocab_size"]))
 
 
 def _require_fit(dump: Dump, config: Config) -> None:
+    # Other files of the model or tokenizer: the tokens or logprobs would mean something else.
     where, own = f"run.dump={str(dump.directory)!r}", _about(config)
     for what, meaning in (
         ("tokenizer", "its token ids mean other texts"),
@@ -211,6 +217,7 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"({', '.join(files)}): {meaning}. Use the model it was made with."
             )
 
+    # Other sizes: batches and temperatures would not match.
     for key, setting in (
         ("group_size", "pipeline.group_size"),
         ("prompts_per_step", "pipeline.prompts_per_step"),
@@ -222,27 +229,31 @@ def _require_fit(dump: Dump, config: Config) -> None:
                 f"set {setting}={dump.about[key]}."
             )
 
+    # The correction reads a number of logprobs per token, which must have been stored.
     if dump.about["candidates"] < own["candidates"]:
         raise ValueError(
             f"{where} holds {dump.about['candidates']} candidates beside each token, and "
             f"algo.correction={config.algo.correction} reads {own['candidates']}: make the dump with the "
             "same algo settings, or choose another algo.correction."
         )
+
     if (held := dump.steps()) < config.run.steps:
         raise ValueError(f"{where} holds {held} steps: set run.steps={held} or less, not {config.run.steps}.")
 
 
 def edge_sum(file: Path) -> int:
-    """CRC-32 of the first and the last 4 MiB: tells models apart at the cost of no long read."""
+    """Return the CRC-32 of the first and the last 4 MiB, which distinguishes models without a long read."""
     with file.open("rb") as opened:
         start = zlib.crc32(opened.read(_EDGE))
         size = os.fstat(opened.fileno()).st_size
+
+        # The two edges of a short file must not overlap.
         opened.seek(max(min(_EDGE, size), size - _EDGE))
         return zlib.crc32(opened.read(), start)
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """dump.json of a folder. Raises ValueError."""
+    """Read dump.json of a folder. Raises ValueError."""
     try:
         about = json.loads((directory / ABOUT).read_text())
     except (OSError, ValueError) as error:
@@ -258,7 +269,7 @@ def _read(directory: Path) -> dict[str, Any]:
             "train on it with the version that made it."
         )
 
-    # Settings of the trainer are compared by name, and an earlier version may have named them otherwise.
+    # Settings of the trainer are compared by name, and an earlier version may have used other names.
     about["trainer"] = {current_name(name): value for name, value in about.get("trainer", {}).items()}
     return about
 

@@ -1,4 +1,4 @@
-"""Coroutines run to their end, also from a thread that has a running event loop, as in a notebook."""
+"""Runs coroutines to completion, also from a thread with a running event loop, as in a notebook."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ T = TypeVar("T")
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a new event loop and return its result.
 
-    The loop runs in this thread, or in a thread of its own where this one already runs a loop: `asyncio.run`
-    refuses that. Signal handlers of the main thread still run while it waits.
+    The loop runs in this thread, or in a separate one where this thread already runs a loop, which
+    `asyncio.run` refuses. Signal handlers of the main thread still run while it waits.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # no loop runs here
         return asyncio.run(coroutine)
+
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlpipe-loop") as executor:
         return executor.submit(asyncio.run, coroutine).result()

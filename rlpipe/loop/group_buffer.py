@@ -1,7 +1,7 @@
-"""Finished groups, handed to the trainer: in admission order, or first finished, first trained.
+"""Finished groups for the trainer, in admission order or in the order in which they finished.
 
-Admission order is the default on purpose: taking whatever finished first favours short, easy prompts and
-lets slow ones go stale; in order, every admitted prompt is trained, and the staleness bound is exact.
+Admission order is the default on purpose: taking the groups that finish first favours short, easy prompts
+and lets slow ones become stale. In order, every admitted prompt is trained, and the staleness bound is exact.
 
 Waits: the training loop, in `take_finished_groups`. Wakes: `put` and `skip`. Invariant: each index is taken
 or skipped once; in order, the lowest indices that were not skipped are returned.
@@ -15,17 +15,17 @@ from rlpipe.types import Group
 
 
 class GroupBuffer:
-    """Holds finished groups by index. first: the lowest index to come, of those in order."""
+    """Holds finished groups by index. first: the lowest index to be taken, when taken in order."""
 
     def __init__(self, first: int = 0, *, in_order: bool = True) -> None:
         self._next = first
         self._in_order = in_order
         self._ready: dict[int, Group] = {}  # in the order they finished
-        self._gone: set[int] = set()  # skipped, at or behind _next
+        self._gone: set[int] = set()  # skipped, at or after _next
         self._changed = asyncio.Condition()
 
     async def put(self, index: int, group: Group) -> None:
-        """Hand in group number `index`."""
+        """Add group number `index`."""
         async with self._changed:
             known = index in self._ready or index in self._gone or (self._in_order and index < self._next)
             assert not known, f"group {index} was handed in twice"
@@ -33,7 +33,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def skip(self, index: int) -> None:
-        """Group `index` ended elsewhere: nobody waits for it any more."""
+        """Record that group `index` ended without training, so that it is no longer waited for."""
         async with self._changed:
             self._ready.pop(index, None)
             if self._in_order and index >= self._next:
@@ -44,6 +44,8 @@ class GroupBuffer:
         """Wait until the next `count` groups are finished; return them by index, or none if cancelled."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._wanted(count)) == count)
+
+            # In order, later calls continue after the last index taken.
             taken = self._wanted(count)
             if self._in_order and taken:
                 self._next = taken[-1] + 1
@@ -51,29 +53,32 @@ class GroupBuffer:
             return [(index, self._ready.pop(index)) for index in taken]
 
     def items(self) -> list[tuple[int, Group]]:
-        """What is held, by index."""
+        """Return the finished groups and their indices, ascending."""
         return sorted(self._ready.items())
 
     def replace(self, index: int, group: Group) -> None:
-        """Hold `group` in place of the one that is held."""
+        """Put `group` in the position of the finished one with the same index."""
         assert index in self._ready, f"group {index} is not held"
         self._ready[index] = group
 
     @property
     def first(self) -> int:
-        """No index below it is waited for."""
+        """The lowest index that is still waited for."""
         return self._next
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def _wanted(self, count: int) -> list[int]:
-        """Indices of the next groups, ascending: fewer than `count` while some are missing."""
+        """Return the indices of the next groups, ascending: fewer than `count` while some are missing."""
         if not self._in_order:
             return sorted(list(self._ready)[:count])
+
+        # In order: pass over the skipped indices, and stop at the first one that is still in flight.
         found, index = [], self._next
         while len(found) < count and (index in self._ready or index in self._gone):
             if index in self._ready:
                 found.append(index)
             index += 1
+
         return found

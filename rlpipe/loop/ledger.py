@@ -1,15 +1,15 @@
-"""The life of every prompt and every trajectory, in SQLite beside the run.
+"""The state of every prompt and every trajectory, in SQLite in the run directory.
 
     prompt      admitted -> generating -> complete -> trained(step) | dropped(reason)
-                   ^------------'  `reopen`: played again after a resume
+                   ^------------'  `reopen`: rolled out again after a resume
     trajectory             generating -> complete -> trained(step, version) | dropped(reason)
                                       `-> masked
 
-Owns `ledger.sqlite`. Written by the controller alone; a checkpoint holds a copy of the same moment (`save`),
-which a resumed run continues from (`restore`). Invariants, checked by `violations`: an admitted prompt ends
+Owns `ledger.sqlite`. Only the controller writes it. A checkpoint holds a copy of the same moment (`save`),
+from which a resumed run continues (`restore`). Invariants, checked by `violations`: an admitted prompt ends
 exactly once, and a trajectory is trained in exactly one step. Neither a full disk nor a lock that is never
-given back ends a run: the ledger goes on in memory, and into the next checkpoint. A damaged file is set
-aside, since a start restores the copy of the newest whole checkpoint anyway. What a finished run looks like:
+released ends a run: the ledger continues in memory, and in the next checkpoint. A damaged file is renamed:
+a start restores the copy of the newest complete checkpoint anyway. To print the ledger of a run:
 
     rlpipe ledger RUN
 """
@@ -29,7 +29,7 @@ from rlpipe.types import Group, Prompt, Trajectory, TrajectoryStatus
 
 _UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
 _UNFINISHED = "('admitted', 'generating', 'complete')"
-# What must select nothing, by what it would mean.
+# Queries that must return no row, by the meaning of such a row.
 _NEVER = {
     "a prompt between others was never admitted": """
         SELECT idx FROM prompts WHERE idx > 0 AND idx - 1 NOT IN (SELECT idx FROM prompts)""",
@@ -53,14 +53,14 @@ _NEVER = {
 
 
 def ignore_event(kind: str, **fields: Any) -> None:
-    """No one to tell."""
+    """Ignore an event: the default where no event log exists."""
 
 
 class Ledger:
-    """Written by the controller only. event: gets what happens to the file (kind, fields).
+    """Written by the controller only. event: receives what happens to the file (kind, fields).
 
-    Raises ValueError for a file of another format, or one that cannot be opened. A change that does not fit
-    a life is an AssertionError, and then nothing of it is written.
+    Raises ValueError for a file of another format, or one that cannot be opened. A change that a state does
+    not allow is an AssertionError, and then no part of it is written.
     """
 
     def __init__(self, path: Path, event: Callable[..., None] = ignore_event) -> None:
@@ -73,6 +73,8 @@ class Ledger:
                     f"the ledger {path} cannot be opened ({error}): make room on its disk, end the process "
                     "that holds it, or choose another run.dir."
                 ) from error
+
+            # A damaged ledger is replaced by an empty one; resuming restores the copy of a checkpoint.
             aside = set_aside(path)
             event("ledger_damaged", error=str(error), aside=aside.name)
             self._db = opened(path)
@@ -80,14 +82,14 @@ class Ledger:
         check_format(self._db, path)
 
     def admitted(self, index: int, prompt: Prompt, version: int) -> None:
-        """A prompt may be played from now on."""
+        """Record that a prompt may be rolled out from now on."""
         row = (index, prompt.group_id, prompt.instance_id, version)
         self._change(
             lambda db: db.execute("INSERT INTO prompts VALUES (?,?,?,'admitted',?,0,NULL,NULL)", row)
         )
 
     def generating(self, prompt: Prompt, trajectory_ids: Sequence[str]) -> None:
-        """A prompt was handed to a rollout worker, as these trajectories."""
+        """Record that a rollout worker received a prompt, as these trajectories."""
         rows = [(name, prompt.group_id) for name in trajectory_ids]
 
         def change(db: sqlite3.Connection) -> None:
@@ -100,7 +102,7 @@ class Ledger:
         self._change(change)
 
     def reopen(self, group_id: str) -> None:
-        """A prompt that was being generated is not any more, and will be handed out again."""
+        """Return an interrupted prompt to the state `admitted`, to be rolled out again."""
 
         def change(db: sqlite3.Connection) -> None:
             _move(db, group_id, before=("generating",), after="admitted")
@@ -109,7 +111,7 @@ class Ledger:
         self._change(change)
 
     def completed(self, group: Group) -> None:
-        """All trajectories of a prompt are finished (some may be masked)."""
+        """Record that all trajectories of a prompt are finished (some may be masked)."""
         name = group.prompt.group_id
 
         def change(db: sqlite3.Connection) -> None:
@@ -130,6 +132,7 @@ class Ledger:
                 ).rowcount
                 assert moved == 1, f"trajectory {t.trajectory_id} was not being generated"
 
+            # A worker must return every trajectory that it received.
             (left,) = db.execute(
                 "SELECT COUNT(*) FROM trajectories WHERE group_id = ? AND state = 'generating'", (name,)
             ).fetchone()
@@ -138,15 +141,15 @@ class Ledger:
         self._change(change)
 
     def dropped(self, group_id: str, reason: str) -> None:
-        """A prompt ends untrained, whatever it is doing."""
+        """Record that a prompt ends untrained, from any state in flight."""
         self._change(lambda db: _drop_prompt(db, group_id, reason))
 
     def all_dropped(self, groups: Sequence[Group], reason: str) -> None:
-        """The prompts of these groups end untrained, all of them or none."""
+        """Record that the prompts of these groups end untrained, all of them or none."""
         self._change(lambda db: [_drop_prompt(db, group.prompt.group_id, reason) for group in groups])
 
     def trajectories_dropped(self, trajectories: Sequence[Trajectory], reason: str) -> None:
-        """Complete trajectories end untrained; their siblings go on."""
+        """Record that complete trajectories end untrained; their siblings continue."""
 
         def change(db: sqlite3.Connection) -> None:
             for t in trajectories:
@@ -158,11 +161,12 @@ class Ledger:
         self._change(change)
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """Groups were part of optimizer step `step` (1-based); one without a reward ends dropped."""
+        """Record that groups were part of step `step` (1-based); one without a reward is dropped."""
 
         def change(db: sqlite3.Connection) -> None:
             for group in groups:
                 name = group.prompt.group_id
+
                 useful = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
                 if not useful:
                     _move(
@@ -174,6 +178,8 @@ class Ledger:
                         reason="every trajectory masked",
                     )
                     continue
+
+                # The step used the weights of the version before it.
                 _move(db, name, before=("complete",), after="trained", step=step)
                 for t in useful:
                     moved = db.execute(
@@ -186,7 +192,7 @@ class Ledger:
         self._change(change)
 
     def drop_unfinished(self, reason: str) -> int:
-        """End whatever is still in flight; returns how many prompts that were."""
+        """Drop every prompt in flight; return how many there were."""
 
         def change(db: sqlite3.Connection) -> int:
             unfinished = f"SELECT group_id FROM prompts WHERE state IN {_UNFINISHED}"
@@ -198,66 +204,70 @@ class Ledger:
         return self._change(change)
 
     def unfinished(self) -> list[tuple[int, str, str, str]]:
-        """(index, group_id, instance_id, state) of every prompt in flight, by index."""
+        """Return (index, group_id, instance_id, state) of every prompt in flight, by index."""
         return self._db.execute(
             f"SELECT idx, group_id, instance_id, state FROM prompts WHERE state IN {_UNFINISHED} ORDER BY idx"
         ).fetchall()
 
     def ended_from(self, index: int) -> list[int]:
-        """Indices of prompts from `index` on that have ended."""
+        """Return the indices of prompts from `index` on that have ended."""
         rows = self._db.execute(
             f"SELECT idx FROM prompts WHERE idx >= ? AND state NOT IN {_UNFINISHED}", (index,)
         )
         return [found for (found,) in rows]
 
     def admitted_count(self) -> int:
-        """Prompts admitted so far: the place in the prompt stream."""
+        """Return the number of prompts admitted so far, which is the position in the prompt stream."""
         return self._db.execute("SELECT COUNT(*) FROM prompts").fetchone()[0]
 
     def oldest_admission(self) -> int | None:
-        """The version at which the prompt that waits longest was admitted; None without one."""
+        """Return the version at which the oldest prompt in flight was admitted; None without one."""
         return self._db.execute(
             f"SELECT MIN(admitted_version) FROM prompts WHERE state IN {_UNFINISHED}"
         ).fetchone()[0]
 
     def counts(self) -> dict[str, int]:
-        """Prompts by state."""
+        """Count the prompts by state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM prompts GROUP BY state").fetchall())
 
     def violations(self, *, ended: bool = False, epoch: int | None = None) -> list[str]:
-        """Rows that break an invariant; `violations` says which."""
+        """Return the rows that break an invariant; see the function `violations`."""
         return violations(self._db, ended=ended, epoch=epoch)
 
     def save(self, path: Path) -> None:
-        """Write a copy of this moment. Raises sqlite3.OperationalError when there is no room."""
+        """Write a copy of the current state. Raises sqlite3.OperationalError when the disk is full."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             self._db.backup(copy)
-            copy.execute("PRAGMA journal_mode=DELETE")  # one file, nothing beside it
+            # The copy must be a single file, without a write-ahead log.
+            copy.execute("PRAGMA journal_mode=DELETE")
 
     def restore(self, path: Path) -> None:
-        """Become a copy that `save` wrote: what happened after it is forgotten."""
+        """Replace the content by a copy that `save` wrote; later changes are lost."""
         with contextlib.closing(sqlite3.connect(path)) as copy:
             check_format(copy, path)
             try:
                 copied(copy, self._db)
             except sqlite3.OperationalError as error:
+                # The file cannot be written: continue in memory.
                 self._db.close()
                 self._db = sqlite3.connect(":memory:", check_same_thread=False)
                 copy.backup(self._db)
                 self._event("ledger_in_memory", error=str(error))
 
     def forget(self) -> None:
-        """Become empty: the run starts from its first step."""
+        """Delete all rows: the run starts from its first step."""
         self._change(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("trajectories", "prompts")])
 
     def close(self) -> None:
-        """Flush and close; a ledger that went on in memory is written back if there is room by now."""
+        """Flush and close; a ledger that continued in memory is written back if the disk has space again."""
         if self._in_memory:
             with (
-                contextlib.suppress(sqlite3.OperationalError),  # an event said so when it began
+                # An event reported the full disk when the ledger moved into memory.
+                contextlib.suppress(sqlite3.OperationalError),
                 contextlib.closing(sqlite3.connect(self._path)) as file,
             ):
                 copied(self._db, file)
+
         self._db.close()
 
     @property
@@ -265,27 +275,29 @@ class Ledger:
         return not self._db.execute("PRAGMA database_list").fetchone()[2]
 
     def _change(self, change: Callable[[sqlite3.Connection], Any]) -> Any:
-        """One transaction: all of `change` or nothing."""
+        """Apply `change` as one transaction; continue in memory when the file cannot be written."""
         try:
             with self._db:
                 return change(self._db)
         except sqlite3.OperationalError as error:
             if result_code(error) not in _UNWRITABLE or self._in_memory:
                 raise
+
             full, self._db = self._db, sqlite3.connect(":memory:", check_same_thread=False)
             full.backup(self._db)
             full.close()
             self._event("ledger_in_memory", error=str(error))
 
+        # The failed transaction was rolled back: repeat it in memory.
         with self._db:
             return change(self._db)
 
 
 def violations(db: sqlite3.Connection, *, ended: bool = False, epoch: int | None = None) -> list[str]:
-    """What contradicts the invariants, one sentence each; empty when all is well.
+    """Return the violated invariants, one sentence each; empty when all hold.
 
-    ended: of a run that is over, in which no prompt is in flight. epoch: training instances, each of which is
-    admitted once before any is admitted again.
+    ended: whether the run is over, so that no prompt may be in flight. epoch: number of training instances,
+    each of which is admitted once before any is admitted again.
     """
     never = dict(_NEVER)
     if ended:
@@ -333,12 +345,12 @@ def _drop_trajectories(db: sqlite3.Connection, which: str, values: Sequence[Any]
 
 
 def _facts(trajectory: Trajectory) -> dict[str, Any]:
-    """The small facts of the environment; long texts stay in the trajectory files."""
+    """Return the scalar metadata of the environment; lists and objects stay in the trajectory files."""
     return {k: v for k, v in trajectory.info.items() if isinstance(v, str | int | float | bool)}
 
 
 def _lines(db: sqlite3.Connection) -> Iterator[str]:
-    """The page of the command line."""
+    """Yield the lines that the command prints."""
     for table in ("prompts", "trajectories"):
         yield f"{table}:"
         for state, count in db.execute(f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY 2 DESC"):
@@ -361,10 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--running", action="store_true", help="prompts may be in flight")
     options = parser.parse_args(arguments)
+
     path = options.run / "ledger.sqlite"
     if not path.is_file():
         parser.error(f"{path} does not exist: name the directory of a run.")
 
+    # Read-only: a running job may write the file at the same time.
     with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
         check_format(db, path)
         print("\n".join(_lines(db)))

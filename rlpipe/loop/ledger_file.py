@@ -1,4 +1,4 @@
-"""The file of a ledger: its tables, how it is opened, and what becomes of a damaged one."""
+"""The file of a ledger: its tables, how it is opened, and how a damaged one is replaced."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ CREATE INDEX unfinished ON prompts (state) WHERE state IN ('admitted', 'generati
 
 
 def opened(path: Path) -> sqlite3.Connection:
-    """A ledger, with its tables if it is new. Raises sqlite3.DatabaseError for damage anywhere in it."""
+    """Open a ledger, and create its tables if it is new. Raises sqlite3.DatabaseError for any damage."""
     # Used by one thread at a time, though not always the one that opened it (a notebook's event loop).
     db = sqlite3.connect(path, timeout=_LOCK_S, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")  # a checkpoint has its own copy, handed to the disk
+        # Enough for a crash: the copy in a checkpoint is flushed to the disk separately.
+        db.execute("PRAGMA synchronous=NORMAL")
+
         if not _table_names(db):
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_FORMAT}; COMMIT")
+
+        # Damage is reported now, not in the middle of the run.
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             damage = sqlite3.DatabaseError(verdict)
@@ -49,19 +53,22 @@ def opened(path: Path) -> sqlite3.Connection:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged ledger, and what SQLite keeps beside it; returns its new name."""
+    """Rename a damaged ledger and SQLite's log files next to it; return the new path."""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+
     for end in ("", "-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
             path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
+
     return aside
 
 
 def copied(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
-    """Copy a whole ledger. Raises sqlite3.OperationalError: no room, or a lock that is not given back."""
+    """Copy a full ledger. Raises sqlite3.OperationalError when the disk is full or a lock is not released."""
     deadline = time.monotonic() + _LOCK_S
 
-    def progress(status: int, *_: int) -> None:  # without this the copy would be tried for ever
+    # Without this limit SQLite would retry the copy for ever.
+    def progress(status: int, *_: int) -> None:
         if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline:
             raise sqlite3.OperationalError("database is locked")
 
@@ -69,7 +76,7 @@ def copied(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
 
 
 def result_code(error: sqlite3.DatabaseError) -> int:
-    """The primary result code; what SQLite adds to it says which read or write it was."""
+    """Return the primary result code, without the detail of the read or write that SQLite adds."""
     return error.sqlite_errorcode & 0xFF
 
 
@@ -78,7 +85,7 @@ def _table_names(db: sqlite3.Connection) -> list[str]:
 
 
 def check_format(db: sqlite3.Connection, path: Path) -> None:
-    """Raises ValueError for the ledger of another version."""
+    """Refuse the ledger of another version. Raises ValueError."""
     (found,) = db.execute("PRAGMA user_version").fetchone()
     if found != _FORMAT:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Masked attempts: reported with their place, counted, and the rule by which too many of them end a run.
+"""Masked attempts: their reports and counts, and the rule by which too many of them end a run.
 
 An attempt is masked when something other than the model failed: the sandbox, the machine, or an environment
 that raised. It has no reward and is never trained on. One failing attempt never ends a run; a share of at
-least `run.max_masked_share` among the last `run.masked_window` attempts does, because such a run would spend
-its steps on nothing.
+least `run.max_masked_share` among the last `run.masked_window` attempts does, because the steps of such a run
+would train on almost no data.
 """
 
 from __future__ import annotations
@@ -16,41 +16,46 @@ from rlpipe.types import Trajectory, TrajectoryStatus
 
 
 class MaskedAttempts:
-    """Fed with every attempt that came back, whether it will be trained on or not.
+    """Counts every attempt that came back, whether it will be trained on or not.
 
-    verdict: why the run must stop, once the rule was broken; None while it holds.
+    verdict: the reason to stop the run, once the rule is broken; None while it holds.
 
-    event: as `MetricsBus.event`; gets `attempt_masked` at the 1st, 2nd, 4th, 8th, ... failure of each kind
-    at each place, so that a fault in every attempt does not flood the log.
+    event: as `MetricsBus.event`; receives `attempt_masked` at the 1st, 2nd, 4th, 8th, ... failure of each
+    kind and source line, so that a failure in every attempt does not flood the log.
     """
 
     def __init__(self, share: float, window: int, event: Callable[..., None]) -> None:
         self._share, self._window_size, self._event = share, window, event
-        self._window: deque[str] = deque(maxlen=window)  # what masked it; empty: it was not masked
+        self._window: deque[str] = deque(maxlen=window)  # the cause; empty: the attempt was not masked
         self._times: Counter[tuple[str, str]] = Counter()
         self._masked = self._errors = self._attempts = 0  # since the last metrics
         self.verdict: str | None = None
 
     def see(self, trajectories: Iterable[Trajectory]) -> None:
-        """Count attempts for the rule, and report what masked them."""
+        """Count attempts for the rule, and report the causes of masked ones."""
         trajectories = list(trajectories)
         self.report(trajectories)
+
         for t in trajectories:
             masked = t.status is TrajectoryStatus.MASKED
             self._window.append(t.info.get("error", "unknown") if masked else "")
             self._attempts += 1
             self._masked += masked
             self._errors += masked and t.info.get("exit_reason") == "error"
+
+        # The first reason remains, even if later attempts succeed.
         self.verdict = self.verdict or self._judge()
 
     def report(self, trajectories: Iterable[Trajectory]) -> None:
-        """Report what masked these attempts without counting them: those of validations."""
+        """Report the causes of masked attempts without counting them, as for those of a validation."""
         for t in trajectories:
             if t.status is not TrajectoryStatus.MASKED:
                 continue
+
             kind, place = t.info.get("exit_reason", "unknown"), t.info.get("place", "")
             self._times[kind, place] += 1
             times = self._times[kind, place]
+            # True for powers of two.
             if times & (times - 1) == 0:
                 error = t.info.get("error", "")
                 self._event(
@@ -63,7 +68,7 @@ class MaskedAttempts:
                 )
 
     def _judge(self) -> str | None:
-        """Why the run must stop; None while the rule holds or too few attempts have come back."""
+        """Return the reason to stop the run; None while the rule holds or too few attempts have come back."""
         causes = Counter(filter(None, self._window))
         masked, window = causes.total(), len(self._window)
         if window < self._window_size or masked < self._share * window:
@@ -77,7 +82,7 @@ class MaskedAttempts:
         )
 
     def metrics(self) -> dict[str, Value]:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         values = {
             "env/masked_share": Ratio(self._masked, self._attempts),
             "env/errors": Sum(self._errors),

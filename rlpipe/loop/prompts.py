@@ -1,4 +1,4 @@
-"""Which instance the n-th admitted prompt plays: a pure function of (seed, n), so resume is exact."""
+"""The instance of the n-th admitted prompt: a pure function of (seed, n), so that resuming is exact."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class PromptStream:
         self._orders: dict[int, list[int]] = {}
 
     def __getitem__(self, index: int) -> Prompt:
-        """The prompt admitted as number `index` (0-based) of the run."""
+        """Return the prompt admitted as number `index` (0-based) of the run."""
         epoch, place = divmod(index, len(self._ids))
+
+        # Each epoch has a separate order; only the current one is cached.
         if epoch not in self._orders:
             order = list(range(len(self._ids)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)

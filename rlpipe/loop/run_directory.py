@@ -1,7 +1,7 @@
-"""The directory of a run: one process at a time works in it, and a run goes on as what it began as.
+"""The directory of a run: one process at a time works in it, and a run continues with the same settings.
 
-Owns the lock of the directory and the record of its settings. `config.yaml` is what the run goes by now, and
-`configs/N.yaml` every configuration that it was ever started with.
+Owns the lock of the directory and the record of its settings. `config.yaml` is the current configuration, and
+`configs/N.yaml` are all those that the run was ever started with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlpipe.config.run import Resume
 
 CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
 
-# Settings that leave the experiment as it is: how far and where it runs, and what is watched and kept of it.
+# Settings that do not change the experiment: how far and where it runs, and what is recorded of it.
 _RUN = ("dir", "steps", "resume", "save_every", "save_async", "keep_last", "keep_best", "dump")
 _ROLLOUT = ("workers", "concurrent_groups", "max_running", "device", "threads", "prefill_tokens", "sglang")
 _TRAINER = ("tp", "dp", "layers", "recompute", "distributed_optimizer", "micro_batch_tokens", "threads")
@@ -44,13 +44,15 @@ _SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # of which all but `c
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Be the only process that works in a run directory, which is made if it is not there.
+    """Hold the lock of a run directory, which is created if it does not exist.
 
-    The kernel gives the lock back when this process ends, however it ends. Raises ValueError with who has it.
+    The kernel releases the lock when this process ends, however it ends. Raises ValueError with the holder.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK).open("a+") as lock:
         _take(lock, run_dir)
+
+        # For the message to a second process.
         lock.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}, lock)
         lock.flush()
@@ -58,7 +60,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def check_free(run_dir: Path) -> None:
-    """Refuse a run directory in which a process works. Raises ValueError with who it is; writes nothing."""
+    """Refuse a run directory in which a process works. Raises ValueError with its id; writes no file."""
     with suppress(FileNotFoundError), (run_dir / LOCK).open() as lock:
         _take(lock, run_dir)
 
@@ -71,17 +73,19 @@ def _take(lock: IO[str], run_dir: Path) -> None:
 
 
 def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: Resume) -> dict[str, str]:
-    """What differs from the settings that a run was begun with, as "old -> new" by name.
+    """Return the settings that differ from those a run was begun with, as "old -> new" by name.
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
-    it begins, and nothing differs). Raises ValueError when the run would become another experiment, unless
-    that is wanted (run.resume=anyway), and when its adapters would have another shape.
+    it begins, so the result is empty). Raises ValueError when the run would become another experiment, unless
+    that is intended (run.resume=anyway), and when its LoRA adapters would have another shape.
     """
     path = run_dir / CONFIG
     if step is None or not path.exists():
         return {}
 
     changed = differences(_flat(path.read_text()), _flat(resolved))
+
+    # Weights of another shape cannot be loaded, whatever run.resume is.
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
         shown = "; ".join(f"{name}: {change}" for name, change in shapes.items())
         raise ValueError(
@@ -101,20 +105,23 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
 
 
 def keep_settings(run_dir: Path, resolved: str) -> None:
-    """Write down the settings that the run goes by from now on; those before stay in `configs/`."""
+    """Write the current settings of the run; the earlier ones remain in `configs/`."""
     (run_dir / CONFIG).write_text(resolved)
+
     history = run_dir / HISTORY
     history.mkdir(exist_ok=True)
     (history / f"{len(list(history.iterdir()))}.yaml").write_text(resolved)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of both that differ and make another experiment; one that a version lacks has its default."""
+    """Return the settings in both that differ and change the experiment; an absent one has its default."""
+    # The length of a run changes the experiment only through a learning-rate schedule.
     scheduled = any(new.get(name, "constant") != "constant" for name in _SCHEDULES)
 
     def free(name: str) -> bool:
         if name == "run.steps":
             return not scheduled
+
         section, _, rest = name.partition(".")
         names = _FREE.get(section, ())
         return names is None or rest.partition(".")[0] in names
@@ -124,7 +131,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str
 
 
 def _flat(text: str) -> dict[str, Any]:
-    """Settings by dotted name; those of a file that cannot be read are none."""
+    """Return settings by dotted name; empty for a text that is not YAML."""
 
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value:

@@ -1,4 +1,4 @@
-"""Finished groups as a file: what a checkpoint keeps of the buffer.
+"""Finished groups as a file: the part of a checkpoint that holds the buffer.
 
 Owns the format: gzipped JSON lines, one object per group with its index in the run,
 
@@ -27,7 +27,7 @@ from rlpipe.types import DraftStep, Group, Prompt, SpecCounts, Trajectory, Traje
 
 
 def write_groups(path: Path, groups: Iterable[tuple[int, Group]]) -> None:
-    """Write groups with their indices. Raises TypeError for facts (`info`) that JSON cannot hold."""
+    """Write groups with their indices. Raises TypeError for metadata (`info`) that JSON cannot represent."""
     with gzip.open(path, "wt", compresslevel=1) as file:
         for index, group in groups:
             trajectories = [_fields(t) for t in group.trajectories]
@@ -36,7 +36,7 @@ def write_groups(path: Path, groups: Iterable[tuple[int, Group]]) -> None:
 
 
 def read_groups(path: Path) -> list[tuple[int, Group]]:
-    """What `write_groups` wrote."""
+    """Read the groups that `write_groups` wrote."""
     with gzip.open(path, "rt") as file:
         return [_group(json.loads(line)) for line in file]
 
@@ -44,6 +44,7 @@ def read_groups(path: Path) -> list[tuple[int, Group]]:
 def _fields(trajectory: Trajectory) -> dict[str, Any]:
     drafts = trajectory.drafts
     nested = {"drafts": drafts and [_shallow(d) for d in drafts], "spec": _shallow(trajectory.spec)}
+
     record = _shallow(trajectory) | nested
     return {
         name: _encoded(value) if isinstance(value, np.ndarray) else value for name, value in record.items()
@@ -61,7 +62,7 @@ def _decoded(record: dict[str, Any]) -> np.ndarray:
 
 
 def _shallow(item: Any) -> dict[str, Any]:
-    """A dict like that of `dataclasses.asdict`, without its copy of every token."""
+    """Return a dict like that of `dataclasses.asdict`, without its copy of every token."""
     return {own.name: getattr(item, own.name) for own in fields(item)}
 
 
@@ -73,11 +74,13 @@ def _group(record: dict[str, Any]) -> tuple[int, Group]:
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
+    # JSON has no tuples, and no dataclasses.
     if record["top_logprobs"] is not None:
         record["top_logprobs"] = [[(token, p) for token, p in top] for top in record["top_logprobs"]]
     if record["drafts"] is not None:
         record["drafts"] = [DraftStep(**step) for step in record["drafts"]]
 
+    # An earlier version wrote these columns as lists, which need no decoding.
     for name in (*Trajectory.COLUMNS, "routes"):
         if isinstance(record.get(name), dict):
             record[name] = _decoded(record[name])

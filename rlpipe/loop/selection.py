@@ -1,8 +1,8 @@
 """The selection-bias meter: do the trajectories that are trained on look like those that were generated?
 
-Whatever gives up finished work (pipeline.stale=drop, oversample, filters, faults) may prefer short, easy or
-successful attempts, and training on them is then training on another task. Over a window of trajectories
-whose fate is known, the shift of a quantity x is
+Every rule that drops finished work (pipeline.stale=drop, oversample, filters, failures) may prefer short,
+easy or successful attempts, and training on them is then training on another task. Over a window of
+trajectories that were trained or dropped, the shift of a quantity x is
 
     (mean of x over trained - mean of x over generated) / standard deviation of x over generated
 
@@ -10,7 +10,7 @@ for the response length, the reward and the difficulty (1 - mean reward of the s
 have no reward and do not enter. With n trained of N generated, a choice at random has a shift of standard
 deviation sqrt(1/n - 1/N): a shift beyond four of them, and of 0.1 at least, is a warning, once for each
 quantity.
-Groups without an advantage that a filter gave up (`equal rewards`) are counted, not compared: they are
+Groups without an advantage that a filter dropped (`equal rewards`) are counted, not compared: they are
 chosen by reward on purpose.
 """
 
@@ -24,13 +24,13 @@ from rlpipe.metrics.values import Last, Ratio, Sum, Value
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
 WINDOW = 2048  # trajectories
-FEWEST = 64  # generated, and 8 of them dropped, before it judges
+FEWEST = 64  # generated, and 8 of them dropped, before a warning
 QUANTITIES = ("length", "reward", "difficulty")
 SHIFT, SIGMAS = 0.1, 4.0
 
 
 class SelectionMeter:
-    """Fed by the backlog as prompts end. event: told of a bias (kind, fields)."""
+    """Called by the backlog as prompts end. event: receives a bias (kind, fields)."""
 
     def __init__(self, event: Callable[..., None]) -> None:
         self._event = event
@@ -39,24 +39,25 @@ class SelectionMeter:
         self._warned: set[str] = set()
 
     def trained(self, group: Group) -> None:
-        """A prompt was trained on."""
+        """Record that a prompt was trained on."""
         self._add(group, group.trajectories, trained=True)
 
     def lost(self, group: Group, trajectories: Iterable[Trajectory]) -> None:
-        """Finished trajectories of a group were given up. group: all the siblings."""
+        """Record that finished trajectories of a group were dropped. group: all the siblings."""
         self._add(group, trajectories, trained=False)
 
     def dropped(self, reason: str) -> None:
-        """A prompt ended untrained."""
+        """Record that a prompt ended untrained."""
         self._dropped[reason] += 1
 
     def metrics(self, *, unfinished: int, oldest: int) -> dict[str, Value]:
-        """Metrics of the step, and the warning when it is due.
+        """Return the metrics of the step, and report a bias when there is one.
 
         unfinished: prompts in flight. oldest: versions since the admission of the one that waits longest.
         """
         kept = [values for trained, values in self._seen if trained]
         every = [values for _, values in self._seen]
+
         values: dict[str, Value] = {
             "selection/trained_share": Ratio(len(kept), len(every)),
             "selection/prompts_dropped": Sum(sum(self._dropped.values())),
@@ -64,7 +65,10 @@ class SelectionMeter:
             "selection/oldest_prompt": Last(oldest),
         }
         values |= {f"selection/dropped/{_slug(why)}": Sum(n) for why, n in self._dropped.items()}
+
         self._dropped.clear()
+
+        # One shift per quantity, over the trajectories in the window.
         for place, name in enumerate(QUANTITIES):
             shift = _shift([v[place] for v in kept], [v[place] for v in every])
             values[f"selection/{name}_shift"] = Last(shift)
@@ -75,6 +79,8 @@ class SelectionMeter:
     def _judge(self, name: str, shift: float | None, *, kept: int, every: int) -> None:
         if shift is None or every < FEWEST or every - kept < FEWEST // 8 or name in self._warned:
             return
+
+        # Beyond what a random choice of as many trajectories would give.
         if abs(shift) > max(SHIFT, SIGMAS * sqrt(1 / kept - 1 / every)):
             self._warned.add(name)
             self._event("selection_bias", quantity=name, shift=round(shift, 3), trained=kept, generated=every)
@@ -88,13 +94,14 @@ class SelectionMeter:
 
 
 def _shift(kept: list[float], every: list[float]) -> float | None:
-    """The selection bias of the module docstring; 0 when all are alike, None when nothing was trained.
+    """Compute the shift of the module docstring; 0 when all values are equal, None when `kept` is empty.
 
     >>> _shift([1.0, 1.0], [1.0, 1.0, 3.0, 3.0])
     -1.0
     """
     if not kept:
         return None
+
     mean = fsum(every) / len(every)
     spread = sqrt(fsum((x - mean) ** 2 for x in every) / len(every))
     return (fsum(kept) / len(kept) - mean) / spread if spread else 0.0

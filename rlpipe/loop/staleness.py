@@ -1,9 +1,9 @@
-"""The staleness gate: when the n-th group may start; and what a group is worth at some version.
+"""The staleness gate: when the n-th group may start; and which part of a group may still be trained.
 
 Let `works` be the groups that were admitted and have not ended, and S = max_staleness. The gate opens while
 works < (S + 1) * groups_per_step. When groups are trained in admission order, `groups_per_step` to a step,
-at most S steps pass between the admission of a group and the step that trains it, whatever is dropped
-meanwhile: that bounds the staleness of every one of its tokens (pipeline.stale=wait).
+at most S steps pass between the admission of a group and the step that trains it, even if others are
+dropped: that bounds the staleness of every one of its tokens (pipeline.stale=wait).
 
 Waits: the controller's rolling task, in `wait_for_slot`. Wakes: `set_version`, after weights were
 published, and `release_slot`.
@@ -45,12 +45,13 @@ class StalenessGate:
         self._advanced = asyncio.Condition()
 
     def is_open(self, index: int) -> bool:
-        """Whether group `index` may start now.
+        """Return whether group `index` may start now.
 
         >>> gate = StalenessGate(max_staleness=1, groups_per_step=4)
         >>> gate.is_open(7), gate.is_open(8)
         (True, False)
         """
+        # Skipped groups free their slots.
         counted = index - self._skipped
         within = self._limit is None or counted < self._limit
         return within and counted - self.version * self.groups_per_step < self._room
@@ -74,16 +75,16 @@ class StalenessGate:
 
 
 def too_stale(trajectory: Trajectory, version: int, max_staleness: int) -> bool:
-    """Whether some token was sampled more than max_staleness versions before `version`."""
+    """Return whether some token was sampled more than max_staleness versions before `version`."""
     oldest = trajectory.oldest_version
     return oldest is not None and version - oldest > max_staleness
 
 
 def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | None, list[Trajectory]]:
-    """What of a group may be trained at `version`, and the complete trajectories that may not.
+    """Return the part of a group trainable at `version`, and the complete trajectories that are too stale.
 
-    None when fewer than two complete trajectories are left, of which no advantage can be made; then all the
-    complete ones are returned as lost. Masked trajectories stay with the group.
+    None when fewer than two complete trajectories remain, which have no advantage; then all the complete
+    ones are returned as lost. Masked trajectories stay in the group.
     """
     complete = [t for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE]
     stale = [t for t in complete if too_stale(t, version, max_staleness)]
@@ -91,11 +92,12 @@ def fresh_part(group: Group, version: int, max_staleness: int) -> tuple[Group | 
         return group, []
     if len(complete) - len(stale) < 2:
         return None, complete
+
     lost = {t.trajectory_id for t in stale}
     return replace(group, trajectories=[t for t in group.trajectories if t.trajectory_id not in lost]), stale
 
 
 def equal_rewards(group: Group) -> bool:
-    """Whether all its complete trajectories have one reward, so that none has an advantage."""
+    """Return whether all complete trajectories have the same reward, so that none has an advantage."""
     rewards = {t.reward for t in group.trajectories if t.status is TrajectoryStatus.COMPLETE}
     return len(rewards) == 1

@@ -1,6 +1,6 @@
-"""How many rollout workers a run should have: one more while its trainer waits for them, as long as it pays.
+"""The number of rollout workers of a run: one more while its trainer waits, as long as that is faster.
 
-Owns the decision alone, from committed records; `actors/pool.py` carries it out. Over the last `WINDOW` steps
+Owns only the decision, from committed records; `actors/pool.py` carries it out. Over the last `WINDOW` steps
 (the first one after a change is not counted: it mixes both sizes) let w be the share of their time in which
 the trainer waited for rollouts, b the share in which a worker was generating, n the workers:
 
@@ -8,9 +8,9 @@ the trainer waited for rollouts, b the share in which a worker was generating, n
     w >= WAITS and b >= BUSY, `pause` steps after the last change         one more, up to cluster.max_workers
     w < IDLE and b * n < (n - 1) * BUSY                                   one fewer, down to rollout.workers
 
-`pause` is WINDOW at first and doubles whenever a worker that was added goes again, or cannot be had: what did
-not pay once is tried again, at most log2(steps) times. Tokens a second and not seconds a step, because
-answers change their length while a policy learns.
+`pause` is WINDOW at first and doubles whenever an added worker is removed again, or cannot be started: what
+brought no gain once is tried again, at most log2(steps) times. The rate is tokens a second and not seconds a
+step, because answers change their length while a policy learns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GENERATING = "perf/utilisation/rollout"
 
 
 class Growth:
-    """fewest, most: rollout workers; the run starts with the fewest. wanted: how many there should be."""
+    """Decides the number of workers. fewest, most: its bounds, from the fewest on. wanted: the target."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self._fewest, self._most, self._workers, self.wanted = fewest, max(fewest, most), fewest, fewest
@@ -35,41 +35,49 @@ class Growth:
         self._records: list[list[float]] = []
 
     def asked(self, change: int) -> None:
-        """A user added so many workers, or drained them (below 0). `set_current` comes next."""
+        """Record that a user added so many workers, or drained them (below 0). `set_current` comes next."""
         self._asked += change
 
     def set_current(self, workers: int) -> None:
-        """There are so many, and none joins or leaves."""
-        if self._asked < 0:  # what a user takes out is not put back
+        """Record the number of workers while none joins or leaves."""
+        # A worker that a user drained is not added again, and one that a user added is not removed.
+        if self._asked < 0:
             self._most, self._fewest = min(self._most, workers), min(self._fewest, workers)
-        elif self._asked > 0:  # and what one adds is not taken out
+        elif self._asked > 0:
             self._fewest += self._asked
+
+        # The size changed for another reason than the last decision, so its effect cannot be compared.
         if self._asked or workers not in (self._workers, self.wanted):
             self._before, self._grew = None, False
+
         if self._asked or workers != self._workers:
             self._workers = self.wanted = workers
             self._steps = self._asked = 0
 
     def refused(self) -> None:
-        """What was wanted cannot be had now; it may be later."""
+        """Record that the target cannot be reached now; it is tried again later."""
         self.wanted, self._before, self._grew, self._steps = self._workers, None, False, 0
         self._pause *= 2
 
     def see(self, record: Mapping[str, Any]) -> None:
-        """Judge a committed record."""
+        """Update the target from a committed record."""
         figures = [record.get(name) for name in (STEP, WAIT, GENERATING, TOKENS)]
         if self.wanted != self._workers or None in figures:
             return
 
+        # The first record after a change mixes both sizes, so WINDOW + 1 of them are needed.
         self._records, self._steps = [*self._records, figures][-WINDOW:], self._steps + 1
         if self._steps <= WINDOW:
             return
 
+        # Shares of time and the rate over the window.
         steps, workers = self._records, self._workers
         seconds = sum(step for step, *_ in steps)
         waited = sum(wait for _, wait, *_ in steps) / seconds
         busy = sum(step * share for step, _, share, _ in steps) / seconds
         rate = sum(tokens for *_, tokens in steps) / seconds
+
+        # First check whether the last worker added was a gain, then whether one more or fewer would be.
         before, self._before = self._before, None
         if before is not None and rate < (1 + PAYS) * before and workers > self._fewest:
             self._shrink(f"{rate:.3g} trained tokens a second, and {before:.3g} with one worker fewer")
@@ -81,5 +89,6 @@ class Growth:
 
     def _shrink(self, reason: str) -> None:
         self.wanted, self.reason = self._workers - 1, reason
+        # After an added worker without a gain, wait longer before the next one.
         self._pause *= 2 if self._grew else 1
         self._grew = False
