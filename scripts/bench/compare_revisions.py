@@ -132,7 +132,9 @@ def span(revisions: str, recipes: list[str], pool: ThreadPoolExecutor, folder: P
         arms = {"before": trees[0], "again": trees[0], "after": trees[1]}
         runs = {
             recipe: [
-                pool.submit(play, tree, recipe, tree.parent / f"{revisions}-{recipe}-{arm}")
+                pool.submit(
+                    play, tree, recipe, tree.parent / f"{revisions}-{recipe.replace(', ', '_')}-{arm}"
+                )
                 for arm, tree in arms.items()
             ]
             for recipe in recipes
