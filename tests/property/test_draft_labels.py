@@ -115,8 +115,16 @@ def test_labels_are_those_of_the_definition_under_any_packing(batch):
 
 MUTANTS = {
     "nothing shifted": (draft_layout, "[1 : depths + 1]", "[0:depths]"),
-    "labels shifted twice": (alignment, "torch.arange(2, depths + 2)", "torch.arange(3, depths + 3)"),
-    "labels not shifted": (alignment, "torch.arange(2, depths + 2)", "torch.arange(1, depths + 1)"),
+    "labels shifted twice": (
+        alignment,
+        "torch.arange(2, depths + 2, device",
+        "torch.arange(3, depths + 3, device",
+    ),
+    "labels not shifted": (
+        alignment,
+        "torch.arange(2, depths + 2, device",
+        "torch.arange(1, depths + 1, device",
+    ),
     "padding after a turn is a label": (alignment, "sampled[:, 1:] & sampled[:, :-1]", "True"),
     "turns joined over what tools said": (draft_layout, "np.flatnonzero(np.diff(sampled) > 1) + 1", "[]"),
     "siblings share anchors that read apart": (draft_layout, "max(0, same - depths)", "same"),
