@@ -263,7 +263,7 @@ def test_a_verdict_depends_neither_on_the_run_nor_on_the_batch_around_it(rule, m
     case = random_case(5, 3, 4097, seed=4)
     first, second = judge(rule, case), judge(rule, case)
     alone = judge(rule, case.map(lambda x: x[4:5]))
-    monkeypatch.setattr(launch, "_span", lambda *_: 2)
+    monkeypatch.setattr(launch, "_span", lambda *_, **__: 2)
     other_grid = judge(rule, case)
     for name in ("num_accepted", "next_token", "accept_prob"):
         whole = getattr(first, name)
