@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-import numpy as np
-
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.paths import resolve
 from rlpipe.config.rollout import Dtype, RolloutConfig
@@ -156,14 +154,14 @@ class Engine:
         return list(prompt)
 
     def _generation(self, request: GenerateRequest, result: GenerateResult) -> Generation:
-        ids, drafts = np.asarray(result.output_ids).tolist(), result.drafts or []
+        ids, drafts = result.output_ids.tolist(), result.drafts or []
         return Generation(
             prompt_ids=request.prompt_ids.tolist(),
             text=self._chat.decode(ids),
             ids=ids,
             texts=self._chat.token_texts(ids),
-            logprobs=np.asarray(result.logprobs).tolist(),
-            entropies=np.asarray(result.entropies).tolist(),
+            logprobs=result.logprobs.tolist(),
+            entropies=result.entropies.tolist(),
             depths=accepted_depths([1] * len(ids), drafts),
             drafts=drafts,
             counts=result.spec,

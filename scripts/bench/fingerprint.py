@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from harness import Arm, bench_parser, load_average, provenance, take_turns, write_result
+from harness import Arm, bench_parser, load_average, provenance, table, take_turns, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -73,8 +73,9 @@ def main() -> None:
         for name, seconds in samples.seconds.items()
     }
     report = {**provenance(args, load, device=args.device), "bytes": num_bytes, "results": results}
-    for name, row in results.items():
-        print(f"{name:8} {row['gb_per_s']:8.2f} GB/s")
+    print(
+        table({name: {key: round(value, 3) for key, value in row.items()} for name, row in results.items()})
+    )
     write_result(args.json, report)
 
 
