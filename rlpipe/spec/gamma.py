@@ -245,6 +245,58 @@ class AdaptiveGamma:
         return below, above, (batch - below) / (above - below) if above > below else 0.0
 
 
+def break_even_acceptance(
+    seconds: Mapping[tuple[int, int], float],
+) -> dict[tuple[int, int], float | None]:
+    """Compute the acceptance per draft token at which drafts neither gain nor lose time.
+
+    With c = seconds(batch, gamma) / seconds(batch, 0), the root a in [0, 1] of
+
+        1 + a + ... + a^gamma = c
+
+    for the same acceptance a at every depth, each given that the depth before was accepted.
+
+    Args:
+        seconds: duration of a step by (batch, gamma), with gamma = 0 for every batch, as
+            `EmbeddedEngine.costs` has it. Only ratios matter, so any unit will do.
+
+    Returns:
+        By (batch, gamma) for gamma >= 1; 0.0 if the drafts are free. None if even drafts that are always
+        accepted lose time.
+
+    Raises:
+        ValueError: a duration is not positive, or a batch lacks gamma = 0.
+
+    >>> break_even_acceptance({(1, 0): 10.0, (1, 1): 12.5, (8, 0): 10.0, (8, 1): 21.0})
+    {(1, 1): 0.25, (8, 1): None}
+    """
+    if any(value <= 0 for value in seconds.values()):
+        raise ValueError(f"durations of steps must be positive, got {dict(seconds)}.")
+    lacking = {batch for batch, _ in seconds} - {batch for batch, gamma in seconds if gamma == 0}
+    if lacking:
+        raise ValueError(f"no duration without drafts for batches {sorted(lacking)}: measure gamma = 0, too.")
+
+    return {
+        (batch, gamma): _geometric_root(gamma, value / seconds[batch, 0])
+        for (batch, gamma), value in seconds.items()
+        if gamma
+    }
+
+
+def _geometric_root(degree: int, target: float) -> float | None:
+    """Solve 1 + a + ... + a^degree = target for a in [0, 1]; None where the target exceeds degree + 1."""
+    if target > degree + 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        if sum(middle**power for power in range(degree + 1)) < target:
+            low = middle
+        else:
+            high = middle
+    return round((low + high) / 2, 9)
+
+
 def _bucket(batch: int) -> int:
     """Group batches of 1, 2, 3 to 4, 5 to 8, ... rows; a full power of two stays when a row ends."""
     return (batch - 1).bit_length()

@@ -8,7 +8,7 @@ from math import exp
 
 import pytest
 
-from rlpipe.spec.gamma import AdaptiveGamma, FixedGamma
+from rlpipe.spec.gamma import AdaptiveGamma, FixedGamma, break_even_acceptance
 
 pytestmark = pytest.mark.unit
 COSTS = {(1, 0): 1.0, (1, 1): 1.2, (1, 2): 1.4, (64, 0): 4.0, (64, 1): 8.0, (64, 2): 12.0}
@@ -315,3 +315,28 @@ def test_a_choice_depends_on_nothing_but_batches_and_sums():
         told = [rng.randint(0, batch) for _ in range(max(choices))]
         for policy in policies:
             policy.observe(told, [n // 2 for n in told])
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.37, 0.5, 0.9, 1.0])
+def test_drafts_pay_exactly_beyond_the_break_even_acceptance(acceptance):
+    # Planted costs at which drafts with this acceptance neither gain nor lose.
+    gammas = range(1, 5)
+    costs = {(4, 0): 3.0} | {(4, g): 3.0 * sum(acceptance**k for k in range(g + 1)) for g in gammas}
+
+    needed = break_even_acceptance(costs)
+
+    assert needed.keys() == {(4, g) for g in gammas}
+    assert all(needed[4, g] == pytest.approx(acceptance, abs=1e-6) for g in gammas)
+
+
+def test_no_acceptance_pays_for_drafts_that_cost_more_than_the_tokens_they_can_save():
+    costs = {(1, 0): 1.0, (1, 1): 0.9, (1, 2): 3.1, (64, 0): 2.0, (64, 1): 4.2, (64, 2): 6.0}
+
+    assert break_even_acceptance(costs) == {(1, 1): 0.0, (1, 2): None, (64, 1): None, (64, 2): 1.0}
+
+
+def test_break_even_acceptance_refuses_costs_it_cannot_compare():
+    with pytest.raises(ValueError, match=r"batches \[2\]"):
+        break_even_acceptance({(1, 0): 1.0, (1, 1): 1.5, (2, 1): 1.5})
+    with pytest.raises(ValueError, match="positive"):
+        break_even_acceptance({(1, 0): 0.0, (1, 1): 1.5})
