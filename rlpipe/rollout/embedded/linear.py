@@ -18,26 +18,30 @@ _PACK_FOR_ROWS = 32
 class Linear:
     """y = x W^T + b, x of shape [N, in]."""
 
-    __slots__ = ("_packed", "bias", "size", "threshold", "weight")
+    __slots__ = ("_packed", "_packed_from", "bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Store the weight [out, in] and bias ([out] or None), prepacked where that is faster."""
-        self.weight = weight.contiguous()
+        """Store the weight [out, in] and bias ([out] or None), prepacked where that is faster.
+
+        `weight` is None where every product uses the prepacked copy, so that one copy is in memory.
+        """
+        self.weight: torch.Tensor | None = weight.contiguous()
         self.bias = bias
-        self.size = weight.numel()
         self._packed = None
-        self.threshold = float("inf")
+        self._packed_from = float("inf")  # rows from which the prepacked weight is used
         if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
             if weight.dtype == torch.float32:
-                self.threshold = PACKED_FROM
+                self._packed_from = PACKED_FROM / max(1, weight.numel())
             elif weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                self.threshold = 0
+                self._packed_from = 0
 
         # Prepacking costs memory, so only weights that can use it are packed.
-        if self.threshold < float("inf"):
+        if self._packed_from < float("inf"):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR_ROWS)
+        if self._packed_from <= 1:
+            self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] * self.size >= self.threshold:
+        if self.weight is None or x.shape[0] >= self._packed_from:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)

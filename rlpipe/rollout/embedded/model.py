@@ -141,7 +141,9 @@ class Model:
         self._graphs.clear()
         get = self.getter(weights)
         self.embedding = get("model.embed_tokens.weight")
-        self.head = Linear(get("lm_head.weight") if "lm_head.weight" in weights else self.embedding)
+
+        # A tied head is the embedding, whether or not the checkpoint repeats it.
+        self.head = Linear(self.embedding if self.arch.tied else get("lm_head.weight"))
         self.final_norm = get("model.norm.weight")
 
         self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
