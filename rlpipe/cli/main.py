@@ -92,6 +92,13 @@ def export(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def draft_vocab(arguments: Sequence[str]) -> int:
+    """Choose the tokens that an MTP layer drafts among; returns the exit status."""
+    from rlpipe.cli.draft_vocab import main
+
+    return main(arguments)
+
+
 SETTINGS = "+recipe=NAME [KEY=VALUE ...]"
 COMMANDS = (
     Command(name="run", arguments=SETTINGS, summary="run a recipe, or continue a run", main=run),
@@ -127,6 +134,12 @@ COMMANDS = (
         arguments="RUN OUT [--step N]",
         summary="write a checkpoint as a Hugging Face directory",
         main=export,
+    ),
+    Command(
+        name="draft-vocab",
+        arguments="MODEL DATA ...",
+        summary="choose the frequent tokens that an MTP layer drafts",
+        main=draft_vocab,
     ),
 )
 

@@ -51,6 +51,9 @@ class DrafterKind:
     """Whether that model has its own directory (`spec.draft_path`) and trainer; otherwise it is the
     checkpoint's MTP layer, which the policy's trainer trains."""
 
+    reads_head: bool = False
+    """Whether it drafts with the target's head, of which `spec.draft_vocab` can choose rows."""
+
     sglang: str = ""
     """Value of SGLang's `--speculative-algorithm`; empty where SGLang cannot draft this way."""
 
@@ -81,6 +84,7 @@ _EAGLE3_WEIGHTS = (
 KINDS: dict[Drafter, DrafterKind] = {
     Drafter.MTP: DrafterKind(
         title="MTP draft",
+        reads_head=True,
         sglang="NEXTN",
         served=ServedDraft(
             prefix=MTP_PREFIX,

@@ -49,6 +49,10 @@ class SpecConfig:
     draft_path: str = ""
     """Directory of a separate draft model (eagle3); draft.train=online starts from it."""
 
+    draft_vocab: str = ""
+    """Tokens that an MTP layer drafts among, as a JSON file {"tokens": [ascending ids]}; `checkpoint` takes
+    the model's own draft_vocab.json. Empty: all tokens."""
+
     suffix: int = 4
     """Maximum number of tokens at the text's end that drafter suffix looks up."""
 
@@ -76,6 +80,13 @@ class SpecConfig:
             raise ValueError(
                 f"spec.drafter={self.drafter} and spec.draft_path={self.draft_path!r}: the directory of a "
                 f"draft belongs to spec.drafter={with_directory}, which needs one. Set both or neither."
+            )
+
+        if self.draft_vocab and not self.drafter.kind.reads_head:
+            raise ValueError(
+                f"spec.draft_vocab={self.draft_vocab!r} cuts the head that an MTP layer drafts with, got "
+                f"spec.drafter={self.drafter}: set spec.draft_vocab='' (an EAGLE-3 draft has a vocabulary of "
+                "its own, see eagle3.draft_vocab)."
             )
 
         if self.suffix < 1:

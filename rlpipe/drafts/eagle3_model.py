@@ -21,7 +21,7 @@ loss is finite over the full vocabulary; the engine never drafts it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlpipe.config.draft_vocab import choose_draft_vocab
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
 from rlpipe.config.run import Config
 from rlpipe.models.rope import Rope
@@ -243,15 +244,6 @@ def draft_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
-def frequent_ids(counts: Tensor, size: int) -> Tensor:
-    """Return the `size` most frequent tokens, ascending; of equally frequent ones the first. counts: [V].
-
-    >>> frequent_ids(torch.tensor([0, 5, 2, 5, 2]), 3).tolist()
-    [1, 2, 3]
-    """
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
-
 def write_draft(path: str | Path, shape: Eagle3Shape, weights: Mapping[str, Tensor]) -> None:
     """Write a draft's directory; weights: its state dict."""
     from safetensors.torch import save_file
@@ -310,15 +302,18 @@ def new_draft(
 ) -> Eagle3:
     """Make an untrained draft by `config.eagle3`; target: its `config.json`, weights: by HF name."""
     shape = Eagle3Shape.for_target(target, config.eagle3.layers, config.eagle3.draft_vocab)
-    counts = _token_counts(trajectories, shape.vocab)
-    draft = Eagle3(shape, frequent_ids(counts, shape.draft_vocab) if shape.reduced else None)
+    ids = None
+    if shape.reduced:
+        counts = token_counts(trajectories, shape.vocab)
+        ids = torch.tensor(choose_draft_vocab(counts, shape.draft_vocab))
+    draft = Eagle3(shape, ids)
     draft.initialize(weights, config.run.seed)
     return draft
 
 
-def _token_counts(trajectories: Sequence[Trajectory], vocab: int) -> Tensor:
+def token_counts(trajectories: Iterable[Trajectory], vocab: int) -> np.ndarray:
     """Count how often each token was sampled, [vocab]."""
     counts = np.zeros(vocab, np.int64)
     for trajectory in trajectories:
         counts += np.bincount(trajectory.token_ids[trajectory.loss_mask], minlength=vocab)
-    return torch.from_numpy(counts)
+    return counts

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MTP_PREFIX = "model.mtp_layers.0."  # of the first one
 APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -302,7 +303,7 @@ def _some(names: list[str], limit: int = 6) -> str:
 
 
 def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like: str | Path) -> None:
-    """Write `weights` as one safetensors file, with config and tokenizer copied from `like`.
+    """Write `weights` as one safetensors file, with config, tokenizer and draft vocabulary of `like`.
 
     A tied `lm_head.weight` (config `tie_word_embeddings`) is left out, as transformers does. Experts are
     fused where `like` has them fused, and a vision tower, which is not read, is copied.
@@ -324,7 +325,7 @@ def write_checkpoint(path: str | Path, weights: Mapping[str, torch.Tensor], like
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
     if path.resolve() != like.resolve():
-        for name in ("config.json", *TOKENIZER_FILES):
+        for name in ("config.json", DRAFT_VOCAB, *TOKENIZER_FILES):
             if (like / name).is_file():
                 shutil.copy2(like / name, path / name)
 

@@ -147,6 +147,7 @@ def driven_engine(
     policy: GammaPolicy | None = None,
     drafter: str = "mtp",
     draft_path: object = "",
+    draft_vocab: object = "",
     **rollout: Any,
 ) -> Iterator[DrivenEngine]:
     """An engine to drive. policy: chooses gamma in place of what the engine would have used."""
@@ -158,6 +159,7 @@ def driven_engine(
         adaptive=policy is not None,
         drafter=drafter,
         draft_path=str(draft_path),
+        draft_vocab=str(draft_vocab),
     )
     engine = EmbeddedEngine(RolloutConfig(**settings), spec, path)
     engine.pause()

@@ -1,8 +1,8 @@
 """The engine's samples against the exact joint law of the first tokens, and planted samplers against it.
 
 G-test of the first 6 tokens over a vocabulary of 3 (729 sequences): a score for each depth and one for all
-together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (2.4e-3
-for the 24 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
+together, the largest judged. n = 6,000 requests with seeds 0..n-1 for each engine, alpha = 1e-4 each (2.9e-3
+for the 29 right engines here), split evenly over the 7 scores. Seeds, joins, batch sizes and swaps are
 fixed, so a right engine passes always or never. Power: a wrong law at a divergence of 0.033 nats per sequence
 from the right one is caught with probability above 0.999 (tested). Every planted bug must be beyond the limit
 of 4.2. The models were chosen for power: two of the bugs in block verification score 6.7 and 17.9 here, and
@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import rlpipe.rollout.embedded.drafting as drafting
+from rlpipe.config.draft_vocab import write_table
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.spec.gamma import AdaptiveGamma
@@ -54,7 +55,7 @@ class Case:
     """Two checkpoints of one shape, the laws of their first tokens after PROMPT, and EAGLE-3 drafts.
 
     drafts: directories by what they know: all tokens, or two of the three. two_layers: the first checkpoint
-    with a second MTP layer.
+    with a second MTP layer. table: of the two tokens that an MTP layer may draft.
     """
 
     path: object
@@ -62,6 +63,7 @@ class Case:
     other: dict[str, torch.Tensor]
     law: Law
     drafts: dict[str, object]
+    table: object = None
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,15 @@ def case(tmp_path_factory) -> Case:
     vocabularies = {"whole": None, "reduced": [0, 2]}
     drafts = {name: write_random_draft(root / name, paths[0], ids=ids) for name, ids in vocabularies.items()}
     two_layers = write_random_checkpoint(root / "two layers", seed=6, mtp_layers=2, **shape)
-    return Case(path=paths[0], two_layers=two_layers, other=read_weights(paths[1]), law=law, drafts=drafts)
+    write_table(table := root / "table.json", vocabularies["reduced"])
+    return Case(
+        path=paths[0],
+        two_layers=two_layers,
+        other=read_weights(paths[1]),
+        law=law,
+        drafts=drafts,
+        table=table,
+    )
 
 
 def _conversations(samples: int, temperature: float) -> list[list]:
@@ -166,6 +176,21 @@ def test_eagle3_drafts_keep_the_law(case, mode, vocabulary, adaptive):
     assert _score(case, mode, policy=policy, **eagle3) < LIMIT
 
 
+REDUCED = [("rejection", True), ("block", False), ("target_only", False), ("tree", False)]
+
+
+@pytest.mark.parametrize(("mode", "adaptive"), REDUCED)
+def test_an_mtp_draft_over_a_part_of_the_vocabulary_keeps_the_law(case, mode, adaptive):
+    """As above; the tree has more children than the table has tokens."""
+    policy = RandomGamma(GAMMA) if adaptive else None
+    assert _score(case, mode, policy=policy, draft_vocab=case.table, tree=[3, 2, 1]) < LIMIT
+
+
+def test_a_reduced_mtp_draft_follows_its_own_model_across_a_weight_swap(case):
+    tokens, models = _sample(case, "rejection", swap_every=2, draft_vocab=case.table)
+    assert max(case.law.scores(tokens, models)) < LIMIT
+
+
 def test_an_eagle3_draft_that_stays_across_weight_swaps_keeps_the_law_of_each_model(case):
     eagle3 = {"drafter": "eagle3", "draft_path": case.drafts["whole"]}
     tokens, models = _sample(case, "rejection", swap_every=2, **eagle3)
@@ -186,7 +211,8 @@ def _residual_among_draft_tokens(patch: pytest.MonkeyPatch) -> None:
 def test_tokens_outside_a_reduced_vocabulary_that_never_come_are_missed(case, monkeypatch):
     _residual_among_draft_tokens(monkeypatch)
     eagle3 = {"drafter": "eagle3", "draft_path": case.drafts["reduced"]}
-    assert _score(case, "rejection", samples=SAMPLES // 2, **eagle3) > LIMIT
+    for draft in (eagle3, {"draft_vocab": case.table}):
+        assert _score(case, "rejection", samples=SAMPLES // 2, **draft) > LIMIT
 
 
 def test_looked_up_drafts_follow_their_own_model_across_a_weight_swap(case):
@@ -212,11 +238,12 @@ def test_tokens_before_and_after_a_weight_swap_follow_their_own_model(case, mode
     assert max(case.law.scores(tokens)) > LIMIT  # and the swap matters: one model does not explain them
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_greedy_decoding_emits_the_argmax_of_the_model_in_use(case, adaptive):
+@pytest.mark.parametrize(("adaptive", "reduced"), [(False, False), (True, False), (False, True)])
+def test_greedy_decoding_emits_the_argmax_of_the_model_in_use(case, adaptive, reduced):
     """Mode greedy has no coins: given the tokens before it and the model, each token is known."""
     policy = RandomGamma(GAMMA) if adaptive else None
     settings = {"samples": 300, "temperature": 0.0, "swap_every": 2, "policy": policy}
+    settings["draft_vocab"] = case.table if reduced else ""
     tokens, models = _sample(case, "greedy", **settings)
     number = np.zeros(len(tokens), np.int64)
     for i, row in enumerate(case.law.rows):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.drafters import HfConfig
+from rlpipe.config.sglang import SglangConfig
+from rlpipe.config.spec import SpecConfig
 from rlpipe.drafts.kinds.base import DrafterFunctions
 from rlpipe.models.checkpoint import require_mtp
 
@@ -13,13 +16,24 @@ if TYPE_CHECKING:
 
 
 def check_served(config: Config, served: HfConfig) -> None:
-    """Refuse a checkpoint without an MTP layer."""
+    """Refuse a checkpoint without an MTP layer, and a draft vocabulary of another model."""
     require_mtp(served, config.rollout_model, config.spec.mode)
+    read_draft_vocab(config.spec, config.rollout_model, int(served["vocab_size"]))
 
 
 def check_trained(config: Config, target: HfConfig) -> None:
-    """Refuse a checkpoint without an MTP layer."""
+    """Refuse a checkpoint without an MTP layer, and a draft vocabulary of another model."""
     require_mtp(target, config.model.path, "mtp_adapt")
+    read_draft_vocab(config.spec, config.model.path, int(target["vocab_size"]))
 
 
-DRAFTER = DrafterFunctions(check_served=check_served, check_trained=check_trained)
+def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
+    """Refuse a draft vocabulary, which SGLang does not read yet."""
+    if spec.draft_vocab:
+        raise ValueError(
+            f"spec.draft_vocab={spec.draft_vocab!r}: drafts over a part of the vocabulary run in the "
+            "embedded engine. Set spec.draft_vocab='', or rollout=embedded."
+        )
+
+
+DRAFTER = DrafterFunctions(check_served=check_served, check_sglang=check_sglang, check_trained=check_trained)

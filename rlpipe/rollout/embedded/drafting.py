@@ -109,6 +109,18 @@ class _RowDrafting:
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
 
+    def _tokens(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the tokens at columns of the draft's logits, which may cover a part of the vocabulary."""
+        ids = self._model.draft_ids
+        return columns if ids is None else ids[columns]
+
+    def _over_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
+        """Spread q [A, n, D] over all tokens of the target, [A, n, V]; others have probability 0."""
+        ids = self._model.draft_ids
+        if ids is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], self._model.arch.vocab).index_copy_(-1, ids, probs)
+
     def _start(self, decoding: int, depth: int) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Return positions [A] of the pending tokens, the tokens, and the uniforms of later ones."""
         table, rows = self._table, np.arange(decoding)
@@ -151,20 +163,22 @@ class ChainDrafting(_RowDrafting):
                 window = draft_deeper(model, frontier, window, tokens[1:], last)
             elif depth:
                 more = depth - layers  # times that the last layer has drafted from its output states
-                column = span.columns(more, more + 1)
-                window = model.draft(tokens[-1], window[:, -1], [column], None, layers - 1).unsqueeze(1)
+                next_span = span.columns(more, more + 1)
+                window = model.draft(tokens[-1], window[:, -1], [next_span], None, layers - 1).unsqueeze(1)
 
             # A greedy chain needs no distribution, only the most likely token.
             logits = model.draft_logits(window[:, -1])
             if self._samples:
                 probs.append(table.choices(logits, slice(0, decoding)))
-                tokens.append(sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT]))
+                column = sample_cdf(probs[-1], uniforms[:, depth, Stream.DRAFT])
             else:
-                tokens.append(logits.argmax(-1))
+                column = logits.argmax(-1)
+            tokens.append(self._tokens(column))
 
         stacked = torch.stack(tokens, 1)
         part = Part(0, span, stacked, torch.zeros_like(pending), positions)
-        return Drafted(part, uniforms, torch.stack(probs, 1) if probs else None, list(range(gamma)))
+        q = self._over_vocabulary(torch.stack(probs, 1)) if probs else None
+        return Drafted(part, uniforms, q, list(range(gamma)))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
         """Verify the drafts by the rule of the mode; arguments of `Drafting.judge`."""
@@ -266,13 +280,15 @@ class TreeDrafting(_RowDrafting):
             q = table.choices(logits, rows)
             probs.append(q)
             noise = uniforms[:, depth, self._draft_streams[: len(level)]]
-            tokens.append(_siblings(q, noise.unflatten(1, (q.shape[1], -1))).flatten(1))
+            columns = _siblings(q, noise.unflatten(1, (q.shape[1], -1)))
+            tokens.append(self._tokens(columns).flatten(1))
 
         # Leaves have no children: their distribution is never read.
         leaves = q.new_zeros(decoding, len(self._levels[-1]), q.shape[-1])
         positions = last[:, None] + self._depths
         part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
-        return Drafted(part, uniforms, torch.cat([*probs, leaves], 1), list(tree.parents[1:]))
+        q = self._over_vocabulary(torch.cat([*probs, leaves], 1))
+        return Drafted(part, uniforms, q, list(tree.parents[1:]))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
         """Verify the tree, and move the keys of the accepted path next to the root's."""

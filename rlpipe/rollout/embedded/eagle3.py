@@ -24,7 +24,7 @@ from rlpipe.rollout.embedded.span import Span
 class Eagle3Draft:
     """Weights of a draft, ready to multiply once `attach` has been called.
 
-    layers: indices of the target layers that it reads as features.
+    layers: indices of the target layers that it reads as features. ids: tokens that it knows; None for all.
     """
 
     prefix = PREFIX
@@ -32,6 +32,7 @@ class Eagle3Draft:
     def __init__(self, shape: Eagle3Shape, weights: Mapping[str, torch.Tensor]) -> None:
         self._shape, self._weights = shape, weights
         self.layers = shape.layers
+        self.ids: torch.Tensor | None = None
 
     @classmethod
     def read(cls, path: str | Path, target: Mapping[str, Any]) -> Eagle3Draft:
@@ -59,7 +60,7 @@ class Eagle3Draft:
 
         self._head = Linear(get("lm_head.weight"))
         ids = draft_ids(weights["d2t"].long()) if self._shape.reduced else None
-        self._ids = None if ids is None else ids.to(model.device)
+        self.ids = None if ids is None else ids.to(model.device)
 
     def step(
         self,
@@ -79,11 +80,5 @@ class Eagle3Draft:
         return self._fc(torch.cat(features, -1))
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
-        """Compute logits [N, V] over the target's vocabulary; -inf for tokens unknown to the draft."""
-        own = self._head(model.norm(state, self._norm))
-        if self._ids is None:
-            return own
-
-        # A draft with a reduced vocabulary never proposes the other tokens of the target.
-        whole = own.new_full((len(own), self._shape.vocab), float("-inf"))
-        return whole.index_copy_(1, self._ids, own)
+        """Compute logits [N, D] over the tokens that the draft knows."""
+        return self._head(model.norm(state, self._norm))

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig, check_embedded
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models import read_architecture
@@ -68,6 +69,7 @@ class EmbeddedEngine:
             )
 
         draft = read_draft_model(spec, hf_config)
+        draft_vocab = read_draft_vocab(spec, model_path, arch.vocab) if drafts else None
         weights = read_weights(model_path)
         self._config, self._arch = config, arch
         self._shapes = arch.weight_shapes(mtp=drafts)
@@ -89,6 +91,7 @@ class EmbeddedEngine:
             device=device,
             dtype=getattr(torch, config.dtype),
             draft=draft,
+            draft_vocab=draft_vocab,
             graphs=config.cuda_graphs and device.type == "cuda",
         )
         self._build()

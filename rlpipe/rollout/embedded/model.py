@@ -42,10 +42,11 @@ class DraftModel(Protocol):
     """A draft model outside the checkpoint, over the cache of a model; `eagle3.Eagle3Draft` is one.
 
     layers: indices of the target layers that it reads outputs of. prefix: of the names of its weights in an
-    update of the target. shapes: of its weights, by those names.
+    update of the target. shapes: of its weights, by those names. ids: as `Model.draft_ids`.
     """
 
     layers: Sequence[int]
+    ids: torch.Tensor | None
     prefix: str
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -69,7 +70,7 @@ class DraftModel(Protocol):
         """Fuse the outputs [N, H] of each layer in `layers` into the input of the first step."""
 
     def logits(self, model: Model, state: torch.Tensor) -> torch.Tensor:
-        """Compute logits [N, V] over the target's vocabulary from states [N, H]."""
+        """Compute logits [N, D] over the tokens `ids` from states [N, H]."""
 
 
 class Model:
@@ -78,7 +79,7 @@ class Model:
     The cache is [layers (+ those of the draft), 2, rows, kv_heads, slots, head_dim], keys before values; with
     latent attention there is one head with its keys as values, and 1 instead of 2.
     The draft's layers are the last ones. mtp: number of MTP layers, one per depth if several; 0 without them.
-    depths: the same for any draft.
+    depths: the same for any draft. draft_vocab: ascending tokens that the MTP layers draft; None for all.
     graphs: run passes over decoding rows by `Graphs`, which adds a row.
     """
 
@@ -93,10 +94,12 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         draft: DraftModel | None = None,
+        draft_vocab: Sequence[int] | None = None,
         graphs: bool = False,
     ) -> None:
         self.arch, self.draft_model, self.device, self.dtype = arch, draft, device, dtype
         self.rows, self.slots = rows, slots
+        self._mtp_ids = None if draft_vocab is None else torch.tensor(draft_vocab, device=device)
 
         # cuDNN's attention fails on keys that are views of a growing cache (misaligned address).
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -143,12 +146,15 @@ class Model:
         self.embedding = get("model.embed_tokens.weight")
 
         # A tied head is the embedding, whether or not the checkpoint repeats it.
-        self.head = Linear(self.embedding if self.arch.tied else get("lm_head.weight"))
+        head = self.embedding if self.arch.tied else get("lm_head.weight")
+        self.head = Linear(head)
         self.final_norm = get("model.norm.weight")
 
         self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
         if self.draft_model is None:
             self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
+            ids = self._mtp_ids
+            self._draft_head = self.head if ids is None else Linear(head.index_select(0, ids))
 
         # A separate draft is replaced only if the update has weights of it.
         if self.draft_model is not None:
@@ -290,8 +296,13 @@ class Model:
         return self.head(hidden)
 
     def draft_logits(self, state: torch.Tensor) -> torch.Tensor:
-        """Compute the draft's logits [N, V] from states [N, H] that `draft` returned."""
-        return self.head(state) if self.draft_model is None else self.draft_model.logits(self, state)
+        """Compute the draft's logits [N, D] over `draft_ids` from states [N, H] that `draft` returned."""
+        return self._draft_head(state) if self.draft_model is None else self.draft_model.logits(self, state)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Tokens [D] that the draft can propose, ascending; None for all V of the target."""
+        return self._mtp_ids if self.draft_model is None else self.draft_model.ids
 
     def _run(
         self,

@@ -92,6 +92,7 @@ def check_supported(
 
     # the draft is the target's MTP layer
     require_mtp(target, model_path, spec.mode)
+    DRAFTERS[spec.drafter].check_sglang(spec, target, rollout.sglang)
     if (layers := int(target["num_nextn_predict_layers"])) > 1:
         raise ValueError(
             f"spec.mode={spec.mode}: SGLang's draft of a {target['model_type']!r} holds one MTP layer and "

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rlpipe.rollout.embedded.drafting as drafting
+from rlpipe.config.draft_vocab import write_table
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights
 from rlpipe.rollout.embedded.drafters import drafting_streams
@@ -19,6 +20,7 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
 pytestmark = pytest.mark.unit
 TOLERANCE = 1e-4
+TABLE = list(range(0, 64, 3))
 PROMPTS = [[5, 9, 33, 2, 17], [60, 3, 3, 41, 8, 11, 29, 7], [12, 50]]
 
 
@@ -57,6 +59,20 @@ def draft_law(checkpoint):
     return law
 
 
+@pytest.fixture(scope="module")
+def table(checkpoint):
+    """A table of every third token."""
+    write_table(file := checkpoint / "table.json", TABLE)
+    return file
+
+
+def _in_table(q: torch.Tensor) -> torch.Tensor:
+    """q among the tokens of the table, 0 elsewhere."""
+    inside = torch.zeros_like(q)
+    inside[TABLE] = q[TABLE]
+    return inside / inside.sum()
+
+
 def _recorded(checkpoint, mode: str, rounds: int = 6, **spec) -> list:
     with driven_engine(checkpoint, mode, **spec) as driven:
         recorded = Recorded(driven)
@@ -82,6 +98,53 @@ def test_p_and_q_of_every_node_are_those_of_its_path(checkpoint, draft_law, mode
                 if shape.children(node):
                     q = draft_law(prefix, drafts)
                     assert (drafted.probs[row, node] - q).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["rejection", "tree"])
+def test_a_table_restricts_q_to_its_tokens(checkpoint, draft_law, table, mode):
+    shape = Tree.from_branching([2, 1] if mode == "tree" else [1, 1])
+    paths = [[node for node in path if node >= 0] for path in shape.paths().tolist()]
+    for ids, tokens, drafted, _, _ in _recorded(
+        checkpoint, mode, rounds=4, tree=[2, 1], gamma=2, draft_vocab=table
+    ):
+        assert torch.isin(tokens, torch.tensor(TABLE)).all()
+        for row, prefix in enumerate(ids):
+            for node in range(len(paths)):
+                if shape.children(node):
+                    q = draft_law(prefix, [int(tokens[row, n - 1]) for n in paths[node]])
+                    assert (drafted.probs[row, node] - _in_table(q)).abs().max() < TOLERANCE
+
+
+def test_an_update_replaces_the_rows_of_the_head_that_a_table_chose(checkpoint, table):
+    """After an update with other weights q is that of an engine that began with them."""
+    other = read_weights(checkpoint)
+    other["lm_head.weight"] = other["lm_head.weight"].flip(0)
+    weights, q = [read_weights(checkpoint), other], []
+    for updates in ([1], [0, 1], []):
+        with driven_engine(checkpoint, "rejection", draft_vocab=table) as driven:
+            for version, index in enumerate(updates, 1):
+                driven.update(weights[index], version)
+            recorded = Recorded(driven)
+            driven.submit(request(0, PROMPTS[0], max_new_tokens=8))
+            for _ in range(2):
+                driven.round()
+        q.append(recorded.steps[0][2].probs)
+    assert (q[0] == q[1]).all()
+    assert not torch.allclose(q[0], q[2])
+
+
+@pytest.mark.parametrize("mode", ["target_only", "greedy"])
+def test_drafts_that_are_not_sampled_are_the_argmax_within_a_table(checkpoint, draft_law, table, mode):
+    with driven_engine(checkpoint, mode, draft_vocab=table) as driven:
+        recorded = Recorded(driven)
+        driven.submit(*(request(i, p, max_new_tokens=40, temperature=0.0) for i, p in enumerate(PROMPTS)))
+        for _ in range(3):
+            driven.round()
+    for ids, tokens, *_ in recorded.steps:
+        for row, prefix in enumerate(ids):
+            drafts = tokens[row].tolist()
+            expected = [int(_in_table(draft_law(prefix, drafts[:d])).argmax()) for d in range(3)]
+            assert drafts == expected
 
 
 @pytest.mark.parametrize("mode", ["target_only", "greedy"])
