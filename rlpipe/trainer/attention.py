@@ -8,36 +8,112 @@ L_i = logsumexp(s_i) of a part i of the keys (Liu et al. 2023, Ring Attention, u
 
 Backwards, the kernel's gradient of each part is right if it gets `out` and `L` of all parts together: it
 computes p = exp(s - L) and dS = p (dP - <dO, out>) from them.
+
+Branches share calls of the kernel (`BranchPlan`): those that follow the same tokens attend to them together,
+and those of similar length attend to themselves as the rows of a batch. The padding at a row's end follows
+all its real tokens, so causal attention does not read it; its own gradient is set to 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rlpipe.batching.micro_batch import Branch
 
 Seed = tuple[torch.Tensor, torch.Tensor] | None  # of a GPU kernel's dropout, which is 0 here
+MIN_LENGTH_STEP = 8  # branches whose lengths differ by fewer tokens may share a call
+
+
+class Bucket(NamedTuple):
+    """Branches of similar length in one call. rows: of the padded tokens. branches: number of them."""
+
+    rows: slice
+    branches: int
+
+
+class Siblings(NamedTuple):
+    """Branches that follow the same tokens. rows: among those with a context. context: slices of the keys."""
+
+    rows: slice
+    context: list[slice]
+
+
+class BranchPlan:
+    """The calls of the kernel by which the queries of branches attend, the same in every layer.
+
+    key_index: [Q] the key of each query's own token. padded_index: [P] the queries in the order of buckets,
+    each row's padding a repetition of its last token. padding: [P] whether it is one. order: [Q] the inverse.
+    context_index: [R] the queries of branches with a context, in the order of siblings. An index is None
+    where it would be 0, 1, 2, ...
+    """
+
+    def __init__(
+        self, branches: Sequence[Branch], selected: Sequence[int] | None, device: torch.device
+    ) -> None:
+        """Plan the calls; selected: the branches with queries, by index (None: all)."""
+        self.selected = list(range(len(branches)) if selected is None else selected)
+        key_starts = [0, *accumulate(branch.length for branch in branches)]
+        lengths = [branches[i].length for i in self.selected]
+        query_starts = [0, *accumulate(lengths)]
+
+        # Branches of similar length form a bucket, those that follow the same tokens are siblings.
+        by_length: dict[int, list[int]] = {}
+        by_context: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for row, index in enumerate(self.selected):
+            by_length.setdefault(_rounded(lengths[row]), []).append(row)
+            if branches[index].context:
+                by_context.setdefault(_merged_spans(branches[index], key_starts), []).append(row)
+
+        # Rows of a bucket are as long as its longest branch.
+        self.buckets: list[Bucket] = []
+        padded, padding, used = [], [], 0
+        for rows in by_length.values():
+            size = max(lengths[row] for row in rows)
+            for row in rows:
+                padded.append(query_starts[row] + np.minimum(np.arange(size), lengths[row] - 1))
+                padding.append(np.arange(size) >= lengths[row])
+            self.buckets.append(Bucket(slice(used, used + size * len(rows)), len(rows)))
+            used += size * len(rows)
+
+        self.siblings: list[Siblings] = []
+        with_context, used = [], 0
+        for spans, rows in by_context.items():
+            with_context += [np.arange(query_starts[row], query_starts[row + 1]) for row in rows]
+            count = sum(lengths[row] for row in rows)
+            self.siblings.append(
+                Siblings(slice(used, used + count), [slice(start, stop) for start, stop in spans])
+            )
+            used += count
+
+        keys = [np.arange(key_starts[i], key_starts[i + 1]) for i in self.selected]
+        is_padding = np.concatenate(padding)
+        padded_index = np.concatenate(padded)
+        order = np.empty(query_starts[-1], dtype=np.int64)
+        order[padded_index[~is_padding]] = np.flatnonzero(~is_padding)
+
+        self.key_index = _index(np.concatenate(keys), device, count=key_starts[-1])
+        self.padded_index = _index(padded_index, device, count=query_starts[-1])
+        self.order = _index(order, device, count=len(padded_index))
+        self.padding = torch.from_numpy(is_padding).to(device) if is_padding.any() else None
+        self.context_index = (
+            _index(np.concatenate(with_context), device, count=query_starts[-1]) if with_context else None
+        )
 
 
 def branch_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    branches: Sequence[Branch],
-    scale: float,
-    selected: Sequence[int] | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, plan: BranchPlan, scale: float
 ) -> torch.Tensor:
     """Attend from each branch to its context and, causally, to itself: query [1, heads, Q, d] -> the same.
 
-    key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. selected: the branches whose
-    queries are in `query` (None: all). Only where `has_flash`.
+    key, value: [1, groups, N, d] of all branches; heads is a multiple of groups. plan: of the branches with
+    queries in `query`. Only where `has_flash`.
     """
-    return _BranchAttention.apply(query, key, value, list(_spans(branches, selected)), scale)
+    return _BranchAttention.apply(query, key, value, plan, scale)
 
 
 def has_flash(query: torch.Tensor) -> bool:
@@ -47,93 +123,145 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Attention of branches; spans: queries, keys and context of each, as `_spans` yields them."""
+    """Attention of branches by the calls of a plan. Tokens come first within: [Q, heads, d]."""
 
     @staticmethod
-    def forward(ctx, query, key, value, spans, scale):
-        out = torch.empty_like(query)
-        norms = query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
-        seed = None
+    def forward(ctx, query, key, value, plan, scale):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
 
-        for rows, self_keys, context in spans:
-            q = query[:, :, rows]
-            part, norm, seed = _forward(
-                q, key[:, :, self_keys], value[:, :, self_keys], scale=scale, causal=True
-            )
+        # Each branch to itself.
+        padded = [_take(x, plan.padded_index) for x in (q, *(_take(x, plan.key_index) for x in (k, v)))]
+        parts, seed = [], None
+        for rows, count in plan.buckets:
+            *part, seed = _forward(*(_as_batch(x[rows], count) for x in padded), scale=scale, causal=True)
+            parts.append([_as_tokens(x) for x in part])
+        out, norm = (_take(_joined(x), plan.order) for x in zip(*parts, strict=True))
 
-            # Join with attention to the context, weighted by the two normalisers.
-            if context:
-                keys, values = _joined(key, context), _joined(value, context)
-                shared, shared_norm, _ = _forward(q, keys, values, scale=scale)
-                total = torch.logaddexp(norm, shared_norm)
-                part = (
-                    part * (norm - total).exp()[..., None] + shared * (shared_norm - total).exp()[..., None]
-                )
-                norm = total
+        # Join with attention to the contexts, weighted by the two normalisers.
+        if plan.siblings:
+            queries, parts = _take(q, plan.context_index), []
+            for rows, context in plan.siblings:
+                keys, values = (_joined([x[span] for span in context]) for x in (k, v))
+                *part, _ = _forward(*(_as_batch(x, 1) for x in (queries[rows], keys, values)), scale=scale)
+                parts.append([_as_tokens(x) for x in part])
 
-            out[:, :, rows], norms[:, :, rows] = part, norm
+            shared, shared_norm = (_joined(x) for x in zip(*parts, strict=True))
+            self_norm = _take(norm, plan.context_index)
+            total = torch.logaddexp(self_norm, shared_norm)
+            joint = _take(out, plan.context_index) * (self_norm - total).exp()[..., None]
+            joint += shared * (shared_norm - total).exp()[..., None]
+            out, norm = _put(out, plan.context_index, joint), _put(norm, plan.context_index, total)
 
-        ctx.save_for_backward(query, key, value, out, norms)
-        ctx.spans, ctx.scale, ctx.seed = spans, scale, seed
-        return out
+        ctx.save_for_backward(query, key, value, out, norm)
+        ctx.plan, ctx.scale, ctx.seed = plan, scale, seed
+        return out.transpose(0, 1)[None]
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, norms = ctx.saved_tensors
-        grad_query = torch.empty_like(query)
+        query, key, value, out, norm = ctx.saved_tensors
+        plan: BranchPlan = ctx.plan
+        q, k, v, grad = (x[0].transpose(0, 1) for x in (query, key, value, grad))
+
+        # The CPU's kernel takes up to five times as long in half precision.
+        if not query.is_cuda:
+            q, k, v, out, grad = (x.to(_wide(x.dtype)) for x in (q, k, v, out, grad))
+
+        # Each call gets the output and normaliser over all keys, and returns the gradient of its keys.
+        self_keys, self_values = (_take(x, plan.key_index) for x in (k, v))
+        padded = [_take(x, plan.padded_index) for x in (q, self_keys, self_values, out, norm, grad)]
+        if plan.padding is not None:
+            padded[-1].masked_fill_(plan.padding[:, None, None], 0)
+        parts = []
+        for rows, count in plan.buckets:
+            *batch, out_rows, norm_rows, grad_rows = (_as_batch(x[rows], count) for x in padded)
+            joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale, ctx.seed)
+            parts.append([_as_tokens(x) for x in _backward(*batch, joint=joint, causal=True)])
+        grad_query, *self_grads = (_take(_joined(x), plan.order) for x in zip(*parts, strict=True))
+
         # Many branches add to the keys they share: summed in float32 at least.
-        grad_key, grad_value = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (key, value))
+        grad_key, grad_value = (
+            _put(torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device), plan.key_index, part)
+            for x, part in zip((k, v), self_grads, strict=True)
+        )
 
-        for rows, self_keys, context in ctx.spans:
-            # Each call gets the output and normaliser over all keys, and returns the gradient of its keys.
-            q = query[:, :, rows]
-            joint = _Joint(out[:, :, rows], norms[:, :, rows], grad[:, :, rows], ctx.scale, ctx.seed)
-            dq, dk, dv = _backward(q, key[:, :, self_keys], value[:, :, self_keys], joint=joint, causal=True)
-            grad_key[:, :, self_keys] += dk
-            grad_value[:, :, self_keys] += dv
-
-            if context:
-                keys, values = _joined(key, context), _joined(value, context)
-                context_dq, dk, dv = _backward(q, keys, values, joint=joint)
-                dq = dq + context_dq
+        if plan.siblings:
+            selected = [_take(x, plan.context_index) for x in (q, out, norm, grad)]
+            parts = []
+            for rows, context in plan.siblings:
+                keys, values = (_joined([x[span] for span in context]) for x in (k, v))
+                queries, out_rows, norm_rows, grad_rows = (_as_batch(x[rows], 1) for x in selected)
+                joint = _Joint(out_rows, norm_rows, grad_rows, ctx.scale, ctx.seed)
+                part = _backward(queries, _as_batch(keys, 1), _as_batch(values, 1), joint=joint)
+                context_grad, dk, dv = (_as_tokens(x) for x in part)
+                parts.append(context_grad)
 
                 # The gradient of the joined keys goes back to the spans they came from.
                 start = 0
                 for span in context:
                     end = start + span.stop - span.start
-                    grad_key[:, :, span] += dk[:, :, start:end]
-                    grad_value[:, :, span] += dv[:, :, start:end]
+                    grad_key[span] += dk[start:end]
+                    grad_value[span] += dv[start:end]
                     start = end
 
-            grad_query[:, :, rows] = dq
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+            total = _take(grad_query, plan.context_index) + _joined(parts)
+            grad_query = _put(grad_query, plan.context_index, total)
+
+        grads = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+        return *(x.to(like.dtype).transpose(0, 1)[None] for x, like in grads), None, None
 
 
-def _spans(
-    branches: Sequence[Branch], selected: Sequence[int] | None
-) -> Iterator[tuple[slice, slice, list[slice]]]:
-    """Yield, for each branch, the slices of its queries, of its keys, and those of its context."""
-    starts = list(accumulate((branch.length for branch in branches), initial=0))
-    used = 0
-    for index in range(len(branches)) if selected is None else selected:
-        branch = branches[index]
-        context: list[slice] = []
+def _rounded(length: int) -> int:
+    """Round a length up to a multiple of an eighth to a quarter of itself, so that few are distinct.
 
-        for j, count in branch.context:
-            # Adjacent slices are merged.
-            if context and context[-1].stop == starts[j]:
-                context[-1] = slice(context[-1].start, starts[j] + count)
-            else:
-                context.append(slice(starts[j], starts[j] + count))
-
-        rows = slice(used, used + branch.length)
-        yield rows, slice(starts[index], starts[index] + branch.length), context
-        used = rows.stop
+    >>> [_rounded(n) for n in (1, 8, 9, 40, 41, 65, 300)]
+    [8, 8, 16, 40, 48, 80, 320]
+    """
+    step = max(MIN_LENGTH_STEP, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step
 
 
-def _joined(x: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
-    """Concatenate spans of tokens; a single one is not copied."""
-    return x[:, :, spans[0]] if len(spans) == 1 else torch.cat([x[:, :, span] for span in spans], 2)
+def _merged_spans(branch: Branch, starts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the spans (start, stop) of all keys that a branch follows, adjacent ones merged."""
+    spans: list[tuple[int, int]] = []
+    for j, count in branch.context:
+        if spans and spans[-1][1] == starts[j]:
+            spans[-1] = spans[-1][0], starts[j] + count
+        else:
+            spans.append((starts[j], starts[j] + count))
+    return tuple(spans)
+
+
+def _index(index: np.ndarray, device: torch.device, *, count: int) -> torch.Tensor | None:
+    """Move an index into `count` rows to the device, or return None if it takes all of them in order."""
+    if len(index) == count and (index == np.arange(count)).all():
+        return None
+    return torch.from_numpy(index).to(device)
+
+
+def _take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Select rows; None: all of them, without a copy."""
+    return x if index is None else x.index_select(0, index)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Replace the rows that `_take` selects, in place where they are not all; return the result."""
+    rows = rows.to(x.dtype)
+    return rows if index is None else x.index_copy_(0, index, rows)
+
+
+def _as_batch(x: torch.Tensor, count: int) -> torch.Tensor:
+    """View tokens [count * L, heads, ...] as a kernel's batch [count, heads, L, ...]."""
+    return x.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _as_tokens(x: torch.Tensor) -> torch.Tensor:
+    """View a kernel's batch [count, heads, L, ...] as tokens [count * L, heads, ...]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tokens; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -144,7 +272,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, Seed]:
-    """Compute attention [1, heads, Q, d], its normaliser [1, heads, Q], and the seed its gradient needs."""
+    """Compute attention [B, heads, Q, d], its normaliser [B, heads, Q], and the seed its gradient needs."""
     if not q.is_cuda:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return *flash(q, k, v, 0.0, causal, scale=scale), None

@@ -87,7 +87,7 @@ class ContextLayout(BranchLayout):
         # One collective for both.
         pairs = torch.cat([key, value]).permute(2, 0, 1, 3).contiguous()  # [n, 2, groups, d]
         keys, values = self._gather_ranks(pairs).permute(1, 2, 0, 3).split(1)
-        return self.attend_to(query, keys, values, attention=attention, selected=self.local_branches)
+        return self.attend_to(query, keys, values, attention=attention)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather [N, H] of the micro-batch's tokens from each rank's [n, H]; gradients add up over ranks."""

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rlpipe.batching.micro_batch import Branch
 from rlpipe.models.delta_net import DeltaNet
-from rlpipe.trainer.attention import branch_attention, has_flash
+from rlpipe.trainer.attention import BranchPlan, branch_attention, has_flash
 from rlpipe.trainer.delta_net import GatedDeltaNet, Succession
 from rlpipe.trainer.experts import MixtureOfExperts, Replay, ReplayingLayer, Router
 from rlpipe.trainer.fused import RmsNorm, SwiGluMLP
@@ -42,7 +42,11 @@ class BranchLayout(PackedSeqParams):
 
     Megatron passes packed_seq_params to core attention unchanged, recomputation included; it takes none of
     its THD paths because it does not recognise this qkv_format.
+
+    local_branches: indices of those with queries on this rank (None: all have).
     """
+
+    local_branches: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -65,6 +69,11 @@ class BranchLayout(PackedSeqParams):
         self._retained: RetainedKeys | None = {} if retain_keys else None
 
     @cached_property
+    def plan(self) -> BranchPlan:
+        """The calls of the kernel that attend from the queries of `local_branches`."""
+        return BranchPlan(self.branches, self.local_branches, self.positions.device)
+
+    @cached_property
     def succession(self) -> Succession:
         """The order of tokens, for delta nets."""
         return Succession(self.branches, self.positions.device)
@@ -84,14 +93,11 @@ class BranchLayout(PackedSeqParams):
         value: torch.Tensor,
         *,
         attention: CausalAttention,
-        selected: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Attend from the queries of selected branches, by their indices (None: of all)."""
+        """Attend from the queries of `local_branches` to the keys of all."""
         if has_flash(query):
-            return branch_attention(
-                query, key, value, branches=self.branches, scale=attention.scale, selected=selected
-            )
-        return self.attend_masked(query, key, value, attention=attention, selected=selected)
+            return branch_attention(query, key, value, plan=self.plan, scale=attention.scale)
+        return self.attend_masked(query, key, value, attention=attention)
 
     def attend_masked(
         self,
@@ -100,14 +106,13 @@ class BranchLayout(PackedSeqParams):
         value: torch.Tensor,
         *,
         attention: CausalAttention,
-        selected: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Attend by one call for each branch, with a mask [length, shared + length] where it has a context.
 
         For inputs that no flash kernel takes (float32 on a GPU); memory grows with the square of the tokens.
         """
         lengths = [branch.length for branch in self.branches]
-        selected = range(len(lengths)) if selected is None else selected
+        selected = range(len(lengths)) if self.local_branches is None else self.local_branches
         keys, values = (x.split(lengths, dim=2) for x in (key, value))
         outputs = []
 

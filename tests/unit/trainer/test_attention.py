@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.transformer import TransformerConfig
 
 from rlpipe.batching.micro_batch import Branch
+from rlpipe.trainer.attention import BranchPlan
 from rlpipe.trainer.layers import BranchLayout, CausalAttention
 
 pytestmark = [pytest.mark.unit, pytest.mark.property]
@@ -52,11 +53,44 @@ def both(branches, heads, groups, seed, dtype):
     return found
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(branches=forests(), shape=st.sampled_from([(4, 4), (4, 2), (2, 1)]), seed=st.integers(0, 2**31))
 def test_parts_joined_by_their_normalisers_are_attention_to_the_whole(branches, shape, seed):
     for mine, masked in zip(*both(branches, *shape, seed, torch.float64), strict=True):
         torch.testing.assert_close(mine, masked, rtol=0, atol=1e-12)
+
+
+def groups_of_answers():
+    """Two prompts with eight answers each, of 1 to 60 tokens; some share the first tokens of the first."""
+    lengths = torch.randint(1, 60, (14,), generator=torch.Generator().manual_seed(3)).tolist()
+    branches: list[Branch] = []
+    for first, prompt in ((0, 21), (8, 9)):
+        branches.append(Branch(length=prompt + 30, context=[]))
+        for k in range(7):
+            context = [(first, prompt + (2 if k % 3 == 2 else 0))]
+            branches.append(Branch(length=lengths.pop(), context=context))
+    return branches
+
+
+def test_answers_of_many_lengths_share_a_few_calls_and_keep_their_values():
+    branches = groups_of_answers()
+    plan = BranchPlan(branches, None, torch.device("cpu"))
+    assert len(plan.siblings) == 4  # two contexts of each prompt
+    assert len(plan.buckets) <= len(branches) // 2
+    for mine, masked in zip(*both(branches, 4, 2, 0, torch.float64), strict=True):
+        torch.testing.assert_close(mine, masked, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_of_padding_that_is_kept_is_noticed(monkeypatch):
+    """Padding repeats a branch's last token: with its gradient that token would count several times."""
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda x, *_: x)
+    _, _, key, _ = zip(*both(groups_of_answers(), 4, 2, 0, torch.float64), strict=True)
+    assert (key[0] - key[1]).abs().max() > 0.1
+
+
+def test_one_branch_is_attended_to_without_copies():
+    plan = BranchPlan([Branch(length=9, context=[])], None, torch.device("cpu"))
+    assert plan.key_index is plan.padded_index is plan.order is plan.padding is None
 
 
 def test_in_half_precision_they_are_as_close_as_half_precision_is():

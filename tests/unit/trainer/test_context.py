@@ -109,9 +109,7 @@ def test_attention_of_all_ranks_is_that_of_one_and_gradients_of_keys_add_up(bran
     found, total = torch.zeros_like(weights), [torch.zeros_like(x) for x in qkv]
     for layout in layouts:
         query, key, value = qkv
-        out = layout.attend_to(
-            query[:, :, layout.indices], key, value, attention=layer, selected=layout.local_branches
-        )
+        out = layout.attend_to(query[:, :, layout.indices], key, value, attention=layer)
         found[:, :, layout.indices] = out.detach()
         for sum_, part in zip(
             total, torch.autograd.grad((out * weights[:, :, layout.indices]).sum(), qkv), strict=True
