@@ -27,7 +27,7 @@ from rlpipe.types import GenerateRequest, RunStopped
 T = TypeVar("T")
 Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's actor
 
-_CLOSE_S = 30.0  # for an actor to close: its server gets ten of them
+_CLOSE_S = 30.0  # for an actor to close, its engine included
 _JOIN_S = 1800.0  # for a worker that joins: to be placed, to start its engine, to load the newest weights
 _POLL_S = 0.1
 

@@ -143,7 +143,7 @@ class Server:
         world.servers.append(self)
         world.newest = self
 
-    def stop(self, grace: float = 0.0) -> None:
+    def stop(self) -> None:
         self.alive = False
 
     def is_running(self) -> bool:
@@ -306,6 +306,7 @@ class World:
         self.servers: list[Server] = []
         self.newest: Server | None = None
         self.violations: list[str] = []
+        self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
         self.raises = (
             self.rng.random() < 0.5
         )  # whether a group whose root left raises on the others, or hangs
@@ -405,8 +406,17 @@ class World:
             if self.rng.random() < 0.15:  # just now, so that nobody has seen it
                 server.alive, server.hangs = self.rng.random() < 0.5, True
             elif fault == "resume":
-                self.loop.call_later(
-                    self.rng.uniform(0, 3), lambda w=worker: asyncio.ensure_future(w.resume())
-                )
+                self.loop.call_later(self.rng.uniform(0, 3), self._resume_soon, worker)
             else:
                 server.fault = fault
+
+    def _resume_soon(self, worker: Worker) -> None:
+        """Resume at a moment of its own; what that raises would otherwise be lost with its task."""
+        task = asyncio.ensure_future(worker.resume())
+        self.tasks.add(task)
+        task.add_done_callback(self._check_resumed)
+
+    def _check_resumed(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.violations.append(f"a resume raised {error!r}")

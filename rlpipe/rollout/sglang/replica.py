@@ -284,7 +284,7 @@ class Replica:
         """Start servers until one serves; with the lock held and the gate closed. Returns seconds."""
         began, limit, last = time.monotonic(), self._config.sglang.max_restarts, ""
         while not self._stopped:
-            await asyncio.to_thread(self.server.stop, 0.0)
+            await asyncio.to_thread(self.server.stop)
             if self._failures > limit:
                 self._failure = RuntimeError(
                     f"the SGLang server failed {self._failures} times without a weight update in between "

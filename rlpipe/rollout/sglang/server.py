@@ -24,7 +24,6 @@ from rlpipe.rollout import shared_entries
 _LOG_LINES = 12
 _LOWEST_PORT = 20000  # of those to choose from
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last of outgoing connections
-_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def pick_port(host: str, port: int) -> int:
@@ -107,19 +106,13 @@ class ServerProcess:
             await asyncio.sleep(0.1)
         self._entries = shared_entries.note(self.pid)
 
-    def stop(self, grace: float | None = None) -> None:
-        """End the process group: SIGTERM, then SIGKILL; returns when no process of it is left.
+    def stop(self) -> None:
+        """End the process group with SIGKILL; returns when no process of it is left.
 
-        grace: seconds between the two (None: 10); 0 sends SIGKILL at once.
+        SIGTERM would end nothing better: SGLang's schedulers die of it at once, and their parent takes that
+        for a crash, for whose diagnosis it sleeps five seconds.
         """
-        grace = _GRACE if grace is None else grace
         entries = self._entries or shared_entries.note(self.pid)  # of one that was still starting
-        if grace and self.is_running():
-            _signal_group(self.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace)
-
-        # Processes that SGLang started may outlive it, so the group is killed in any case.
         _signal_group(self.pid, signal.SIGKILL)
         self._process.wait()
         _close(self._process.stdin)

@@ -48,7 +48,7 @@ def test_what_a_killed_server_kept_is_removed_with_it(tmp_path, entry, starting)
         note.unlink()
         server._entries = None
     for _ in range(2):
-        server.stop(0)
+        server.stop()
         assert not entry.exists() and not note.exists()
 
 

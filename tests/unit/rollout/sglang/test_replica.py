@@ -176,7 +176,7 @@ def test_a_server_that_hangs_behind_an_update_is_found_after_its_health_timeout(
         until(lambda: "server_restarted" in kinds(fake))
     finally:
         if server.is_running():  # not found: it would hold up the end of the test
-            server.stop(0)
+            server.stop()
     updating.join()
     assert kinds(fake) == ["server_hung", "server_restarted"] and fake.stats().policy_version == 3
 

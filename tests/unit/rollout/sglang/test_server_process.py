@@ -54,8 +54,7 @@ def test_stopping_ends_the_whole_group(tmp_path):
     assert not server.is_running() and gone(child)
 
 
-def test_a_server_deaf_to_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlpipe.rollout.sglang.server._GRACE", 0.2)
+def test_a_server_deaf_to_sigterm_is_killed(tmp_path):
     server = start(DEAF, tmp_path / "log")
     child = child_of(tmp_path / "log")
     server.stop()
