@@ -177,3 +177,8 @@ def test_doctor_names_the_remedy_for_what_is_missing(tmp_path):
     assert "scripts/quickstart" in findings["packages"]["remedy"]
     assert findings["bwrap"]["level"] == "missing"
     assert findings["bwrap"]["remedy"] == "apt-get install bubblewrap"
+
+
+def test_files_whose_seconds_order_the_tests_exist():
+    files = json.loads((ROOT / "tests" / "seconds.json").read_text())
+    assert [file for file in files if not (ROOT / file).is_file()] == []
