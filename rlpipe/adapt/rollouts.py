@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,20 @@ def complete_rollouts(
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Return all that a rollout depends on except the index of its prompt; the draft is not part of it."""
-    rollout = config.rollout
-    return {
-        "rollouts_of": backbone_digest(resolve(config.model.path)),
-        "env": config.env.name.value,
-        "train_file": config.env.train_file,
-        "max_turns": config.env.max_turns,
-        "seed": config.run.seed,
-        "samples": config.adapt.samples,
-        "temperature": rollout.temperature,
-        "max_context": rollout.max_context,
-        "max_new_tokens": rollout.max_new_tokens,
-    }
+    """Return all that a rollout depends on except the index of its prompt, as JSON has it, by setting.
+
+    The draft is not part of it: verification is lossless. Nor is the engine, nor the code of a user's suite.
+    """
+    # Not of the environment: its held-out sets, and what changes only how its commands are run.
+    env = asdict(config.env)
+    unused = {"held_out_files", "threads", "retries"} | ({"reasoning", "tools"} - {config.env.name.value})
+
+    decides = {"rollouts_of": backbone_digest(resolve(config.model.path))}
+    decides |= {f"env.{name}": value for name, value in env.items() if name not in unused}
+    decides |= {"run.seed": config.run.seed, "adapt.samples": config.adapt.samples}
+    sampling = ("temperature", "max_context", "max_new_tokens", "ignore_eos")
+    decides |= {f"rollout.{name}": getattr(config.rollout, name) for name in sampling}
+    return json.loads(json.dumps(decides))
 
 
 def backbone_digest(path: Path) -> str:
@@ -108,12 +110,7 @@ class _Groups:
             file.write_text(json.dumps(source) + "\n")
             return
 
-        if lines[0] != source:
-            differs = [k for k in source if lines[0].get(k) != source[k]]
-            raise ValueError(
-                f"{file} holds other rollouts ({', '.join(differs)} differ): "
-                "set adapt.rollouts or run.dir to another path, or delete the file."
-            )
+        _check_origin(file, lines[0], source)
 
         for line in lines[1:]:
             self.by_index.setdefault(line["index"], []).append(read(line))
@@ -130,6 +127,20 @@ class _Groups:
         with self._file.open("a") as file:
             file.write(_lines(lines))
         self.by_index[index] = [read(line) for line in lines]
+
+
+def _check_origin(file: Path, recorded: dict[str, Any], source: dict[str, Any]) -> None:
+    """Refuse rollouts that are not of `source`, or of which that is not known. Raises ValueError."""
+    elsewhere = "set adapt.rollouts or run.dir to another path, or delete the file."
+    if unknown := [name for name in source if name not in recorded]:
+        raise ValueError(
+            f"{file} was written by an earlier version, which did not record {', '.join(unknown)}: {elsewhere} "
+            "If you know that its rollouts are of the present settings, replace its first line by:\n"
+            f"{json.dumps(source)}"
+        )
+
+    if differs := [name for name in source if recorded[name] != source[name]]:
+        raise ValueError(f"{file} holds other rollouts ({', '.join(differs)} differ): {elsewhere}")
 
 
 def write(index: int, trajectory: Trajectory) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """The file of rollouts: nothing is sampled twice, nothing of another model is taken."""
 
+import json
+
 import numpy as np
 import pytest
 
 from rlpipe.adapt import rollouts
-from rlpipe.adapt.rollouts import backbone_digest, complete_rollouts, read, write
+from rlpipe.adapt.rollouts import backbone_digest, complete_rollouts, origin, read, write
 from rlpipe.config.adapt import AdaptConfig
+from rlpipe.config.env import EnvConfig, ToolsConfig
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.models.checkpoint import MTP_PREFIX, read_weights, write_checkpoint
@@ -82,6 +85,47 @@ def test_rollouts_of_something_else_are_refused(tmp_path, played):
     complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
     with pytest.raises(ValueError, match=r"temperature differ.*delete the file"):
         complete_rollouts(config(temperature=0.5), Suite(), file, stopped=lambda: False, on_event=print)
+
+
+@pytest.mark.parametrize(
+    ("env", "setting"),
+    [
+        ({"suite": "user:first"}, "suite"),
+        ({"suite": "user:suite", "options": {"tasks": ["max"]}}, "options"),
+        ({"suite": "user:suite", "options": {"tasks": ["chat"]}, "system_prompt": "Be brief."}, "system_prompt"),
+    ],
+)
+def test_rollouts_of_another_suite_or_of_other_options_are_refused(tmp_path, played, env, setting):
+    file = tmp_path / "r.jsonl"
+    before = config()
+    before.env = EnvConfig(suite="user:suite", options={"tasks": ["chat"]})
+    complete_rollouts(before, Suite(), file, stopped=lambda: False, on_event=print)
+
+    after = config()
+    after.env = EnvConfig(**env)
+    with pytest.raises(ValueError, match=rf"env\.{setting}"):
+        complete_rollouts(after, Suite(), file, stopped=lambda: False, on_event=print)
+    assert len(played) == 1
+
+
+def test_held_out_sets_and_threads_do_not_decide_rollouts():
+    same = config()
+    same.env = EnvConfig(threads=7, held_out_files=["other.jsonl"], tools=ToolsConfig(max_calls=1))
+    assert origin(same) == origin(config())
+
+
+def test_a_file_that_does_not_record_all_is_refused_until_its_first_line_is_replaced(tmp_path, played):
+    file = tmp_path / "r.jsonl"
+    first = complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
+    header, *lines = file.read_text().splitlines()
+    earlier = {name: value for name, value in json.loads(header).items() if not name.startswith("env.")}
+    file.write_text("\n".join([json.dumps(earlier), *lines]) + "\n")
+    with pytest.raises(ValueError, match=r"env\.suite") as refused:
+        complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print)
+
+    file.write_text("\n".join([str(refused.value).splitlines()[-1], *lines]) + "\n")
+    assert complete_rollouts(config(), Suite(), file, stopped=lambda: False, on_event=print) == first
+    assert len(played) == 1
 
 
 def test_a_trajectory_survives_the_file():
