@@ -1,6 +1,6 @@
 """Print what this machine lacks for rlpipe, and the exact command or change for each item.
 
-    rlpipe doctor [--json] [+recipe=NAME SETTING=VALUE ...]
+    rlpipe doctor [--json] [--config-dir DIR] [+recipe=NAME SETTING=VALUE ...]
 
 In a checkout `scripts/doctor` runs it with any Python 3.11 or 3.12, even before anything is installed; in a
 virtual environment it checks that environment. A checkout lists the tested versions; for an installed wheel
@@ -360,8 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all checks and print the findings; return 1 when a requirement is missing."""
     parser = argparse.ArgumentParser(prog="rlpipe doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder of further recipes, as of rlpipe run")
     parser.add_argument("settings", nargs="*", help="of a run, as rlpipe run takes them")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     # Check this rlpipe, even when another one is installed.
     sys.path.insert(0, str(ROOT))
@@ -369,7 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.settings:
         # The user's code may print, and the JSON must stay clean.
         with redirect_stdout(sys.stderr):
-            findings += check_run(options.settings)
+            folder = ["--config-dir", options.config_dir] if options.config_dir else []
+            findings += check_run([*folder, *options.settings])
 
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))

@@ -152,6 +152,19 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     if "not in" in first and key and (refusal := unknown_setting(key, value or "...")):
         return f"{_place(error)}{refusal}"
 
+    # Hydra changes keys of a mapping, and adds one only when asked to.
+    mapping = next(
+        (
+            name
+            for name, default in settings()
+            if isinstance(default, dict) and f"{key}.".startswith(f"{name}.")
+        ),
+        "",
+    )
+    if "not in struct" in first and mapping:
+        setting = word or next((w for w in arguments if w.startswith(mapping)), f"{key}=VALUE")
+        return f"{_place(error)}{setting}: {mapping} has no such key, and a plus adds one: give +{setting}."
+
     if key in dict(settings()):
         wrong = re.search(r"[Vv]alue '(.*?)'", first)
         names = re.search(r"expected one of \[(.*)\]", first)

@@ -9,8 +9,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -19,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused
+from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused, settings_first
 from rlpipe.cli.sweep import Sweep
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
@@ -48,12 +50,20 @@ def usage(command: str) -> str:
 def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the settings of a command line, composed and typed but not checked, and their YAML.
 
+    overrides: as after `rlpipe run`; --config-dir is the only option of Hydra that counts.
+
     Raises ValueError with the setting, its value and a hint where they cannot be composed.
     """
     try:
-        check_arguments(overrides)
+        arguments = settings_first(overrides)
+        check_arguments(arguments)
+        given = get_args_parser().parse_args(arguments)
+        words: list[str] = given.overrides
+        if given.config_dir:
+            words = [*words, f"hydra.searchpath=['file://{Path(given.config_dir).resolve()}']"]
+
         with hydra.initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
-            composition = hydra.compose(config_name="config", overrides=list(overrides))
+            composition = hydra.compose(config_name="config", overrides=words)
 
         return OmegaConf.to_object(composition), OmegaConf.to_yaml(composition, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
