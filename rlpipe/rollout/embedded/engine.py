@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ class EmbeddedEngine:
     """
 
     def __init__(self, config: RolloutConfig, spec: SpecConfig, model_path: str | Path) -> None:
+        # Settings may have been assigned after they were made: check and convert them again.
+        config, spec = replace(config), replace(spec)
         hf_config = read_config(model_path)
         arch = read_architecture(hf_config)
         check_embedded(str(model_path), hf_config)

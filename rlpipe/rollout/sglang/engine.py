@@ -88,6 +88,8 @@ class SglangEngine:
         version: int = 0,
         on_event: Callable[..., None] = _log_event,
     ) -> None:
+        # Settings may have been assigned after they were made: check and convert them again.
+        config, spec = replace(config), replace(spec)
         self._environment = check_launch(config, spec, model_path)
         on_gpu = self._environment.on_gpu
         self._config, self._sglang, self._on_event = config, config.sglang, on_event

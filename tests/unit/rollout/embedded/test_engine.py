@@ -51,3 +51,14 @@ def test_impossible_rollout_settings_are_named(change):
     (name,) = change
     with pytest.raises(ValueError, match=rf"rollout\.{name}="):
         RolloutConfig(**change)
+
+
+def test_a_mode_assigned_as_a_string_is_the_mode(tmp_path):
+    path = write_random_checkpoint(tmp_path, "qwen2")  # which has no MTP layer
+    spec = SpecConfig()
+    spec.mode = "none"  # type: ignore[assignment]
+    EmbeddedEngine(RolloutConfig(max_context=64), spec, path).close()
+
+    spec.mode = "nothing"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="nothing"):
+        EmbeddedEngine(RolloutConfig(max_context=64), spec, path)
