@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlpipe.adapt.estimates import PromptCounts
+from rlpipe.adapt.estimates import ExpectedCounts, PromptCounts
 from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, ModeCounts
 from rlpipe.algo.correction import make_rule
 from rlpipe.algo.policy_loss import LossInputs, LossTotals, finish, micro_batch_loss
@@ -120,7 +120,10 @@ def composed() -> set[str]:
     counts = SpecCounts(drafted=[1], accepted=[1], verify_steps=1, proposed=1)
     prompts = {"a": PromptCounts(spec=counts, emitted=2)}
     played = ModeCounts(counts=prompts, tokens=2, seconds=1.0)
-    domain = DomainEvaluation(in_domain=True, by_mode={"rejection": played})
+    expected = {"a": ExpectedCounts(drafted=[1.0], accepted=[0.5], verify_steps=1.0, emitted=1.5)}
+    domain = DomainEvaluation(
+        in_domain=True, expected={"rejection": expected}, overlap=[0.5], by_mode={"rejection": played}
+    )
     table = ProbeTable(
         trajectory_id="t",
         positions=np.zeros(1, int),

@@ -59,7 +59,14 @@ class Study:
             command += [f"run.seed={seed}", f"run.steps={steps}", "run.save_every=100"]
             command += [f"adapt.rollouts={self.runs / f'rollouts_{seed}.jsonl'}", "adapt.eval_every=0"]
             command += [f"adapt.prompts={self.args.prompts}", f"adapt.batch={self.args.batch}"]
-            command += ["adapt.eval_first=false", "metrics.wandb=off", *evaluate, *self.args.set, *overrides]
+            command += [
+                "adapt.eval_first=false",
+                "adapt.eval_generated=0",
+                "metrics.wandb=off",
+                *evaluate,
+                *self.args.set,
+                *overrides,
+            ]
             subprocess.run(command, check=True)
         return directory
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from rlpipe.batching.micro_batch import PackedBatch
     from rlpipe.drafts.loss.stats import MtpStats
+    from rlpipe.trainer.draft import Table
     from rlpipe.trainer.megatron import MegatronTrainer
 
 T = TypeVar("T")
@@ -67,6 +68,10 @@ class AdaptRank:
     def mtp_stats(self, batch: PackedBatch) -> MtpStats:
         """Compute statistics of the draft."""
         return self._trainer.mtp_stats(batch)
+
+    def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
+        """Tabulate draft and target."""
+        return self._trainer.draft_tables(batch)
 
     def save(self, directory: Path) -> None:
         """Save the trainer's state."""
@@ -116,6 +121,11 @@ class TrainerRanks:
         """Compute teacher-forced statistics of the draft; changes nothing."""
         shared = ray.put(batch)
         return self._call_ranks(lambda rank: rank.mtp_stats.remote(shared))[0]
+
+    def draft_tables(self, batch: PackedBatch) -> list[Table | None]:
+        """Tabulate draft and target at every context; changes nothing. See `MegatronTrainer.draft_tables`."""
+        shared = ray.put(batch)
+        return self._call_ranks(lambda rank: rank.draft_tables.remote(shared))[0]
 
     def export_weights(self) -> dict[str, torch.Tensor]:
         """Return target and draft under HF names, on the CPU."""

@@ -16,6 +16,7 @@ from rlpipe.weights.payload import WeightPayload
 
 if TYPE_CHECKING:
     from rlpipe.drafts.loss.stats import MtpStats
+    from rlpipe.trainer.draft import Table
     from rlpipe.weights.buckets import Bucket
     from rlpipe.weights.offer import BroadcastResult, Member, Rendezvous
 
@@ -81,6 +82,7 @@ class AdaptHandle(Protocol):
     start: Remote[bool]
     adapt_step: Remote[dict[str, Value]]
     mtp_stats: Remote[MtpStats]
+    draft_tables: Remote[list[Table | None]]
     export: Remote[WeightPayload | None]
     save: Remote[None]
     save_hf: Remote[None]

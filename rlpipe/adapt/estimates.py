@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import fsum, nan
-from typing import Any
+from typing import Any, Protocol
 
 from rlpipe.metrics.statistics import Estimate, cr1_error
 from rlpipe.types import SpecCounts, Trajectory, TrajectoryStatus
@@ -58,7 +58,37 @@ class PromptCounts:
         return (spec.accepted[depth - 1], spec.drafted[depth - 1]) if depth <= len(spec.drafted) else (0, 0)
 
 
+@dataclass(slots=True, kw_only=True)
+class ExpectedCounts:
+    """What an engine is expected to count over the attempts at one prompt, given the tokens it emits.
+
+    drafted, accepted: by depth, as in `SpecCounts`, but only drafts within turns. verify_steps: their number.
+    emitted: as in `PromptCounts`.
+    """
+
+    drafted: list[float]
+    accepted: list[float]
+    verify_steps: float = 0.0
+    emitted: float = 0.0
+
+    def fraction(self, figure: str) -> tuple[float, float]:
+        """Return numerator and denominator of a figure, see `expected_figures`."""
+        if figure == TOKENS:
+            return self.emitted, self.verify_steps
+        depth = int(figure.removeprefix(f"{RATE}/depth_"))
+        return self.accepted[depth - 1], self.drafted[depth - 1]
+
+
+class HasFractions(Protocol):
+    """The counts of one prompt, observed or expected."""
+
+    def fraction(self, figure: str) -> tuple[float, float]:
+        """Return numerator and denominator of a figure."""
+        ...
+
+
 Counts = Mapping[str, PromptCounts]  # by instance_id
+AnyCounts = Mapping[str, HasFractions]
 
 
 def figures(gamma: int) -> list[str]:
@@ -71,6 +101,15 @@ def figures(gamma: int) -> list[str]:
     ['acceptance_rate', 'acceptance_length', 'tokens_per_step', 'acceptance_rate/depth_1']
     """
     return [RATE, LENGTH, TOKENS, *(f"{RATE}/depth_{k}" for k in range(1, gamma + 1))]
+
+
+def expected_figures(gamma: int) -> list[str]:
+    """List the figures that have an expectation: they exclude drafts beyond the end of a turn.
+
+    >>> expected_figures(2)
+    ['tokens_per_step', 'acceptance_rate/depth_1', 'acceptance_rate/depth_2']
+    """
+    return [TOKENS, *(f"{RATE}/depth_{k}" for k in range(1, gamma + 1))]
 
 
 def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
@@ -86,13 +125,13 @@ def count(trajectories: Iterable[Trajectory]) -> dict[str, PromptCounts]:
     return by_instance
 
 
-def estimate(counts: Counts, figure: str) -> Estimate:
+def estimate(counts: AnyCounts, figure: str) -> Estimate:
     """Estimate a figure over all prompts."""
     value, terms = _linearised([counts[name].fraction(figure) for name in sorted(counts)])
     return _estimate(value, terms)
 
 
-def difference(after: Counts, before: Counts, figure: str) -> Estimate:
+def difference(after: AnyCounts, before: AnyCounts, figure: str) -> Estimate:
     """Estimate the change of a figure, after minus before, on the prompts of both, paired by prompt."""
     common = sorted(after.keys() & before.keys())
     a, a_terms = _linearised([after[name].fraction(figure) for name in common])

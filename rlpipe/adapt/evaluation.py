@@ -1,9 +1,11 @@
-"""Acceptance of one draft on every held-out set, in generation and teacher-forced.
+"""Acceptance of one draft on every held-out set, expected and in generation.
 
 Owns the figures and their file, evaluations/step_N.json:
 
     step, gamma, temperature
     domains.NAME.in_domain
+    domains.NAME.expected.MODE    expected counts by prompt on recorded rollouts (see `expectation`)
+    domains.NAME.overlap          mean of sum min(p, q) by depth on them
     domains.NAME.played.MODE      counts by prompt (see `estimates.PromptCounts`), tokens and busy seconds
     domains.NAME.teacher_forced   on the trajectories of the first lossless mode that drafts from q: alpha by
                                   depth, and what the visit recursion predicts for the engine's counts
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +26,18 @@ from typing import TYPE_CHECKING, Any
 from rlpipe.adapt.domains import Domain
 from rlpipe.adapt.estimates import (
     TOKENS,
+    AnyCounts,
+    ExpectedCounts,
     PromptCounts,
     count,
     counts_from_json,
     difference,
     estimate,
+    expected_figures,
     figures,
     to_json,
 )
+from rlpipe.adapt.expectation import ACCEPT, Table, expected_counts, mean_overlap
 from rlpipe.adapt.generation import DomainRollouts, OnEvent, generate_domains
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
@@ -63,11 +69,14 @@ class ModeCounts:
 class DomainEvaluation:
     """Figures of one domain.
 
-    in_domain: of the kind trained on. by_mode: counts of generation by verification mode.
-    teacher_forced: statistics on the same tokens, see the module.
+    in_domain: of the kind trained on. expected: counts by prompt, by verification mode, with `overlap`, the
+    mean of sum min(p, q) by depth; both empty where they are not computed. by_mode: counts of generation,
+    empty without one. teacher_forced: statistics on the generated tokens, see the module.
     """
 
     in_domain: bool
+    expected: dict[str, dict[str, ExpectedCounts]] = field(default_factory=dict)
+    overlap: list[float | None] = field(default_factory=list)
     by_mode: dict[str, ModeCounts] = field(default_factory=dict)
     teacher_forced: dict[str, Any] = field(default_factory=dict)
 
@@ -89,6 +98,14 @@ class Evaluation:
         """Return the metrics of this evaluation under flat names, `adapt/...`."""
         values: dict[str, Value] = {}
         for name, domain in self.domains.items():
+            for mode, counts in domain.expected.items():
+                for figure in expected_figures(self.gamma):
+                    key = f"adapt/{name}/{mode}/expected/{figure}"
+                    fractions = [prompt.fraction(figure) for prompt in counts.values()]
+                    values[key] = Ratio(sum(n for n, _ in fractions), sum(d for _, d in fractions))
+                    if "/" not in figure:
+                        values[f"{key}_se"] = Last(estimate(counts, figure).se if len(counts) > 1 else None)
+
             for mode, generated in domain.by_mode.items():
                 prefix = f"adapt/{name}/{mode}"
                 for figure in figures(self.gamma):
@@ -104,11 +121,21 @@ class Evaluation:
                 values[f"{prefix}/tokens_per_s"] = Ratio(generated.tokens, generated.seconds)
 
             forced = domain.teacher_forced
-            for depth, alpha in enumerate(forced.get("alpha", []), 1):
+            for depth, alpha in enumerate(domain.overlap or forced.get("alpha", []), 1):
                 values[f"adapt/{name}/alpha/depth_{depth}"] = Last(alpha)
             if "predicted" in forced:
                 values[f"adapt/{name}/predicted_tokens_per_step"] = Last(forced["predicted"])
         return values
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return domain and tokens per verify step by mode, with standard errors."""
+        lines = []
+        for name, domain in self.domains.items():
+            by_mode: dict[str, AnyCounts] = {mode: one.counts for mode, one in domain.by_mode.items()}
+            estimates = {mode: estimate(c, TOKENS) for mode, c in (by_mode | domain.expected).items() if c}
+            texts = [f"{mode} {e.value:.2f} ± {e.se:.2f}" for mode, e in estimates.items()]
+            lines.append((name, ", ".join(texts)))
+        return lines
 
     def summary(self, against: Evaluation | None = None) -> dict[str, Any]:
         """Return figures with errors by domain and mode.
@@ -119,6 +146,8 @@ class Evaluation:
         return {
             name: {
                 "in_domain": domain.in_domain,
+                "expected": {mode: self._expected_rows(name, mode, against) for mode in domain.expected},
+                "overlap": [_rounded(x) for x in domain.overlap],
                 **{mode: self._rows(name, mode, against) for mode in domain.by_mode},
                 "teacher_forced": domain.teacher_forced,
             }
@@ -135,8 +164,22 @@ class Evaluation:
             value = estimate(generated.counts, figure)
             rows[figure] = [_rounded(value.value), _rounded(value.se)]
 
-            if against is not None and name in against.domains:
+            # The first evaluation generates nothing where expectations are computed.
+            if against is not None and name in against.domains and mode in against.domains[name].by_mode:
                 change = difference(generated.counts, against.counts(name, mode), figure)
+                rows[figure] += [_rounded(change.value), _rounded(change.se)]
+        return rows
+
+    def _expected_rows(self, name: str, mode: str, against: Evaluation | None) -> dict[str, Any]:
+        counts = self.domains[name].expected[mode]
+        earlier = against.domains[name].expected.get(mode) if against and name in against.domains else None
+
+        rows: dict[str, Any] = {"prompts": len(counts)}
+        for figure in expected_figures(self.gamma):
+            value = estimate(counts, figure)
+            rows[figure] = [_rounded(value.value), _rounded(value.se)]
+            if earlier:
+                change = difference(counts, earlier, figure)
                 rows[figure] += [_rounded(change.value), _rounded(change.se)]
         return rows
 
@@ -150,6 +193,11 @@ class Evaluation:
             }
             domains[name] = {
                 "in_domain": domain.in_domain,
+                "expected": {
+                    mode: {prompt: asdict(expected) for prompt, expected in counts.items()}
+                    for mode, counts in domain.expected.items()
+                },
+                "overlap": domain.overlap,
                 "played": by_mode,
                 "teacher_forced": domain.teacher_forced,
             }
@@ -167,6 +215,11 @@ class Evaluation:
         domains = {
             name: DomainEvaluation(
                 in_domain=item["in_domain"],
+                expected={
+                    mode: {prompt: ExpectedCounts(**values) for prompt, values in counts.items()}
+                    for mode, counts in item.get("expected", {}).items()
+                },
+                overlap=item.get("overlap", []),
                 by_mode={
                     mode: ModeCounts(
                         counts=counts_from_json(p["counts"]), tokens=p["tokens"], seconds=p["seconds"]
@@ -180,26 +233,41 @@ class Evaluation:
         return cls(step=data["step"], gamma=data["gamma"], temperature=data["temperature"], domains=domains)
 
 
-def evaluate(
+def expect(
     config: Config,
+    evaluation: DomainEvaluation,
+    trajectories: Sequence[Trajectory],
+    tables: Sequence[Table | None],
+) -> None:
+    """Fill in the expectations of a domain, under every mode of `adapt.eval_modes` that has them.
+
+    trajectories: recorded from the target. tables: of target and draft, for each of them.
+    """
+    gamma = config.spec.gamma
+    evaluation.overlap = mean_overlap(tables, gamma)
+    for mode in config.adapt.eval_modes:
+        if mode in ACCEPT:
+            evaluation.expected[mode] = expected_counts(trajectories, tables, gamma=gamma, mode=mode)
+
+
+def generate(
+    config: Config,
+    evaluations: Mapping[str, DomainEvaluation],
     domains: Sequence[Domain],
-    step: int,
     *,
     weights: Mapping[str, Any] | None,
     teacher_force: TeacherForced,
     on_event: OnEvent,
-) -> Evaluation:
+) -> None:
     """Generate every domain under every mode of `adapt.eval_modes`, and score the same tokens by the trainer.
 
-    teacher_force: statistics of trajectories with the draft that `weights` hold.
+    evaluations: by name of the domain; they are filled in. teacher_force: statistics of trajectories with the
+    draft that `weights` hold.
     """
-    evaluation = Evaluation(step=step, gamma=config.spec.gamma, temperature=config.rollout.temperature)
-    evaluation.domains = {d.name: DomainEvaluation(in_domain=d.in_domain) for d in domains}
-
     for mode in config.adapt.eval_modes:
         rollouts = generate_domains(config, domains, SpecMode(mode), weights=weights, on_event=on_event)
         for name, generated in rollouts.items():
-            domain, counts = evaluation.domains[name], count(generated.trajectories)
+            domain, counts = evaluations[name], count(generated.trajectories)
             domain.by_mode[mode] = ModeCounts(
                 counts=counts, tokens=generated.tokens, seconds=generated.seconds
             )
@@ -209,7 +277,6 @@ def evaluate(
                 domain.teacher_forced = _teacher_forced(
                     config, mode, generated, counts=counts, teacher_force=teacher_force
                 )
-    return evaluation
 
 
 def _teacher_forced(

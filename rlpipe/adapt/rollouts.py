@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlpipe.adapt.generation import OnEvent, collect
 from rlpipe.batching.packing import trainable
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
+from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.jsonl import read_jsonl
@@ -59,7 +60,9 @@ def complete_rollouts(
         def store(group: Group) -> None:
             groups.add(missing[group.prompt.group_id], group)
 
-        collect(config, suite, prompts, on_group=store, stopped=stopped, on_event=on_event)
+        # Verification is lossless, so drafts change only the speed, and those of an untrained draft lower it.
+        plain = replace(config, spec=replace(config.spec, mode=SpecMode.NONE, adaptive=False))
+        collect(plain, suite, prompts, on_group=store, stopped=stopped, on_event=on_event)
 
     in_order = (t for index in wanted for t in groups.by_index.get(index, []))
     return [trajectory for trajectory in in_order if trainable(trajectory)]
@@ -134,8 +137,8 @@ def _check_origin(file: Path, recorded: dict[str, Any], source: dict[str, Any]) 
     elsewhere = "set adapt.rollouts or run.dir to another path, or delete the file."
     if unknown := [name for name in source if name not in recorded]:
         raise ValueError(
-            f"{file} was written by an earlier version, which did not record {', '.join(unknown)}: {elsewhere} "
-            "If you know that its rollouts are of the present settings, replace its first line by:\n"
+            f"{file} was written by an earlier version, which did not record {', '.join(unknown)}: "
+            f"{elsewhere} If its rollouts are of the present settings, replace its first line by:\n"
             f"{json.dumps(source)}"
         )
 

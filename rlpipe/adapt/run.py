@@ -2,6 +2,8 @@
 
     own rollouts or conversations --> DataOrder --> pack --> trainer.adapt_step --> draft
                                                                   | every eval_every steps
+    held-out rollouts, sampled once, without drafts --> trainer.draft_tables --> expected acceptance
+                                                                  | after the last step
     held-out prompts --> engine (each mode) --> counts <-- trainer.mtp_stats on the same tokens
 
 Owns the loop and its files: rollouts.jsonl, evaluations/step_N.json, checkpoints/step_N, and, after the
@@ -22,15 +24,16 @@ from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlpipe.actors.engines import check_engine
 from rlpipe.adapt.conversations import ConversationFormat, read_conversations
 from rlpipe.adapt.domains import Domain, make_domains, make_suites
-from rlpipe.adapt.evaluation import Evaluation, evaluate
+from rlpipe.adapt.evaluation import DomainEvaluation, Evaluation, expect, generate
+from rlpipe.adapt.generation import generate_domains
 from rlpipe.adapt.order import DataOrder
 from rlpipe.adapt.rollouts import complete_rollouts
-from rlpipe.batching.packing import pack
+from rlpipe.batching.packing import pack, trainable
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.env import EnvName
 from rlpipe.config.paths import resolve
@@ -76,6 +79,7 @@ class Adaptation:
     _trainer: MegatronTrainer | DraftTrainer | TrainerRanks = field(init=False)
     _suites: dict[EnvName, Suite] = field(init=False)
     _domains: list[Domain] = field(init=False)
+    _held_out: dict[str, list[Trajectory]] = field(default_factory=dict)  # the model's rollouts, by domain
 
     def __post_init__(self, done: int | None) -> None:
         self._suites, self._domains = check_adaptation(self.config)
@@ -196,27 +200,64 @@ class Adaptation:
     def _evaluate(self) -> None:
         """Evaluate the current draft and emit its metrics."""
         started = time.monotonic()
-        metrics = self._measured().metrics()
-        self.bus.emit(self.step, metrics | {"timing_s/validate": Mean(time.monotonic() - started, 1)})
+        measured = self._measured()
+        seconds = time.monotonic() - started
+        self.bus.emit(self.step, measured.metrics() | {"timing_s/validate": Mean(seconds, 1)})
+        for name, text in measured.lines():
+            self.bus.event("acceptance", step=self.step, held_out=name, tokens_per_step=text)
 
     def _measured(self) -> Evaluation:
         """Evaluate the current draft; domains measured before an interruption are read, not run again."""
-        file = evaluation_file(self.run_dir, self.step)
+        config, file = self.config, evaluation_file(self.run_dir, self.step)
         known = Evaluation.read(file).domains if file.is_file() else {}
-        if missing := [domain for domain in self._domains if domain.name not in known]:
+        generates = self.step == config.run.steps or not has_expectations(config)
+        missing = [d for d in self._domains if d.name not in known or generates > bool(known[d.name].by_mode)]
+        if missing:
             self.bus.event("phase", message=f"measuring acceptance after step {self.step}")
-            config, weights = self._drafting()
-            evaluation = evaluate(
-                config,
-                missing,
-                self.step,
-                weights=weights,
-                teacher_force=self._forced,
-                on_event=self.bus.event,
+            evaluation = Evaluation(
+                step=self.step, gamma=config.spec.gamma, temperature=config.rollout.temperature
             )
-            evaluation.domains = known | evaluation.domains
+            evaluation.domains = known | {
+                domain.name: DomainEvaluation(in_domain=domain.in_domain) for domain in missing
+            }
+            if has_expectations(config):
+                self._expect(evaluation, missing)
+            if generates:
+                self._generate(evaluation, missing)
             evaluation.write(file)
         return Evaluation.read(file)
+
+    def _expect(self, evaluation: Evaluation, domains: Sequence[Domain]) -> None:
+        """Compute what the draft is expected to accept of the held-out rollouts."""
+        trainer = cast("MegatronTrainer | TrainerRanks", self._trainer)  # see `has_expectations`
+        for name, trajectories in self._recorded(domains).items():
+            if trajectories:
+                tables = trainer.draft_tables(self._pack(trajectories))
+                expect(self.config, evaluation.domains[name], trajectories, tables)
+
+    def _recorded(self, domains: Sequence[Domain]) -> dict[str, list[Trajectory]]:
+        """Return the frozen model's rollouts of held-out sets, sampled when they are first needed."""
+        if missing := [domain for domain in domains if domain.name not in self._held_out]:
+            rollouts = generate_domains(
+                self.config, missing, SpecMode.NONE, weights=None, on_event=self.bus.event
+            )
+            for name, recorded in rollouts.items():
+                self._held_out[name] = [t for t in recorded.trajectories if trainable(t)]
+        return {domain.name: self._held_out[domain.name] for domain in domains}
+
+    def _generate(self, evaluation: Evaluation, domains: Sequence[Domain]) -> None:
+        """Generate the first prompts of held-out sets with the draft, engine and all."""
+        count = self.config.adapt.eval_generated or None
+        some = [replace(domain, instance_ids=domain.instance_ids[:count]) for domain in domains]
+        config, weights = self._drafting()
+        generate(
+            config,
+            evaluation.domains,
+            some,
+            weights=weights,
+            teacher_force=self._forced,
+            on_event=self.bus.event,
+        )
 
     def _drafting(self) -> tuple[Config, dict[str, torch.Tensor] | None]:
         """Return the settings and weights by which an engine drafts with the current draft."""
@@ -275,6 +316,11 @@ def evaluations(run_dir: Path) -> Path:
 def evaluation_file(run_dir: Path, step: int) -> Path:
     """Return the file of the evaluation after a step; see `Evaluation`."""
     return evaluations(run_dir) / f"step_{step}.json"
+
+
+def has_expectations(config: Config) -> bool:
+    """Return whether expected acceptance is computed: the trainer must unroll all depths of the engine."""
+    return not config.adapt.drafter.kind.has_directory and config.draft.depths >= config.spec.gamma
 
 
 def check_adaptation(config: Config) -> tuple[dict[EnvName, Suite], list[Domain]]:

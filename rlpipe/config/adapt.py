@@ -70,7 +70,13 @@ class AdaptConfig:
     """Evaluate before the first step."""
 
     eval_prompts: int = 80
-    """Prompts of each held-out set, after the first `eval_offset`; 0: all."""
+    """Prompts of each held-out set, after the first `eval_offset`; 0: all. The model's answers to them are
+    sampled once, without drafts; every evaluation computes what the draft is expected to accept of them."""
+
+    eval_generated: int = 24
+    """The first so many of these prompts are generated with the draft after the last step, under each of
+    `eval_modes`; 0: all. In every evaluation where expectations cannot be computed: for a draft with a
+    directory of its own, or with draft.depths below spec.gamma."""
 
     eval_offset: int = 0
     """Prompts of each held-out set that are left out at its start."""
@@ -85,7 +91,7 @@ class AdaptConfig:
             raise ValueError(f"adapt.drafter={self.drafter}: a lookup learns nothing. Use {learning}.")
 
         at_least(1, self, "adapt", "prompts", "samples", "batch", "eval_samples")
-        at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_offset")
+        at_least(0, self, "adapt", "eval_every", "eval_prompts", "eval_generated", "eval_offset")
         share(self, "adapt", "warmup", "context_weight")
         asked = set(self.eval_modes)
         if not asked or asked - set(CHAINS) or len(asked) < len(self.eval_modes):

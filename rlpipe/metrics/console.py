@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # steps in a trend
 TITLES_EVERY = 24  # rows after which the column titles are repeated
-SHOWN_EVENTS = ("checkpoint", "resumed")  # of level info; warnings and faults are always displayed
+SHOWN_EVENTS = (
+    "acceptance",
+    "checkpoint",
+    "resumed",
+)  # of level info; warnings and faults are always displayed
 REWARD = "critic/rewards/mean"
 MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT: ("✗", "bold red")}
 
@@ -38,12 +42,14 @@ class Header:
     facts: (label, text) lines below the title.
     total_steps: number of steps of the run.
     baseline: held-out reward that a continued run began with, before this process.
+    trains_draft: whether the run trains a draft instead of the policy; it has other columns.
     """
 
     title: str
     facts: list[tuple[str, str]] = field(default_factory=list)
     total_steps: int
     baseline: float | None = None
+    trains_draft: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +78,14 @@ def _validation(record: dict[str, Any]) -> str:
     return f"{record['val/reward']:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
+def _by_depth(record: dict[str, Any]) -> str:
+    """Return the overlap of draft and target by depth, as .39/.35/.34."""
+    rates: list[float] = []
+    while (rate := record.get(f"mtp/alpha/depth_{len(rates) + 1}")) is not None:
+        rates.append(rate)
+    return "/".join(f"{rate:.2f}".removeprefix("0") for rate in rates)
+
+
 COLUMNS = (
     _Column("reward", 7, "bold green", _number(REWARD, ".3f")),
     _Column("val", 13, "bold cyan", _validation),
@@ -80,6 +94,15 @@ COLUMNS = (
     _Column("stale", 6, "", _number("training/off_policy/trajectory_staleness/mean", ".2f")),
     _Column("tokens/s", 9, "", _number("perf/tokens_per_s/rollout", ",.0f")),
     _Column("s/step", 7, "", _number("timing_s/step", ".1f")),
+)
+DRAFT_COLUMNS = (  # of a run that trains a draft
+    _Column("loss", 7, "bold green", _number("mtp/loss", ".3f")),
+    _Column("accept. by depth", 20, "magenta", _by_depth),
+    _Column("s/step", 7, "", _number("timing_s/step", ".1f")),
+)
+DRAFT_TRENDS = (
+    ("loss", "mtp/loss", ".3f", "green"),
+    ("accept. depth 1", "mtp/alpha/depth_1", ".3f", "magenta"),
 )
 TRENDS = (  # (label, metric, format, style)
     ("reward", REWARD, ".3f", "green"),
@@ -133,7 +156,9 @@ class ConsoleSink:
         self._phase = "starting"
         self._started = time.time()
         self._clock: deque[tuple[int, float]] = deque(maxlen=12)  # (step, time) of recent records
-        self._trends = {name: deque(maxlen=TREND) for _, name, _, _ in TRENDS}
+        self._columns = DRAFT_COLUMNS if header.trains_draft else COLUMNS
+        self._trend_rows = DRAFT_TRENDS if header.trains_draft else TRENDS
+        self._trends = {name: deque(maxlen=TREND) for _, name, _, _ in self._trend_rows}
         self._validations: list[dict[str, Any]] = []
         self._since, self._validated_in = self._started, 0.0  # of the phase; seconds of the last validation
 
@@ -179,7 +204,7 @@ class ConsoleSink:
         self._enter("training")
 
         # Step 0 has a row only if there was a validation before the first step.
-        if not (self._step or any(column.cell(record) for column in COLUMNS)):
+        if not (self._step or any(column.cell(record) for column in self._columns)):
             return
 
         if self._fancy:
@@ -274,7 +299,7 @@ class ConsoleSink:
     def _line(self, record: dict[str, Any]) -> str:
         width = len(str(self._header.total_steps))
         parts = [f"step {self._step:>{width}}/{self._header.total_steps}"]
-        parts += [f"{c.title} {cell}" for c in COLUMNS if (cell := c.cell(record))]
+        parts += [f"{c.title} {cell}" for c in self._columns if (cell := c.cell(record))]
 
         left = self._seconds_left()
         return "  ".join(parts + ([f"eta {duration(left)}"] if left is not None else []))
@@ -302,17 +327,19 @@ class ConsoleSink:
 
         row = Text(no_wrap=True, overflow="ellipsis").append(first, style="dim")
 
-        for column, text, style in zip(COLUMNS, texts, styles, strict=True):
+        for column, text, style in zip(self._columns, texts, styles, strict=True):
             row.append(f"{text:>{column.width}}", style=style)
             row.append(" ")
         return row
 
     def _titles(self) -> Text:
-        return self._aligned(f"{'step':>8}   ", [c.title for c in COLUMNS], ["dim"] * len(COLUMNS))
+        return self._aligned(
+            f"{'step':>8}   ", [c.title for c in self._columns], ["dim"] * len(self._columns)
+        )
 
     def _row(self, record: dict[str, Any]) -> Text:
         step = f"{self._step:>8}   "
-        return self._aligned(step, [c.cell(record) for c in COLUMNS], [c.style for c in COLUMNS])
+        return self._aligned(step, [c.cell(record) for c in self._columns], [c.style for c in self._columns])
 
     def _panel(self) -> RenderableType:
         from rich.console import Group
@@ -322,7 +349,7 @@ class ConsoleSink:
 
         total = self._header.total_steps
         trends = Table.grid(padding=(0, 2))
-        for label, name, spec, style in TRENDS:
+        for label, name, spec, style in self._trend_rows:
             if values := self._trends[name]:
                 trends.add_row(
                     Text(f"  {label:<14}", style="dim"),

@@ -61,6 +61,7 @@ def run_header(config: Config, run_dir: Path) -> Header:
         title=config.recipe or run_dir.name,
         facts=facts,
         total_steps=config.run.steps,
+        trains_draft=config.task is Task.MTP_ADAPT,
         baseline=next((reward for reward in measured if reward is not None), None),
     )
 

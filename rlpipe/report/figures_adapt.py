@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import ACCEPTANCE, DASHES, Figure, line, line_with_errors
 
-LENGTH = re.compile(r"adapt/(?P<domain>.+)/(?P<mode>[^/]+)/acceptance_length")
+MEASURED = re.compile(r"adapt/(?P<domain>[^/]+)/(?P<mode>[^/]+)/(acceptance_length|expected/tokens_per_step)")
 
 
 def held_out(run: RunData) -> dict[str, list[str]]:
     """Return the verification rules by held-out set; {} unless the run adapted a draft model."""
     rules: dict[str, list[str]] = {}
-    for match in filter(None, map(LENGTH.fullmatch, run.names())):
-        rules.setdefault(match["domain"], []).append(match["mode"])
+    for match in filter(None, map(MEASURED.fullmatch, run.names())):
+        modes = rules.setdefault(match["domain"], [])
+        if match["mode"] not in modes:
+            modes.append(match["mode"])
     return rules
 
 
@@ -33,16 +35,28 @@ def _acceptance(runs: Sequence[RunData]) -> Figure:
     for n, run in enumerate(runs):
         for m, (domain, modes) in enumerate(held_out(run).items()):
             for k, mode in enumerate(modes if one else modes[:1]):
-                name = f"adapt/{domain}/{mode}/acceptance_length"
+                prefix = f"adapt/{domain}/{mode}"
                 label = f"{domain}, {mode}" if one else f"{run.name}: {domain}, {mode}"
                 colour, dash = (m, k) if one else (n, m)
                 style = {"dash": DASHES[dash % len(DASHES)]}
-                traces += line_with_errors(run, name, label, colour=colour, line=style)
+                expected = line_with_errors(
+                    run, f"{prefix}/expected/tokens_per_step", label, colour=colour, line=style
+                )
+
+                # Where expectations are computed, generation after the last step is a point on the line.
+                traces += expected or line_with_errors(
+                    run, f"{prefix}/acceptance_length", label, colour=colour, line=style
+                )
+                seen = run.series(f"{prefix}/tokens_per_step")
+                if expected and seen[0]:
+                    marker = {"size": 10, "symbol": "diamond-open"}
+                    traces.append(line(seen, f"{label}, generated", colour, mode="markers", marker=marker))
 
     return Figure(
         title="Acceptance on held-out sets",
-        note="Tokens per verify step in real generation, bonus included, by step of the adaptation, with 95% "
-        "intervals (standard errors clustered by prompt).",
+        note="Tokens per verify step, bonus included, by step of the adaptation, with 95% intervals "
+        "(standard errors clustered by prompt): expected on the model's own rollouts, diamonds in "
+        "generation after the last step; without expectations, the lines are of generation.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "tokens"}}, "height": 380},
         wide=True,

@@ -246,7 +246,10 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
         measured[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
     for domain, (mode, *_) in held_out(run).items():
         held_out_set = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
-        measured[f"adapt/{domain}/{mode}/acceptance_length"] = f"Acceptance length: {held_out_set}"
+        expected = f"adapt/{domain}/{mode}/expected/tokens_per_step"
+        length = f"adapt/{domain}/{mode}/acceptance_length"
+        name = expected if run.series(expected)[0] else length
+        measured[name] = f"Acceptance length: {held_out_set}"
     cards = [_measured_card(run, name, label) for name, label in measured.items()]
 
     cards += [

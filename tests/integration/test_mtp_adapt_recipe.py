@@ -64,10 +64,16 @@ def test_a_resumed_run_ends_bit_equal_and_the_engine_loads_what_it_wrote(tmp_pat
     assert [r["training/global_step"] for r in records] == [0, 1, 2]
     last = records[-1]
     for mode in ("rejection", "target_only"):
+        # Before training nothing is generated with the draft.
+        expected = f"adapt/swe.held_instances/{mode}/expected/tokens_per_step"
+        assert all(1 < record[expected] <= 4 for record in records)
+        assert f"adapt/swe.held_instances/{mode}/acceptance_rate" not in records[0]
         assert 0 < last[f"adapt/swe.held_instances/{mode}/acceptance_rate"] <= 1
     assert last["mtp/grad_norm"] > 0
     assert last["adapt/swe.held_instances/predicted_tokens_per_step"] > 1
     steps = [json.loads((d / "results.json").read_text())["evaluations"] for d in (whole, parts)]
+    change = steps[0]["2"]["swe.held_instances"]["expected"]["rejection"]["tokens_per_step"]
+    assert len(change) == 4 and 1 < change[0] <= 4
     assert list(steps[0]) == ["0", "2"] and list(steps[1]) == ["0", "1", "2"]
     counts = [json.loads((d / "evaluations" / "step_2.json").read_text()) for d in (whole, parts)]
     played = [c["domains"]["swe.held_instances"]["played"]["rejection"]["counts"] for c in counts]

@@ -92,7 +92,10 @@ def test_rollouts_of_something_else_are_refused(tmp_path, played):
     [
         ({"suite": "user:first"}, "suite"),
         ({"suite": "user:suite", "options": {"tasks": ["max"]}}, "options"),
-        ({"suite": "user:suite", "options": {"tasks": ["chat"]}, "system_prompt": "Be brief."}, "system_prompt"),
+        (
+            {"suite": "user:suite", "options": {"tasks": ["chat"]}, "system_prompt": "Be brief."},
+            "system_prompt",
+        ),
     ],
 )
 def test_rollouts_of_another_suite_or_of_other_options_are_refused(tmp_path, played, env, setting):

@@ -1,0 +1,78 @@
+"""Expected acceptance of a draft on recorded rollouts: exact given their tokens, without generating any.
+
+Owns the step from the trainer's tables (`rlpipe.trainer.draft`) to expected counts by prompt. One pass of
+target and draft gives, at every token, the probability that a draft of it would have been accepted:
+
+    rejection      min(1, q(x) / p(x))
+    target-only    1 if x is the argmax of q, else 0
+
+The visit recursion (`rlpipe.drafts.visit`) turns them into expected verify steps. The model is frozen, so the
+same rollouts serve every evaluation, and two drafts are compared on the same tokens. From the second depth on
+the trainer's draft attends to keys of that depth where the engine's attends to those of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlpipe.adapt.estimates import ExpectedCounts
+from rlpipe.types import Trajectory
+
+Table = tuple[np.ndarray, dict[str, np.ndarray]]  # positions [n], statistics [n, K] by name
+ACCEPT = {"rejection": "accept", "target_only": "top"}  # column of the tables, by mode
+
+
+def expected_counts(
+    trajectories: Sequence[Trajectory], tables: Sequence[Table | None], *, gamma: int, mode: str
+) -> dict[str, ExpectedCounts]:
+    """Compute what an engine would count in these trajectories under a mode, by instance.
+
+    Args:
+        trajectories: recorded from the target.
+        tables: of each; None where it has no context.
+        gamma: draft tokens of a verify step, at most the depths of the tables.
+        mode: of `ACCEPT`.
+    """
+    import torch
+
+    from rlpipe.drafts.visit import forecast
+
+    rows = [(t, *table) for t, table in zip(trajectories, tables, strict=True) if table is not None]
+    if not rows:
+        return {}
+
+    # Rows are padded to the longest; a gap between positions is the start of a turn.
+    longest = max(len(positions) for _, positions, _ in rows)
+    accept = np.zeros((len(rows), longest, gamma))
+    mask, starts = np.zeros(accept.shape, bool), np.zeros(accept.shape[:2], bool)
+    for row, (_, positions, values) in enumerate(rows):
+        column, size = values[ACCEPT[mode]][:, :gamma], len(positions)
+        mask[row, :size] = ~np.isnan(column)
+        accept[row, :size] = np.nan_to_num(column)
+        starts[row, :size] = np.diff(positions, prepend=-1) != 1
+        starts[row, 0] = True
+    expected = forecast(torch.from_numpy(accept), torch.from_numpy(mask), torch.from_numpy(starts))
+
+    by_instance: dict[str, ExpectedCounts] = {}
+    for row, (trajectory, _, _) in enumerate(rows):
+        counts = by_instance.setdefault(
+            trajectory.instance_id, ExpectedCounts(drafted=[0.0] * gamma, accepted=[0.0] * gamma)
+        )
+        for total, added in ((counts.drafted, expected.drafted), (counts.accepted, expected.accepted)):
+            total[:] = [x + y for x, y in zip(total, added[row].tolist(), strict=True)]
+        counts.verify_steps += float(expected.verify_steps[row])
+        counts.emitted += float(expected.emitted[row])
+    return by_instance
+
+
+def mean_overlap(tables: Sequence[Table | None], gamma: int) -> list[float | None]:
+    """Compute the mean of sum_v min(p, q) by depth over all contexts; None where there is none."""
+    filled = [table[1]["rejection"][:, :gamma] for table in tables if table is not None]
+    if not filled:
+        return [None] * gamma
+    column = np.concatenate(filled)
+    known = ~np.isnan(column)
+    sums, counts = np.where(known, column, 0).sum(0), known.sum(0)
+    return [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
