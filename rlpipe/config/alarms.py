@@ -18,6 +18,7 @@ class AlarmTest(Choice):
     SPIKE = "spike"  # value > threshold * median of the last `over` values
     RISE = "rise"  # value > threshold * median of the run's first `over` values
     DROP = "drop"  # value < threshold * median of the run's first `over` values
+    DECLINE = "decline"  # value < median of the run's first `over` values - threshold
     FALL = "fall"  # value < threshold * the run's highest value so far
     DIVERGE = "diverge"  # grew by more than threshold since the metric `against` was last at its best
 
@@ -81,6 +82,8 @@ def default_rules() -> dict[str, AlarmRule]:
         "ratio_tail": _rule("rollout_corr/chi2_token", above, 5.0, patience=3),
         "policy_kl": _rule("actor/ppo_kl", above, 0.2),
         "entropy_collapse": _rule("rollout/entropy", drop, 0.2, patience=3),
+        "entropy_decline": _rule("rollout/entropy", AlarmTest.DECLINE, 1.0, patience=3),
+        "repetition": _rule("rollout/distinct_tokens", drop, 0.8, patience=3),
         "entropy_explosion": _rule("rollout/entropy", rise, 4.0, patience=3),
         "gradient_spike": _rule("actor/grad_norm", spike, 10.0, over=20),
         "skipped_updates": _rule("actor/skipped_steps", above, 0.0, patience=3),

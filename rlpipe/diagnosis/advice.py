@@ -19,6 +19,8 @@ Records = Sequence[Mapping[str, Any]]
 
 RECENT = 10  # records that a figure is a mean of
 MARGIN = 0.03  # relative gain that is worth a sentence
+UNTRAINED_RATE = 0.03  # acceptance; identity projections reach 0.01, a fit without training above 0.3
+UNTRAINED_STEPS = 500  # verify steps before a layer is called untrained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class Setup:
     """The settings that the rules read.
 
     mode, gamma, adaptive: of `spec`.
+    mtp: drafts come from the checkpoint's MTP layer.
     online: the draft is trained during the run.
     max_staleness: of `pipeline`.
     draft_cost: of one draft pass, in plain decode steps.
@@ -35,6 +38,7 @@ class Setup:
     mode: str
     gamma: int
     adaptive: bool
+    mtp: bool
     online: bool
     max_staleness: int
     draft_cost: float
@@ -52,6 +56,7 @@ class Setup:
             mode=str(config["spec"]["mode"]),
             gamma=config["spec"]["gamma"],
             adaptive=config["spec"]["adaptive"],
+            mtp=str(config["spec"]["drafter"]) == "mtp",
             online=str(config["draft"]["train"])
             in ("online", "ppow"),  # ppow: of runs before draft.objective
             max_staleness=config["pipeline"]["max_staleness"],
@@ -210,6 +215,22 @@ def stale_engine(setup: Setup, records: Records) -> str | None:
     )
 
 
+def untrained_layer(setup: Setup, records: Records) -> str | None:
+    """Find an MTP layer that guesses no better than chance: it was initialized and never trained.
+
+    Any trained layer, on whatever text, accepts several times as much.
+    """
+    rate = _mean(records, "spec/acceptance_rate")
+    steps = sum(_values(records, "spec/verify_steps"))
+    if not setup.mtp or rate is None or rate >= UNTRAINED_RATE or steps < UNTRAINED_STEPS:
+        return None
+    return (
+        f"only {rate:.1%} of the drafts are accepted in {steps:,.0f} verify steps: the MTP layer looks "
+        "untrained. Graft a fitted one (rlpipe graft MODEL OUT), adapt it (recipe mtp_adapt), or set "
+        "spec.mode=none"
+    )
+
+
 def no_speedup(setup: Setup, records: Records) -> str | None:
     """Find drafted steps that are measured to be slower than plain ones."""
     observed = _mean(records, "spec/speedup_observed")
@@ -240,6 +261,7 @@ RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "better_gamma": better_gamma,
     "stale_draft": stale_draft,
     "stale_engine": stale_engine,
+    "untrained_layer": untrained_layer,
     "no_speedup": no_speedup,
     "few_env_threads": few_env_threads,
 }

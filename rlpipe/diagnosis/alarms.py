@@ -92,6 +92,9 @@ class Watch:
         if usual is None or usual <= 0:
             return None
 
+        if rule.test is AlarmTest.DECLINE:
+            self.limit = usual - rule.threshold
+            return value < self.limit
         self.limit = rule.threshold * usual
         return value < self.limit if rule.test is AlarmTest.DROP else value > self.limit
 

@@ -43,6 +43,7 @@ class Episode(Protocol):
     def step(self, action: str) -> StepResult:
         """Act on the text that the model wrote this turn (may block on a sandbox).
 
+        A turn that `rollout.max_new_tokens` cut off comes here as well, with the text up to there.
         Raises InfrastructureError when the sandbox failed."""
         ...
 

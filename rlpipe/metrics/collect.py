@@ -16,12 +16,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import fsum
 
+import numpy as np
+
 from rlpipe.metrics.distributions import Histogram, Sketch
 from rlpipe.metrics.statistics import cr1_error
 from rlpipe.metrics.values import Last, Mean, Ratio, Sum, Value, stats
 from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
 SOLVED = 1.0  # a reward from here on counts as solved
+_WINDOW = 16  # tokens, about a short sentence
 
 
 def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[str, Value]:
@@ -53,6 +56,7 @@ def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[st
         "response_length/clip_ratio": truncated,
         "response_length/spread": Sketch.of(t.response_length for t in trained),
         "rollout/entropy": _entropy(trained),
+        "rollout/distinct_tokens": distinct_tokens(trained),
         "env/submit_rate": Mean.of(t.info.get("submitted") for t in trained),
         "env/truncated": truncated,
         "env/masked": Sum(len(trajectories) - len(trained)),
@@ -155,6 +159,30 @@ def _entropy(trajectories: Iterable[Trajectory]) -> Mean:
         nats += fsum(t.entropies[t.loss_mask].tolist())
         tokens += t.response_length
     return Mean(nats, tokens)
+
+
+def distinct_tokens(trajectories: Iterable[Trajectory]) -> Mean:
+    """Return the share of sampled tokens that differ from the `_WINDOW` - 1 tokens before them in their turn.
+
+    A window makes it independent of the length of turns; text that falls into repetition lowers it. Turns are
+    apart because an agent that calls the same tool again repeats nothing within a turn.
+
+    Source: the moving-average type-token ratio, Covington & McFall 2010, counted by token.
+    """
+    different = tokens = 0
+    for t in trajectories:
+        ids, sampled = t.token_ids, t.loss_mask
+        # Turns are numbered by their first tokens; tokens that were not sampled belong to no turn.
+        starts = sampled & ~np.concatenate(([False], sampled[:-1]))
+        turn = np.where(sampled, np.cumsum(starts), 0)
+
+        repeated = np.zeros(len(ids), bool)
+        for distance in range(1, min(_WINDOW, len(ids))):
+            same_turn = turn[distance:] == turn[:-distance]
+            repeated[distance:] |= same_turn & (ids[distance:] == ids[:-distance])
+        different += int(np.count_nonzero(sampled & ~repeated))
+        tokens += int(np.count_nonzero(sampled))
+    return Mean(different, tokens)
 
 
 def _spec_sum(trajectories: Iterable[Trajectory]) -> SpecCounts:

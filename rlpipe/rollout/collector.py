@@ -89,6 +89,7 @@ class _Attempt:
     """One attempt at a task.
 
     gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
+    cut: a turn used up its tokens before the model ended it.
     turns: texts for people to read.
     """
 
@@ -100,6 +101,7 @@ class _Attempt:
     env_seconds: float = 0.0
     sandbox_seconds: float = 0.0
     engine_failed: bool = False
+    cut: bool = False
     turns: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -299,7 +301,8 @@ class Collector:
 
         trajectory = attempt.trajectory
         trajectory.reward = result.reward
-        trajectory.truncated = reason is not ExitReason.DONE
+        # An episode may end well on an answer that was cut off, so its own end says nothing about the limit.
+        trajectory.truncated = attempt.cut or reason is not ExitReason.DONE
         trajectory.info |= result.info | {"exit_reason": reason.value}
 
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
@@ -323,6 +326,7 @@ class Collector:
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
                 generated = await self._generate(attempt, turn)
             trajectory.append_sampled(generated)
+            attempt.cut |= generated.finish_reason is FinishReason.LENGTH
 
             turn_ids = generated.output_ids.tolist()
             action = chat.decode(turn_ids)

@@ -157,3 +157,22 @@ def test_what_a_run_does_not_say_is_as_in_a_new_run():
         Config().env.threads,
         Config().spec.mode,
     )
+
+
+def drafting(rate, steps):
+    return {"spec/acceptance_rate": rate, "spec/verify_steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("spec", "record", "speaks"),
+    [
+        ({"mode": "rejection"}, drafting(0.01, 400), True),
+        ({"mode": "rejection"}, drafting(0.01, 100), False),  # too few to say
+        ({"mode": "rejection"}, drafting(0.08, 400), False),
+        ({"mode": "rejection", "drafter": "eagle3"}, drafting(0.01, 400), False),
+        ({"mode": "none"}, {}, False),
+    ],
+)
+def test_a_layer_without_acceptance_is_called_untrained(spec, record, speaks):
+    text = advise(setup(**spec), [record] * 3).get("untrained_layer")
+    assert (text is not None and "rlpipe graft" in text) if speaks else text is None

@@ -1,5 +1,7 @@
 """Every alarm rings on a series that is ill, stays silent on one that is not, and rings once per crossing."""
 
+import json
+import random
 import re
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from rlpipe.metrics.console import ConsoleSink, Header
 from rlpipe.metrics.values import Mean
 
 pytestmark = pytest.mark.unit
-PAGE = Path(__file__).parents[3] / "docs" / "alarms.md"
+ROOT = Path(__file__).parents[3]
+PAGE, RECIPES = ROOT / "docs" / "alarms.md", ROOT / "recipes"
 
 # For each rule a series of its metric that must ring at the end and one that never does. Two-metric rules
 # list pairs (metric, against); None was not measured.
@@ -24,6 +27,11 @@ CASES = {
     "policy_kl": ([0.3], [0.1] * 6),
     "entropy_collapse": ([*STEADY, 0.15, 0.15, 0.15], [*STEADY, 0.5, 0.4, 0.3, 0.25]),
     "entropy_explosion": ([*STEADY, 4.5, 4.6, 4.7], [*STEADY, 2.0, 3.0, 3.5]),
+    "entropy_decline": (
+        [*[1.6 + x for x in STEADY], 1.4, 1.3, 1.2],
+        [*[1.6 + x for x in STEADY], *[2.4, 2.0, 1.7] * 4],
+    ),
+    "repetition": ([*[0.85 * x for x in STEADY], 0.6, 0.5, 0.5], [*[0.85 * x for x in STEADY], *[0.75] * 8]),
     "gradient_spike": ([*STEADY, 11.0], [*STEADY, 5.0, 9.0]),
     "skipped_updates": ([1.0] * 3, [1.0, 1.0, 0.0] * 3),
     "reward_hacking": (
@@ -82,6 +90,62 @@ def test_a_healthy_series_is_silent(name):
     assert rung == []
 
 
+def smollm(step, *, entropy, distinct, reward, length, rng):
+    """Step 1 to 40 of a run: each metric from its first value to its last, with noise as between batches."""
+    at = {
+        "rollout/entropy": entropy,
+        "rollout/distinct_tokens": distinct,
+        "critic/rewards/mean": reward,
+        "response_length/mean": length,
+    }
+    record = {
+        name: first + (last - first) * (step - 1) / 39 + rng.gauss(0, 0.03 * first)
+        for name, (first, last) in at.items()
+    }
+    return record | {"training/global_step": step, "response_length/clip_ratio": max(0.0, 0.6 - 0.02 * step)}
+
+
+RISE = {"reward": (0.12, 0.8), "length": (30.0, 15.0)}
+
+
+def rung_by(steps, **series):
+    alarms, rung = listened(default_rules())
+    rng = random.Random(0)
+    for step in range(1, steps + 1):
+        alarms.see(smollm(step, **RISE, **series, rng=rng))
+    return {fields["alarm"]: fields["step"] for kind, fields in rung if kind == "alarm"}
+
+
+def test_a_run_that_shortens_its_answers_is_silent_and_one_that_degenerates_rings():
+    """SmolLM2 at two rates: 2.6 to 2.0 nats with good sentences, 2.65 to 0.5 with "NNN NNN NNN"."""
+    assert set(rung_by(40, entropy=(2.6, 2.0), distinct=(0.84, 0.9))) <= {"truncation"}
+    degenerate = rung_by(40, entropy=(2.65, 0.5), distinct=(0.84, 0.4))
+    assert degenerate["entropy_decline"] < 35 and degenerate["repetition"] < 40
+    assert "entropy_collapse" not in degenerate
+
+
+@pytest.mark.parametrize("recipe", ["agent_rl", "reasoning_rl", "swe_rl"])
+def test_the_recorded_runs_of_the_shipped_models_do_not_decline(recipe):
+    found = json.loads((RECIPES / recipe / "results.json").read_text())
+    series = list(entropies(found))
+    assert series
+    for values in series:
+        alarms, rung = listened({"entropy_decline": default_rules()["entropy_decline"]})
+        for step, value in enumerate(values, 1):
+            alarms.see({"training/global_step": step, "rollout/entropy": value})
+        assert rung == []
+
+
+def entropies(node):
+    """Every list of entropies in a results file."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name == "entropy" and isinstance(value, list):
+                yield value
+            else:
+                yield from entropies(value)
+
+
 def test_an_alarm_rings_once_per_crossing():
     rule = AlarmRule(metric="actor/ppo_kl", threshold=0.2)
     alarms, rung = listened({"policy_kl": rule})
@@ -123,7 +187,6 @@ def test_a_rule_that_diverges_from_nothing_is_refused():
 
 def test_an_alarm_is_an_event_in_the_file_and_a_line_on_the_console(tmp_path):
     import io
-    import json
 
     from rich.console import Console
 

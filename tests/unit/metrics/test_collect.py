@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
 from rlpipe.metrics.collect import (
     clustered_standard_error,
+    distinct_tokens,
     spec_metrics,
     trajectory_metrics,
     validation_metrics,
@@ -117,6 +119,43 @@ def test_trained_trajectories_are_counted_by_hand() -> None:
     assert got["env/truncated"] == got["response_length/clip_ratio"] == pytest.approx(1 / 3)
     assert got["env/solve_all"] == 0.5 and got["env/solve_none"] == 0.0 and got["env/no_signal"] == 0.5
     assert "perf/train_tokens" not in got  # the trainer counts them: tokens with a gradient
+
+
+def distinct(*turns: list[int]) -> float | None:
+    trajectory = Trajectory(trajectory_id="t", group_id="g", instance_id="i", reward=1.0)
+    for turn in turns:
+        ids = np.array(turn, np.int32)
+        blank = [0.0] * len(ids)
+        trajectory.append_context([1, 2])
+        trajectory.append_sampled(
+            GenerateResult(
+                request_id="r",
+                output_ids=ids,
+                logprobs=blank,
+                entropies=blank,
+                versions=[0] * len(ids),
+                finish_reason=FinishReason.STOP,
+                spec=SpecCounts(),
+            )
+        )
+    return distinct_tokens([trajectory]).value()
+
+
+def test_tokens_that_repeat_the_ones_shortly_before_in_their_turn_are_not_distinct() -> None:
+    assert distinct([5, 6, 7]) == 1.0
+    assert distinct([5, 6, 5, 5]) == 0.5
+    assert distinct([5, *range(10, 25), 5]) == 1.0  # 16 tokens apart
+    assert distinct([5, *range(10, 24), 5]) == pytest.approx(15 / 16)
+    assert distinct([5, 6], [5, 6], [1, 2]) == 1.0  # other turns, and the context, do not count
+    assert distinct([]) is None
+    assert distinct_tokens([]).value() is None
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_distinct_tokens_do_not_depend_on_the_length_of_a_turn(length) -> None:
+    rng = random.Random(length)
+    share = distinct([rng.randrange(50) for _ in range(length)])
+    assert share == pytest.approx(0.98**15, abs=0.05)
 
 
 def test_masked_trajectories_are_counted_and_nothing_else_of_them_is() -> None:

@@ -279,6 +279,24 @@ def test_a_turn_cut_by_length_is_played_and_closed_before_the_observation():
     assert trajectory.loss_mask.tolist()[2:7] == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("script", "settings", "truncated"),
+    [
+        (["submit"], {"max_new_tokens": 7}, False),  # the last token of the budget is the stop token
+        (["submit"], {"max_new_tokens": 6}, True),  # the episode ends well on an answer without it
+        (["abcdef", "submit"], {"max_new_tokens": 7}, False),
+        (["abcdefgh", "submit"], {"max_new_tokens": 7}, True),  # a turn before the last
+        (["abcdefgh", "submit"], {"max_new_tokens": 7, "abort_after": 2}, True),
+        (["submit"], {"abort_after": 2}, False),
+    ],
+)
+def test_a_trajectory_is_truncated_when_any_turn_was_cut_by_its_token_limit(script, settings, truncated):
+    engine = ScriptedEngine(script, abort_after=settings.pop("abort_after", None))
+    [trajectory] = collect(engine, EchoSuite(), **settings).trajectories
+    assert trajectory.truncated == truncated
+    assert trajectory.info["exit_reason"] == "done" and trajectory.reward == 1.0
+
+
 def test_an_aborted_turn_is_continued_from_what_exists_within_its_budget():
     whole = collect(ScriptedEngine(["abcdefgh", "submit"]), EchoSuite()).trajectories[0]
     engine = ScriptedEngine(["abcdefgh", "submit"], abort_after=3)
