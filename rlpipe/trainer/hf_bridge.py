@@ -183,7 +183,7 @@ def bucket_plan(
 def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Gather all weights under HF names, full, on the CPU; collective as `weight_buckets` is.
 
-    Returns None on ranks other than the first of them.
+    A tied head is the embedding and has no entry of its own. Returns None on ranks other than the first.
     """
     weights = {
         name: tensor.to("cpu", copy=True).contiguous()
@@ -191,12 +191,8 @@ def export_hf_weights(model: PolicyModel, hf_config: Mapping[str, Any]) -> dict[
         for name, tensor in bucket
     }
 
-    # Only rank 0 received tensors. Hugging Face names a tied head as well.
-    if model.pg_collection.tp_ep.rank() or model.pg_collection.pp.rank():
-        return None
-    if model.share_embeddings_and_output_weights:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    return weights
+    # Only rank 0 received tensors.
+    return None if model.pg_collection.tp_ep.rank() or model.pg_collection.pp.rank() else weights
 
 
 def name_table(hf_config: Mapping[str, Any], tp: int, *, tied: bool) -> dict[str, Entry]:

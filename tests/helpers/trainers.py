@@ -18,6 +18,7 @@ from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.trainer import TrainerConfig
+from rlpipe.models.checkpoint import read_weights, weight_shapes
 from rlpipe.trainer import runtime
 from rlpipe.trainer.megatron import MegatronTrainer
 from rlpipe.trainer.runtime import open_address
@@ -160,3 +161,9 @@ def meet(rank: int, world_size: int, file: Path) -> str:
     while not file.exists():
         time.sleep(0.02)
     return file.read_text()
+
+
+def stored_weights(path: Path | str) -> dict[str, torch.Tensor]:
+    """Read the weights that a trainer exports: those of the files, without the name of a tied head."""
+    stored = weight_shapes(path)
+    return {name: tensor for name, tensor in read_weights(path).items() if name in stored}

@@ -27,7 +27,7 @@ from tests.helpers.cli import ROOT, SMALL, run
 from tests.helpers.float64 import in_float64
 from tests.helpers.parallel import run_ranks
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
-from tests.helpers.trainers import Run, make_batch, make_trainer
+from tests.helpers.trainers import Run, make_batch, make_trainer, stored_weights
 from tests.helpers.trajectories import make_groups
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
@@ -83,7 +83,7 @@ def test_fresh_adapters_change_nothing_and_merged_ones_say_what_they_do(tmp_path
     base = trainer_of(path).model.logits(IDS).detach()
     trainer = trainer_of(path, config)
     assert torch.equal(trainer.model.logits(IDS), base)
-    assert equal(trainer.export_weights(), read_weights(path))
+    assert equal(trainer.export_weights(), stored_weights(path))
     fill(trainer.model)
     with torch.no_grad(), trainer.model.without_adapters():
         assert torch.equal(trainer.model.logits(IDS), base)

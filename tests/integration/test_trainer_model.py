@@ -17,9 +17,10 @@ from rlpipe.models import FAMILIES as FAMILIES_BY_NAME
 from rlpipe.models.base import DENSE_LAYER, Layout
 from rlpipe.models.checkpoint import MTP_PREFIX, is_mtp_weight, read_weights
 from rlpipe.trainer.passes import Passes
+from rlpipe.weights.payload import pack_weights, unpack_weights
 from tests.helpers.float64 import rotated_in_float64, transformers_in_float64
 from tests.helpers.tiny_checkpoint import DEEPSEEK_YARN, SCALED, write_random_checkpoint
-from tests.helpers.trainers import make_batch, make_trainer
+from tests.helpers.trainers import make_batch, make_trainer, stored_weights
 from tests.helpers.trajectories import make_groups
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_leftovers")]
@@ -88,10 +89,18 @@ def token_logprobs_of(model, ids, temperature=1.0):
 
 
 def test_weights_come_back_bit_for_bit(checkpoint, trainer_of):
-    weights, exported = read_weights(checkpoint), trainer_of(checkpoint).export_weights()
+    weights, exported = stored_weights(checkpoint), trainer_of(checkpoint).export_weights()
     assert exported.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(exported[name], weight), name
+
+
+def test_a_tied_head_travels_once(tmp_path, trainer_of):
+    path = write_random_checkpoint(tmp_path, family="qwen2", tie=True)
+    payload = pack_weights(trainer_of(path).export_weights(), version=1)
+    assert "lm_head.weight" not in unpack_weights(payload)
+    sizes = [tensor.nbytes for tensor in stored_weights(path).values()]
+    assert sum(sizes) <= payload.num_bytes < sum(sizes) + 16 * len(sizes)
 
 
 def test_a_wrong_entry_in_a_familys_table_shows_in_the_logits(tmp_path, trainer_of, monkeypatch):
@@ -173,7 +182,7 @@ def test_the_gradient_step_equals_plain_autograd_on_the_transformers_model(
     assert metrics["actor/pg_loss"].value() == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
     exported = trainer.export_weights()
     model.save_pretrained(tmp_path / "stepped")  # in memory transformers fuses experts
-    stepped = read_weights(tmp_path / "stepped")
+    stepped = stored_weights(tmp_path / "stepped")
     assert stepped.keys() == {name for name in exported if not is_mtp_weight(name)}
     for name, weight in stepped.items():
         assert (exported[name] - weight).abs().max() < 2e-5, name
