@@ -46,6 +46,10 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'rlpipe' has no attribute {name!r}")
 
+    # Before torch is loaded, which most of these do.
+    from rlpipe.config.openmp import wait_passively
+
+    wait_passively()
     if name.startswith("verify_"):
         from rlpipe.spec import verify as module
     elif name == "mtp_loss":

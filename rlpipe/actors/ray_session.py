@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import psutil
 
+from rlpipe.config.openmp import wait_choices
 from rlpipe.config.run import ClusterMode, Config
 
 _PREFIX = "rlpipe-ray-"
@@ -94,6 +95,8 @@ class RaySession:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
 
+        variables = {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"} | wait_choices()
+
         # Ray starts its processes through this name: each of them gets a separate session.
         popen, services.ConsolePopen = services.ConsolePopen, self._started
         try:
@@ -103,7 +106,7 @@ class RaySession:
                     include_dashboard=False,
                     logging_level="ERROR",
                     configure_logging=False,
-                    runtime_env={"env_vars": {"PYTHONPATH": module_path(), "PYTHONWARNINGS": "ignore"}},
+                    runtime_env={"env_vars": variables},
                     **local,
                 )
             finally:

@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from rlpipe.cli.hydra_errors import check_arguments, explained, explaining, refused, settings_first
 from rlpipe.cli.sweep import Sweep
+from rlpipe.config.openmp import wait_passively
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.preflight.memory_check import check_memory
@@ -174,4 +175,5 @@ def compose(arguments: Sequence[str], work: Work | None = None, *, command: str 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit status of a sweep, and exit with that of a run."""
+    wait_passively()
     return compose(sys.argv[1:] if arguments is None else arguments)
