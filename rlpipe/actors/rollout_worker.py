@@ -69,6 +69,7 @@ class RolloutWorker:
             self._policy = make_engine(config, self._note, config.model.path)
             self._evaluator = collector(engine=self._policy, suite=self._suite)
         self._last = self._engine.stats()
+        self._has_reported_costs = False
         self._last_time = time.monotonic()
 
     def _inject(self, config: Config, path: Path, collector: Callable[..., Collector]) -> None:
@@ -197,6 +198,12 @@ class RolloutWorker:
             values["spec/speedup_observed"] = Ratio(plain, stats.decode_seconds - last.decode_seconds)
             predicted = stats.predicted_seconds - last.predicted_seconds
             values["spec/speedup_predicted"] = Ratio(plain, predicted)
+
+        # Costs are measured once: the first record of an engine's life has them.
+        if not self._has_reported_costs:
+            self._has_reported_costs = True
+            for (batch, gamma), cost in stats.costs.items():
+                values[f"spec/step_seconds/batch_{batch}/gamma_{gamma}"] = Last(cost)
 
         values |= {name: Max(figure) for name, figure in stats.sync.items()}  # the worst of all servers
         values |= {name.format(k=self._number): Last(figure) for name, figure in stats.server.items()}

@@ -29,6 +29,7 @@ from rlpipe.report.details import all_metrics, differences, events, settings, ta
 from rlpipe.report.drawing import SECTIONS, Figure
 from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
+from rlpipe.report.pays import pays_table
 from rlpipe.report.viewer import shown_trajectories, viewer_html
 
 WINDOW = 10  # number of steps that a card takes as the start or the end of a run
@@ -122,6 +123,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
         *(_notices(run) for run in runs),
         summarize(runs[0]).html() if len(runs) == 1 else "",
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
+        pays_table(runs[0]) if len(runs) == 1 else "",
         *([differences(runs)] if len(runs) > 1 else []),
         _plots(drawn, window(runs)),
         viewer_html(trajectories),

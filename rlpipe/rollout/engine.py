@@ -6,7 +6,7 @@ over HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ class EngineStats:
     busy_seconds: time spent in forward passes and sampling. row_steps: decode steps, summed over rows.
     decode_seconds: of steps with drafts that no prompt joined, while gamma is chosen from measured costs;
         plain_seconds: their tokens without drafts, by those costs; predicted_seconds: the policy's estimate.
+    costs: measured seconds of a decode step by (batch, gamma), of engines that measure them.
     sync: figures of the last weight update by metric name, of engines that measure it themselves.
     server: figures of an engine's server by metric name, `{k}` in it standing for the worker's number.
     """
@@ -38,6 +39,7 @@ class EngineStats:
     plain_seconds: float = 0.0
     predicted_seconds: float = 0.0
     spec: SpecCounts = field(default_factory=SpecCounts)
+    costs: Mapping[tuple[int, int], float] = field(default_factory=dict)
     sync: dict[str, float] = field(default_factory=dict)
     server: dict[str, float] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ requests overwrite their keys in the cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from rlpipe.rollout.embedded.rows import RowTable
 
 CONTEXT = 128  # tokens of the dummy rows, at most a third of the cache
 ROUNDS = 5
+SAMPLED_BATCHES, SAMPLED_ROUNDS, SAMPLED_SECONDS = (1, 8, 32), 3, 1.0  # for the report of a fixed gamma
 
 
 @torch.inference_mode()
@@ -26,15 +28,43 @@ def measure_costs(
     The minimum of several rounds over all pairs, so that a disturbance does not favour a gamma. threads:
     the number that decoding will use. Leaves the table without rows.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-
     batches = [2**i for i in range(table.rows.bit_length()) if 2**i < table.rows] + [table.rows]
     cells = [(batch, gamma) for batch in batches for gamma in range(max_gamma + 1)]
+    return _measure(decoder, table, cells, rounds=ROUNDS, limit_s=float("inf"), threads=threads)
+
+
+@torch.inference_mode()
+def sample_costs(
+    decoder: Decoder, table: RowTable, *, gamma: int, threads: int
+) -> dict[tuple[int, int], float]:
+    """Measure the seconds of a step for a few batches, without drafts, with one and with `gamma` of them.
+
+    For the report, which compares them with the acceptance of a run; about `SAMPLED_SECONDS`, or one round.
+    """
+    batches = [batch for batch in SAMPLED_BATCHES if batch <= table.rows]
+    cells = [(batch, drafts) for batch in batches for drafts in sorted({0, 1, gamma})]
+    return _measure(decoder, table, cells, rounds=SAMPLED_ROUNDS, limit_s=SAMPLED_SECONDS, threads=threads)
+
+
+def _measure(
+    decoder: Decoder,
+    table: RowTable,
+    cells: Sequence[tuple[int, int]],
+    *,
+    rounds: int,
+    limit_s: float,
+    threads: int,
+) -> dict[tuple[int, int], float]:
+    """Time a step of every (batch, gamma), the minimum of several rounds; the first one warms kernels up."""
+    before, draft_keys = torch.get_num_threads(), table.draft_keys.copy()
+    torch.set_num_threads(threads)
     seconds = dict.fromkeys(cells, float("inf"))
     context = min(CONTEXT, table.tokens.shape[1] // 3)
     table.prompt[:] = context - 1
-    for _ in range(ROUNDS):
+    began = time.perf_counter()
+    for _ in range(rounds):
+        if time.perf_counter() - began > limit_s:
+            break
         for batch, gamma in cells:
             table.active, table.total[:batch] = batch, context
 
@@ -47,6 +77,7 @@ def measure_costs(
 
     table.active = 0
     table.total[:] = table.prompt[:] = 0
+    table.draft_keys[:] = draft_keys
     torch.set_num_threads(before)
     return seconds
 

@@ -28,10 +28,10 @@ import torch
 
 from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.rollout import KvOnUpdate, RolloutConfig, check_embedded
-from rlpipe.config.spec import SpecConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights, require_mtp
-from rlpipe.rollout.embedded.costs import measure_costs
+from rlpipe.rollout.embedded.costs import measure_costs, sample_costs
 from rlpipe.rollout.embedded.decoder import Decoder
 from rlpipe.rollout.embedded.drafters import drafting_streams, make_drafting, read_draft_model
 from rlpipe.rollout.embedded.model import Model
@@ -48,7 +48,8 @@ class EmbeddedEngine:
     """Implements `rlpipe.rollout.engine.Engine` in this process.
 
     config: rows, context, device. spec: verification rule and gamma. model_path: checkpoint directory.
-    costs: seconds of a step by (batch, gamma), as measured for spec.adaptive; empty without it.
+    costs: seconds of a step by (batch, gamma), as measured at the start: for spec.adaptive all of them, for
+        a chain of fixed gamma on a CPU a few, for the report; otherwise empty.
 
     Raises ValueError for a model the engine cannot run, a missing draft while
     speculation is on, or a context beyond the model's.
@@ -126,6 +127,9 @@ class EmbeddedEngine:
                 self._decoder, self._table, max_gamma=spec.gamma, threads=config.threads
             )
             policy = AdaptiveGamma(self.costs)
+        elif spec.depth and spec.mode is not SpecMode.TREE and self._table.hidden.device.type == "cpu":
+            # On a GPU it would capture graphs for shapes that the run may not use.
+            self.costs = sample_costs(self._decoder, self._table, gamma=spec.gamma, threads=config.threads)
 
         self._scheduler = Scheduler(
             self._table,
@@ -202,7 +206,7 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         """Return the counters since the start."""
-        return self._scheduler.stats(self._busy_seconds)
+        return replace(self._scheduler.stats(self._busy_seconds), costs=self.costs)
 
     def close(self) -> None:
         """Stop the thread; pending requests return the tokens generated so far, with ABORT."""

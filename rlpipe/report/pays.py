@@ -1,0 +1,140 @@
+"""Does drafting pay here? The acceptance that a machine's step times ask for, against that of a run.
+
+With c the time of a step with gamma drafts over that of one without, drafting is faster where the tokens per
+verify step exceed c. Step times: `spec/step_seconds/...`, measured when the engine started. Tokens per step:
+from the acceptance by depth of the run's last steps, 1 + a_1 + a_1 a_2 + ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlpipe.metrics.runs import RunData
+from rlpipe.report.details import table
+from rlpipe.spec.gamma import break_even_acceptance
+
+COST = re.compile(r"spec/step_seconds/batch_(\d+)/gamma_(\d+)")
+LAST_STEPS = 20  # whose acceptance is averaged
+EVEN = 0.02  # a gain or loss of less is called even
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Pay:
+    """Whether gamma drafts pay at a batch.
+
+    cost: of a step, relative to one without drafts. needed: acceptance at every depth that breaks even; None
+    where even accepting all drafts loses. tokens: per verify step, at the run's acceptance. measured: the
+    acceptance that gives as many tokens if it is the same at every depth.
+    """
+
+    batch: int
+    gamma: int
+    cost: float
+    needed: float | None
+    tokens: float
+    measured: float
+
+    @property
+    def gain(self) -> float:
+        """Speed relative to decoding without drafts."""
+        return self.tokens / self.cost
+
+    @property
+    def verdict(self) -> str:
+        """Name the outcome."""
+        if abs(self.gain - 1) < EVEN:
+            return "even"
+        return "pays" if self.gain > 1 else "does not pay"
+
+
+def pays(costs: Mapping[tuple[int, int], float], rates: list[float]) -> list[Pay]:
+    """Compare step times with acceptance, for every batch and every gamma whose depths were drafted.
+
+    Args:
+        costs: seconds of a step by (batch, gamma), with gamma 0 for every batch.
+        rates: acceptance at depth 1, 2, ..., given that the depth before was accepted.
+
+    >>> [row] = pays({(1, 0): 10.0, (1, 1): 12.0}, [0.5])
+    >>> row.needed, row.gain, row.verdict
+    (0.2, 1.25, 'pays')
+    """
+    rows, needed = [], break_even_acceptance(costs)
+    for batch, gamma in sorted(needed):
+        if gamma > len(rates):
+            continue
+
+        tokens, reach = 1.0, 1.0
+        for rate in rates[:gamma]:
+            reach *= rate
+            tokens += reach
+        cost = costs[batch, gamma] / costs[batch, 0]
+        measured = break_even_acceptance({(batch, 0): 1.0, (batch, gamma): tokens})[batch, gamma]
+        rows.append(
+            Pay(
+                batch=batch,
+                gamma=gamma,
+                cost=cost,
+                needed=needed[batch, gamma],
+                tokens=tokens,
+                measured=1.0 if measured is None else measured,
+            )
+        )
+    return rows
+
+
+def run_pays(run: RunData) -> list[Pay]:
+    """Return the rows of a run; [] where it has no step times or no drafts."""
+    costs = {}
+    for name in run.names():
+        if (match := COST.fullmatch(name)) and (values := run.series(name)[1]):
+            costs[int(match[1]), int(match[2])] = values[-1]
+
+    rates: list[float] = []
+    while values := run.series(f"spec/acceptance_rate/depth_{len(rates) + 1}")[1]:
+        last = values[-LAST_STEPS:]
+        rates.append(sum(last) / len(last))
+    return pays(costs, rates) if costs and rates else []
+
+
+def pays_table(run: RunData) -> str:
+    """Return the table as HTML; empty where nothing was measured."""
+    rows = run_pays(run)
+    if not rows:
+        return ""
+
+    cells = [
+        [
+            str(row.batch),
+            str(row.gamma),
+            f"{row.cost:.2f}",
+            "never" if row.needed is None else f"{row.needed:.2f}",
+            f"{row.measured:.2f}",
+            f"{row.tokens:.2f}",
+            f"{row.gain:.2f}",
+            {"pays": '<span class="good">pays</span>', "even": "even"}.get(
+                row.verdict, f'<span class="bad">{row.verdict}</span>'
+            ),
+        ]
+        for row in rows
+    ]
+    titles = [
+        "rows",
+        "gamma",
+        "cost of a step",
+        "acceptance needed",
+        "measured",
+        "tokens a step",
+        "speed",
+        "",
+    ]
+    note = (
+        "Step times are of this machine when the engine started, relative to a step without drafts. Needed: "
+        "acceptance at every depth at which drafts neither gain nor lose. Measured: of the last "
+        f"{LAST_STEPS} steps, as one rate for all depths. Speed is tokens over cost, of decoding only."
+    )
+    return (
+        '<h2 id="pays">Does drafting pay here?</h2>'
+        f'<p class="sub">{note}</p>{table(titles, cells, numeric=range(7))}'
+    )
