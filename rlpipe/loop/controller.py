@@ -43,6 +43,7 @@ from rlpipe.loop.worker_scaling import Growth
 from rlpipe.metrics.bus import NO_SPACE, MetricsBus
 from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
+from rlpipe.metrics.samples import first_sample
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.report.write import write_report
@@ -313,6 +314,8 @@ class Controller:
             if number == 0:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
+            if sample := first_sample(split, played):
+                self.bus.event("sample", step=self.version, **sample)
 
         # The score of this version decides which checkpoints `run.keep_best` retains.
         if SCORE in metrics:

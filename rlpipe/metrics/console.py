@@ -8,6 +8,7 @@ and events; computes only trends and the time left. rich is imported when the si
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,11 +27,13 @@ BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # steps in a trend
 TITLES_EVERY = 24  # rows after which the column titles are repeated
 SHOWN_EVENTS = (
+    "sample",
     "acceptance",
     "checkpoint",
     "resumed",
 )  # of level info; warnings and faults are always displayed
 REWARD = "critic/rewards/mean"
+SAMPLE_WIDTH = 100  # characters of a sample's prompt, and of its answer
 MARKS = {Level.INFO: ("·", "dim"), Level.WARNING: ("!", "yellow"), Level.FAULT: ("✗", "bold red")}
 
 
@@ -71,11 +74,27 @@ def _number(name: str, spec: str) -> Callable[[dict[str, Any]], str]:
     return cell
 
 
-def _validation(record: dict[str, Any]) -> str:
-    if record.get("val/reward") is None:
+def _validation(record: dict[str, Any], under: str = "val") -> str:
+    reward, error = record.get(f"{under}/reward"), record.get(f"{under}/reward_se")
+    if reward is None:
         return ""
-    error = record.get("val/reward_se")
-    return f"{record['val/reward']:.3f}" + ("" if error is None else f" ±{error:.3f}")
+    return f"{reward:.3f}" + ("" if error is None else f" ±{error:.3f}")
+
+
+def _validated_sets(record: dict[str, Any]) -> list[str]:
+    """Return the held-out sets of a record in the order of validation; [] if there is only one."""
+    names = [name.split("/")[1] for name in record if re.fullmatch(r"val/[^/]+/reward", name)]
+    return names if len(names) > 1 else []
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SAMPLE_WIDTH else line[: SAMPLE_WIDTH - 3] + "..."
+
+
+def _sample_text(event: dict[str, Any]) -> str:
+    prompt, answer = (_shortened(str(event.get(name, ""))) for name in ("prompt", "answer"))
+    return f'{event.get("split")}: "{prompt}" → "{answer}"  reward {event.get("reward", 0.0):.3g}'
 
 
 def _by_depth(record: dict[str, Any]) -> str:
@@ -215,6 +234,11 @@ class ConsoleSink:
             self._plain(self._line(record))
         self._rows += 1
 
+        # The column of a row has room for the primary set only.
+        if names := _validated_sets(record):
+            sets = "  ".join(f"{name} {_validation(record, f'val/{name}')}" for name in names)
+            self._detail(f"held-out: {sets}", "cyan")
+
     def event(self, event: dict[str, Any]) -> None:
         """Print warnings, faults and a few other events as a line; `phase` changes the panel."""
         if event["kind"] == "phase":
@@ -234,17 +258,15 @@ class ConsoleSink:
         text = "  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())
         if event["kind"] == "advice":
             text = str(event.get("text", ""))
+        elif event["kind"] == "sample":
+            text = _sample_text(event)
 
         if not self._fancy:
             self._plain(f"[{level}] {event['kind']}  {text}")
             return
 
-        from rich.padding import Padding
-        from rich.text import Text
-
         mark, style = MARKS[level]
-        line = Text(f"{mark} {event['kind']}  {text}", style=style, overflow="fold")
-        self._terminal.print(Padding(line, (0, 0, 0, 2), expand=False))
+        self._detail(f"{mark} {event['kind']}  {text}", style)
 
     def close(self) -> None:
         """Leave the last state of the panel on the screen, and print the outcome."""
@@ -260,6 +282,18 @@ class ConsoleSink:
         if self._step < total:
             hint = "Run the same command to continue."
             self._terminal.print(hint) if self._fancy else self._plain(hint)
+
+    def _detail(self, text: str, style: str) -> None:
+        """Print an indented line, folded on a terminal so that nothing of it is cut."""
+        if not self._fancy:
+            self._plain(f"  {text}")
+            return
+
+        from rich.padding import Padding
+        from rich.text import Text
+
+        line = Text(text, style=style, overflow="fold")
+        self._terminal.print(Padding(line, (0, 0, 0, 2), expand=False))
 
     def _enter(self, phase: str) -> None:
         self._phase, self._since = phase, time.time()
@@ -287,7 +321,14 @@ class ConsoleSink:
         # Without a baseline, a run is compared with its first validation.
         if before is None and len(self._validations) > 1:
             before = self._validations[0]["val/reward"]
-        return "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)
+        text = "   val reward " + ("" if before is None else f"{before:.3f} → ") + _validation(last)
+
+        first = self._validations[0] if len(self._validations) > 1 else {}
+        for name in _validated_sets(last):
+            reward = first.get(f"val/{name}/reward")
+            arrow = "" if reward is None else f"{reward:.3f} → "
+            text += f"   {name} {arrow}{_validation(last, f'val/{name}')}"
+        return text
 
     # --- plain -------------------------------------------------------------------------------------
 

@@ -63,6 +63,31 @@ def events(run: RunData, *, several: bool) -> str:
     return f"<details{is_open}><summary>{escape(title)}</summary>{rows_html}</details>"
 
 
+def samples(run: RunData) -> str:
+    """Build the table of what the model answered at the first and at the last validation, by held-out set."""
+    by_split: dict[str, list[dict[str, Any]]] = {}
+    for event in run.events:
+        if event.get("kind") == "sample":
+            by_split.setdefault(str(event.get("split")), []).append(event)
+    if not by_split:
+        return ""
+
+    rows = []
+    for split, answers in by_split.items():
+        first, last = answers[0], answers[-1]
+        ends = [_sample(first), _sample(last) if last is not first else "–"]
+        rows.append([escape(split.replace("_", " ")), escape(str(first.get("prompt", ""))), *ends])
+    titles = ["set", "first prompt", "at the first validation", "at the last"]
+    return f'<h2 id="samples">Samples</h2>{table(titles, rows)}'
+
+
+def _sample(event: dict[str, Any]) -> str:
+    answer = escape(str(event.get("answer", ""))).replace("\n", "<br>")
+    return (
+        f'{answer}<br><span class="from">step {event.get("step")}, reward {event.get("reward", 0):.3g}</span>'
+    )
+
+
 def all_metrics(runs: Sequence[RunData]) -> str:
     """Build the table of every metric: first and last value of one run, or the last ones of several."""
     names = sorted({name for run in runs for name in run.names()})

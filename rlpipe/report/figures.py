@@ -73,6 +73,14 @@ def splits(*runs: RunData) -> list[str]:
     return sorted(name for name in names if rewards[name] != [run.series("val/reward") for run in runs])
 
 
+def primary_split(run: RunData) -> str:
+    """Return the name of the held-out set that val/reward reports; "" when it is the only one, or unnamed."""
+    names = {n.split("/")[1] for n in run.names() if n.startswith("val/") and n.count("/") == 2}
+    others = splits(run)
+    primary = sorted(names.difference(others))
+    return primary[0] if others and primary else ""
+
+
 def _reward(runs: Sequence[RunData]) -> Figure:
     traces = []
     one = len(runs) == 1
@@ -89,7 +97,11 @@ def _reward(runs: Sequence[RunData]) -> Figure:
             if not one:
                 traces[-1]["line"] = {"color": f"${n}", "width": 1.5, "dash": "dot"}
 
-        sets = [("val", "held-out"), *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs))]
+        primary = primary_split(run).replace("_", " ")
+        sets = [
+            ("val", f"held-out: {primary}" if primary else "held-out"),
+            *((f"val/{s}", s.replace("_", " ")) for s in splits(*runs)),
+        ]
         for m, (prefix, set_name) in enumerate(sets if one else sets[:1], 1):
             traces += reward_line(run, f"{prefix}/reward", f"{label}{set_name}", colour=n + m if one else n)
 

@@ -25,7 +25,7 @@ from rlpipe.config.drafters import Drafter
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level
 from rlpipe.metrics.runs import RunData, dump, load_run
-from rlpipe.report.details import all_metrics, differences, events, settings, table
+from rlpipe.report.details import all_metrics, differences, events, samples, settings, table
 from rlpipe.report.drawing import SECTIONS, Figure
 from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
@@ -126,6 +126,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
         pays_table(runs[0]) if len(runs) == 1 else "",
         *([differences(runs)] if len(runs) > 1 else []),
         _plots(drawn, window(runs)),
+        samples(runs[0]) if len(runs) == 1 else "",
         viewer_html(trajectories),
         '<h2 id="details">Details</h2>',
         *(events(run, several=len(runs) > 1) for run in runs),

@@ -50,6 +50,44 @@ def test_off_a_terminal_there_is_one_ascii_line_per_step_without_control_codes()
     assert lines[5] == "Run the same command to continue."
 
 
+SETS = {"val/start/reward": 0.1, "val/start/reward_se": 0.02, "val/short/reward": 0.2}
+
+
+def test_every_held_out_set_is_shown_below_its_step_and_in_the_outcome() -> None:
+    console = plain()
+    sink = sink_on(console, steps=2)
+    sink.open()
+    sink.record(record(0, **{"val/reward": 0.1, **SETS}))
+    sink.record(record(2, **{"val/reward": 0.7, "val/start/reward": 0.7, "val/short/reward": 0.9}))
+    sink.close()
+    lines = shown(console).splitlines()
+    assert lines[2] == "  held-out: start 0.100 +-0.020  short 0.200"
+    assert lines[4] == "  held-out: start 0.700  short 0.900"
+    outcome = "val reward 0.100 -> 0.700   start 0.100 -> 0.700   short 0.200 -> 0.900"
+    assert lines[5].endswith(outcome)
+
+
+def test_the_only_held_out_set_is_not_repeated() -> None:
+    console = plain()
+    sink = sink_on(console, steps=0)
+    sink.open()
+    sink.record(record(0, **{"val/reward": 0.1, "val/start/reward": 0.1}))
+    sink.close()
+    assert "held-out" not in shown(console) and "start" not in shown(console)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_sample_is_one_line_of_prompt_answer_and_reward(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=300, _environ={})
+    sink = sink_on(console)
+    sink.open()
+    sample = {"split": "short", "prompt": "What is\nbread?", "answer": "Bread " * 50, "reward": 1.0}
+    sink.event({"time": 0, "kind": "sample", "level": "info", "step": 0, **sample})
+    sink.close()
+    [line] = [line for line in shown(console).splitlines() if "What is" in line]
+    assert 'short: "What is bread?"' in line and "reward 1" in line and len(line) < 300
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_record_that_says_nothing_is_no_line(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120)

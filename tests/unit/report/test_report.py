@@ -182,7 +182,7 @@ def test_the_phases_of_a_step_add_up_to_it(run: Path) -> None:
 
 def test_error_bars_are_95_percent_intervals(run: Path) -> None:
     reward = figures([load_run(run)])[0]
-    held_out = next(trace for trace in reward.traces if trace["name"] == "held-out")
+    held_out = next(trace for trace in reward.traces if trace["name"] == "held-out: known")
     bars, readings = held_out["error_y"], [(0.3, 0.03), (0.5, 0.04)]
     truth = [wilson(rate, rate * (1 - rate) / error**2) for rate, error in readings]
     assert bars["array"] == pytest.approx([i.high - i.value for i in truth])
@@ -446,3 +446,23 @@ def test_alarms_stand_at_the_top_with_their_steps(run: Path) -> None:
     page = page_of([run], run / "report.html")
     assert "Alarms of first: stall at step 3, 4, 5, 6 and 2 more." in page.text
     assert page.source.index("Alarms of") < page.source.index(">Training</h2>")
+
+
+def test_answers_of_the_first_and_the_last_validation_stand_side_by_side(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    sample = {"time": T0 + 6, "kind": "sample", "level": "info", "split": "known", "prompt": "What is <b>?"}
+    answers = [sample | {"step": step, "answer": f"answer {step}", "reward": 0.0} for step in (0, 10, 20)]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(answer) + "\n" for answer in answers)
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    table = page.split('id="samples"')[1].split("</table>")[0]
+    assert "answer 0" in table and "answer 20" in table and "answer 10" not in table
+    assert "What is &lt;b&gt;?" in table
+
+
+def test_the_primary_held_out_set_has_its_name_where_there_are_others(tmp_path) -> None:
+    run = load_run(make_run(tmp_path / "run"))
+    [reward] = [figure for figure in figures([run]) if figure.title == "Reward"]
+    names = {trace.get("name") for trace in reward.traces}
+    assert {"held-out: known", "new"} <= names

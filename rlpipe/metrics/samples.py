@@ -1,0 +1,39 @@
+"""One answer of each validated set, for people to read. No torch.
+
+Owns what the event `sample` has. The instance is the first of its set, so that the answers of one run can be
+compared: what the model wrote before training, and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from rlpipe.types import Trajectory, TrajectoryStatus
+
+_MAX_CHARACTERS = 600  # of the prompt, and of the answer
+
+
+class Sample(TypedDict):
+    """split: held-out set. prompt: of the user. answer: last turn of the model. reward: of the attempt."""
+
+    split: str
+    prompt: str
+    answer: str
+    reward: float
+
+
+def first_sample(split: str, trajectories: Sequence[Trajectory]) -> Sample | None:
+    """Return the first finished attempt of a held-out set as texts; None without one, or without texts."""
+    for trajectory in trajectories:
+        turns = trajectory.info.get("turns", [])
+        prompts = [turn["text"] for turn in turns if turn.get("role") == "user"]
+        answers = [turn["action"] for turn in turns if "action" in turn]
+        if trajectory.status is TrajectoryStatus.COMPLETE and trajectory.reward is not None and answers:
+            return Sample(
+                split=split,
+                prompt=prompts[-1][:_MAX_CHARACTERS] if prompts else "",
+                answer=answers[-1][:_MAX_CHARACTERS],
+                reward=float(trajectory.reward),
+            )
+    return None
