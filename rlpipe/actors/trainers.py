@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rlpipe.config.draft import DraftConfig
+from rlpipe.config.draft_vocab import read_draft_vocab
 from rlpipe.config.paths import resolve
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LayerSpec
@@ -16,6 +17,7 @@ from rlpipe.drafts.protocols import TrainableDraft
 from rlpipe.drafts.standalone_trainer import DraftTrainer
 from rlpipe.drafts.windows.eagle3 import window_slots
 from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
 from rlpipe.rollout.embedded.model import Model
 from rlpipe.trainer.decoupled import DecoupledTrainer
 from rlpipe.trainer.megatron import MegatronTrainer
@@ -37,9 +39,11 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
     if config.rollout.replay_routes and trainer.layers is LayerSpec.AUTO:
         trainer = replace(trainer, layers=LayerSpec.LOCAL)
 
-    draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed}
-
     # The draft belongs to the model that generates, and a co-trained draft has a separate trainer.
+    generates = resolve(config.rollout_model)
+    draft_vocab = read_draft_vocab(config.spec, generates, int(read_config(generates)["vocab_size"]))
+    draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed, "draft_vocab": draft_vocab}
+
     policy = MegatronTrainer(
         trainer,
         config.algo,

@@ -14,8 +14,7 @@ Training-time test (EAGLE-3 §3.2): deeper steps are trained on the draft's own 
 when drafting: to step 1 of the anchors up to t, and to steps 2 .. k of anchor t. No loss compares h with
 features of the target. One step is a draft trained without the test.
 
-Deviation: a token outside a reduced vocabulary has probability exp(-60) in training instead of 0, so that any
-loss is finite over the full vocabulary; the engine never drafts it.
+Deviation: a token outside a reduced vocabulary has probability exp(-60) in training (`drafts.vocabulary`).
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from torch import Tensor, nn
 from rlpipe.config.draft_vocab import choose_draft_vocab
 from rlpipe.config.eagle3 import PREFIX, Eagle3Shape, read_shape
 from rlpipe.config.run import Config
+from rlpipe.drafts.vocabulary import spread
 from rlpipe.models.rope import Rope
 from rlpipe.types import Trajectory
-
-OUTSIDE = -60.0  # log-probability of a token that the draft does not know
 
 
 class Eagle3(nn.Module):
@@ -99,12 +97,7 @@ class Eagle3(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Compute logits over the full vocabulary: [..., H] -> [..., V]."""
         known, ids = self.lm_head(self.norm(states)), self.ids
-        if ids is None:
-            return known
-
-        outside = known.float().logsumexp(-1, keepdim=True).to(known.dtype) + OUTSIDE
-        full = outside.expand(*known.shape[:-1], self.shape.vocab)
-        return full.index_copy(-1, ids, known)
+        return known if ids is None else spread(known, ids, self.shape.vocab)
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors, in float32, as SGLang and vLLM read them.

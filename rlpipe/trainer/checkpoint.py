@@ -15,7 +15,7 @@ import functools
 import queue
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,7 +30,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from rlpipe.algo.rule import CorrectionRule
-from rlpipe.models.checkpoint import read_weights, write_checkpoint
+from rlpipe.config.draft_vocab import write_table
+from rlpipe.models.checkpoint import DRAFT_VOCAB, read_weights, write_checkpoint
 from rlpipe.trainer.model import PolicyModel
 from rlpipe.trainer.optimizer import PolicyOptimizer
 from rlpipe.trainer.unpickling import nothing_executed
@@ -77,15 +78,23 @@ class Saving:
 class SavingHf:
     """An unfinished Hugging Face checkpoint of copied weights, each in its type in `like`; see `Saving`.
 
-    weights: None on a rank that does not write.
+    weights: None on a rank that does not write. draft_vocab: see `save_hf`.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor] | None, directory: Path, like: Path) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor] | None,
+        directory: Path,
+        like: Path,
+        *,
+        draft_vocab: Sequence[int] | None = None,
+    ) -> None:
         self._weights, self._directory, self._like = weights, directory, like
+        self._draft_vocab = draft_vocab
 
     def write(self) -> None:
         """Write all files. Raises OSError."""
-        save_hf(self._weights, self._directory, self._like)
+        save_hf(self._weights, self._directory, self._like, draft_vocab=self._draft_vocab)
         self._weights = None
 
     def finish(self) -> None:
@@ -167,13 +176,25 @@ def load(trainer: Resumable, directory: Path) -> None:
     _restore_random_states(common["random"])
 
 
-def save_hf(weights: Mapping[str, torch.Tensor] | None, directory: Path, like: Path) -> None:
-    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type in `like`."""
+def save_hf(
+    weights: Mapping[str, torch.Tensor] | None,
+    directory: Path,
+    like: Path,
+    *,
+    draft_vocab: Sequence[int] | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint on the rank that holds weights, each tensor in its type in `like`.
+
+    draft_vocab: tokens that the draft was trained on, written as the checkpoint's table; None for that of
+    `like`, if it has one.
+    """
     if weights is None:
         return
 
     types = {name: tensor.dtype for name, tensor in read_weights(like).items()}
     write_checkpoint(directory, {name: tensor.to(types[name]) for name, tensor in weights.items()}, like)
+    if draft_vocab is not None:
+        write_table(directory / DRAFT_VOCAB, draft_vocab)
 
 
 def _copied(planned: list[Any], staged: list[Any]) -> list[Any]:

@@ -258,6 +258,7 @@ class DraftPasses:
             tp_group=group if group.size() > 1 else None,
             normalizer=1.0,
             vocab=policy.local_vocab,
+            draft_ids=policy.local_draft_ids,
         )
 
     def _tables(
@@ -282,6 +283,7 @@ class DraftPasses:
             temperature=temperature,
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
+            draft_ids=policy.local_draft_ids,
         )
 
         # One column per depth for each statistic, nan where no token is drafted.

@@ -70,6 +70,7 @@ class MegatronTrainer:
         total_steps: int,
         adapt_only: bool = False,
         ppow: PpowConfig | None = None,
+        draft_vocab: Sequence[int] | None = None,
         seed: int = 0,
         beside: MegatronTrainer | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class MegatronTrainer:
         total_steps: batches of the run; the learning rate schedules end there.
         adapt_only: freeze everything but the draft and train it by `adapt_step`; draft.train is ignored.
         ppow: settings of draft.objective=ppow, None for the defaults. seed: of windows, drafts and uniforms.
+        draft_vocab: tokens that the draft knows (`spec.draft_vocab`), None for all.
         beside: a trainer of this process that shares its ranks and groups; close this one first.
         Raises ValueError for impossible sizes, unknown algorithm names or an unsupported checkpoint.
         """
@@ -96,6 +98,7 @@ class MegatronTrainer:
         self._config, self._algo, self._mtp, self._path = config, algo, mtp, Path(model_path)
         self._adapt_only = adapt_only
         self._temperature = 1.0  # of the current batch
+        self._draft_vocab = draft_vocab
         self._is_guest = beside is not None
         if beside is not None:
             self._runtime = beside._runtime
@@ -149,6 +152,8 @@ class MegatronTrainer:
         def load_policy() -> PolicyModel:
             model = build_model(self._hf_config, self._config, self._runtime)
             load_hf_weights(model, self._hf_config, read_weights(self._path))
+            if self._draft_vocab is not None:
+                model.draft_ids = torch.tensor(self._draft_vocab, device=self._runtime.device)
             return model
 
         self.model = load_policy()
@@ -345,7 +350,7 @@ class MegatronTrainer:
         """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
-        weights = SavingHf(self.export_weights(), Path(hf), like=self._path)
+        weights = SavingHf(self.export_weights(), Path(hf), like=self._path, draft_vocab=self._draft_vocab)
         return [begin_save(self, Path(directory)), weights]
 
     def load(self, directory: str | Path) -> None:
@@ -358,7 +363,7 @@ class MegatronTrainer:
         """Write a Hugging Face checkpoint: backbone, MTP, config, tokenizer, in the original dtypes."""
         from rlpipe.trainer.checkpoint import save_hf
 
-        save_hf(self.export_weights(), Path(directory), like=self._path)
+        save_hf(self.export_weights(), Path(directory), like=self._path, draft_vocab=self._draft_vocab)
 
     def close(self) -> None:
         """Leave the process group, unless it is another trainer's."""

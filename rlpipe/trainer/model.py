@@ -42,11 +42,13 @@ class PolicyModel(GPTModel):
     """GPTModel whose forward pass ends with hidden states; `head` makes vocabulary-parallel logits of some.
 
     vocab_real: size of the unpadded vocabulary; columns beyond it never reach a softmax.
+    draft_ids: [D] tokens that the draft knows, ascending, on the model's device; None for all.
     adapters: LoRA adapters, trained instead of the backbone (None: the full backbone is trained).
     stage_shapes: see `stages.tensors_of_stages`, which fills it.
     """
 
     vocab_real: int
+    draft_ids: torch.Tensor | None = None
     adapters: Adapters | None
     stage_shapes: list[list[tuple[str, torch.Size, torch.dtype]]] | None = None
 
@@ -103,6 +105,14 @@ class PolicyModel(GPTModel):
         """Real columns of this rank's vocabulary shard (the last shards may hold padding)."""
         shard = self.vocab_size // self.pg_collection.tp.size()
         return max(0, min(shard, self.vocab_real - self.vocab_start))
+
+    @property
+    def local_draft_ids(self) -> torch.Tensor | None:
+        """Rows of `head_weight` that the draft multiplies; None for all."""
+        if self.draft_ids is None:
+            return None
+        rows = self.draft_ids - self.vocab_start
+        return rows[(rows >= 0) & (rows < self.local_vocab)]
 
     @property
     def vocab_start(self) -> int:

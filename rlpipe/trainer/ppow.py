@@ -27,6 +27,7 @@ from rlpipe.batching.micro_batch import Branch, MicroBatch
 from rlpipe.drafts.loss import depth_targets
 from rlpipe.drafts.loss.linear import linear_draft_rows
 from rlpipe.drafts.megatron_draft import draft_step
+from rlpipe.drafts.vocabulary import spread
 from rlpipe.drafts.windows.rollout import SampledWindows
 from rlpipe.drafts.windows.selection import criticality
 from rlpipe.trainer.continuation import Continuation
@@ -101,6 +102,7 @@ class MtpWindows:
             temperature=self._temperature,
             tp_group=group if group.size() > 1 else None,
             vocab=policy.local_vocab,
+            draft_ids=policy.local_draft_ids,
         )
         return criticality(rows.target_entropy, rows.kl, policy.vocab_real).view(batch.tokens.shape)
 
@@ -123,7 +125,7 @@ class MtpWindows:
     def draft(self, tokens: torch.Tensor | None) -> torch.Tensor:
         """Compute logprobs [W, G, V] of the layer after its last tokens [W, G], None at first."""
         if tokens is None:
-            return self._logprobs(self._state)[:, None].expand(-1, self._group, -1)
+            return self._draft_logprobs(self._state)[:, None].expand(-1, self._group, -1)
 
         # The G continuations of a window share the first state, and differ from the first token on.
         state = self._state if self._depth else self._state.repeat_interleave(self._group, 0)
@@ -140,7 +142,7 @@ class MtpWindows:
         )
         self._state = states[:, 0]
 
-        return self._logprobs(self._state).unflatten(0, tokens.shape)
+        return self._draft_logprobs(self._state).unflatten(0, tokens.shape)
 
     def first(self) -> torch.Tensor:
         """Compute logprobs [W, V] of the target at the position of the first draft."""
@@ -164,6 +166,16 @@ class MtpWindows:
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute log softmax over the full vocabulary, [N, H] -> [N, V] float32; the head is a constant."""
+        return (self._logits(hidden) / self._temperature).log_softmax(-1)
+
+    def _draft_logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the same of the draft, which may know a part of the vocabulary."""
+        logits, ids = self._logits(hidden), self._policy.draft_ids
+        if ids is not None:
+            logits = spread(logits[:, ids], ids, logits.shape[1], temperature=self._temperature)
+        return (logits / self._temperature).log_softmax(-1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute logits over the full vocabulary, [N, H] -> [N, V] float32."""
         local = copy_to_tensor_model_parallel_region(hidden) @ self._policy.head_weight.detach().T
-        logits = gather_from_tensor_model_parallel_region(local)[:, : self._policy.vocab_real]
-        return (logits.float() / self._temperature).log_softmax(-1)
+        return gather_from_tensor_model_parallel_region(local)[:, : self._policy.vocab_real].float()

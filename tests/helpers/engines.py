@@ -18,11 +18,12 @@ from rlpipe.types import GenerateRequest, GenerateResult, SamplingParams
 
 @contextmanager
 def running_engine(
-    path: Path, mode: str = "rejection", gamma: int = 3, **rollout: Any
+    path: Path, mode: str = "rejection", gamma: int = 3, *, draft_vocab: str = "", **rollout: Any
 ) -> Iterator[EmbeddedEngine]:
     """An engine on the CPU (unless `device` says otherwise) that is closed at the end."""
     settings = {"max_running": 8, "max_context": 128, "device": "cpu"} | rollout
-    engine = EmbeddedEngine(RolloutConfig(**settings), SpecConfig(mode=mode, gamma=gamma), path)
+    spec = SpecConfig(mode=mode, gamma=gamma, draft_vocab=draft_vocab)
+    engine = EmbeddedEngine(RolloutConfig(**settings), spec, path)
     try:
         yield engine
     finally:

@@ -37,6 +37,7 @@ def make_trainer(
     total_steps: int = 10,
     adapt_only: bool = False,
     ppow: PpowConfig | None = None,
+    draft_vocab: Sequence[int] | None = None,
     seed: int = 0,
 ) -> MegatronTrainer:
     """A trainer with a learning rate that moves weights visibly."""
@@ -51,6 +52,7 @@ def make_trainer(
         total_steps=total_steps,
         adapt_only=adapt_only,
         ppow=ppow,
+        draft_vocab=draft_vocab,
         seed=seed,
     )
 

@@ -31,6 +31,7 @@ from rlpipe.drafts.loss.definitions import Objective
 from rlpipe.drafts.loss.rows import Backend, Measured, Rows, measure, resolve_backend
 from rlpipe.drafts.loss.stats import MtpStats
 from rlpipe.drafts.loss.torch_rows import compute_dtype
+from rlpipe.drafts.vocabulary import spread
 
 CHUNK_BYTES = {"cuda": 2**27, "cpu": 2**24}  # of draft logits held at once
 HEAD_BLOCK = 2**14  # rows of the head whose gradient is computed at once
@@ -51,6 +52,7 @@ def linear_mtp_loss(
     normalizer: float | Tensor | None = None,
     train_head: bool = False,
     vocab: int | None = None,
+    draft_ids: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, MtpStats]:
@@ -62,6 +64,8 @@ def linear_mtp_loss(
     head_weight: [V, H], a constant unless train_head. Under tensor parallelism it is this rank's shard; the
     hidden states are complete and equal on all ranks, and so is their gradient.
     vocab: rows of head_weight that are tokens, None for all; later ones pad the shard and are never sampled.
+    draft_ids: [D] int64, ascending rows of head_weight (of the shard) that the draft multiplies; it knows no
+    other token, see `drafts.vocabulary`. None for all.
     chunk_bytes: bound on the draft logits held at once, None for the device's default. For the
     others see `mtp_loss`.
     """
@@ -87,6 +91,7 @@ def linear_mtp_loss(
         group=tp_group,
         backend=resolve_backend(backend, draft_hidden),
         vocab=vocab,
+        draft_ids=draft_ids,
         chunk_bytes=chunk_bytes,
         wants_gradient=torch.is_grad_enabled(),
     )
@@ -108,6 +113,7 @@ def linear_draft_rows(
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     vocab: int | None = None,
+    draft_ids: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Rows, Tensor, Tensor]:
@@ -125,6 +131,7 @@ def linear_draft_rows(
         group=tp_group,
         backend=resolve_backend(backend, draft_hidden),
         vocab=vocab,
+        draft_ids=draft_ids,
         chunk_bytes=chunk_bytes,
         wants_gradient=False,
     )
@@ -163,6 +170,7 @@ class _Walk:
     group: dist.ProcessGroup | None
     backend: ModuleType
     vocab: int | None
+    draft_ids: Tensor | None
     chunk_bytes: int | None
     wants_gradient: bool
     anchors: list[int] = field(init=False)  # those with an unmasked row
@@ -171,15 +179,24 @@ class _Walk:
     def __post_init__(self) -> None:
         self.anchors = self.mask.any(1).nonzero().flatten().tolist()
 
+    def draft_weight(self, weight: Tensor) -> Tensor:
+        """Select the rows of the head that the draft multiplies."""
+        return weight if self.draft_ids is None else weight.detach().index_select(0, self.draft_ids)
+
     def chunks(self, draft_hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield anchors, draft logits [C, K, V], and the target's as a strided view of [C + K - 1, V]."""
         depths = draft_hidden.shape[1]
         budget = self.chunk_bytes or CHUNK_BYTES["cuda" if self.mask.is_cuda else "cpu"]
         step = max(1, budget // (depths * weight.shape[0] * draft_hidden.element_size()))
+        draft_weight = self.draft_weight(weight)
         for part in spans(self.anchors, step):
             rows = torch.arange(part.start + 1, part.stop + depths, device=weight.device)
             target = self.target_hidden[rows.clamp(max=len(self.target_hidden) - 1)] @ weight.T
-            draft = draft_hidden[part] @ weight.T
+            draft = draft_hidden[part] @ draft_weight.T
+            if self.draft_ids is not None:
+                draft = spread(
+                    draft, self.draft_ids, len(weight), temperature=self.temperature, group=self.group
+                )
             if self.vocab is not None:
                 for logits in (draft, target):
                     logits[..., self.vocab :] = -torch.inf
@@ -221,7 +238,8 @@ class _Walk:
     ) -> None:
         """Write a chunk's gradient by the hidden states; add that by the head, in float32.
 
-        inputs, grads: of hidden states and head.
+        inputs: hidden states, and the rows of the head that the draft multiplies. grads: of hidden states and
+        head.
         """
         dz = self.backend.gradient(
             logits[0],
@@ -237,11 +255,30 @@ class _Walk:
         )
 
         hidden, weight = inputs
+        if self.draft_ids is not None:
+            dz = self._by_known(dz, logits[0], measured.lse[0], self.mask[part])
+
         torch.matmul(dz, weight, out=grads[0][part])
         if grads[1] is not None:
             flat, rows = hidden[part].flatten(0, 1), dz.flatten(0, 1)
+            if self.draft_ids is not None:
+                grads[1].index_add_(0, self.draft_ids, (rows.T @ flat).to(grads[1].dtype))
+                return
             for block, columns in zip(grads[1].split(HEAD_BLOCK), rows.split(HEAD_BLOCK, dim=1), strict=True):
                 block += columns.T @ flat
+
+    def _by_known(self, dz: Tensor, draft: Tensor, lse: Tensor, mask: Tensor) -> Tensor:
+        """Compute the gradient [C, K, D] by the known logits, from that by `spread`'s.
+
+        The logits outside are log-sum-exps of the known ones: what they get is shared out as q. A softmax's
+        gradient sums to 0, so that is minus the known logits' sum.
+        """
+        known = dz[..., self.draft_ids]
+        inside = known.sum(-1, keepdim=True, dtype=lse.dtype)
+        if self.group is not None:
+            dist.all_reduce(inside, group=self.group)
+        q = (draft[..., self.draft_ids].to(lse.dtype) / self.temperature - lse[..., None]).exp()
+        return (known - q * inside).masked_fill_(~mask[..., None], 0).to(dz.dtype)
 
 
 def spans(anchors: list[int], step: int) -> Iterator[slice]:
@@ -267,6 +304,7 @@ class _LinearTotal(torch.autograd.Function):
         # Under tensor parallelism a rank's share of the hidden gradient is summed at the end.
         grad_hidden = torch.zeros_like(hidden) if needs_hidden or needs_weight else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        draft_weight = walk.draft_weight(weight) if grad_hidden is not None else weight
 
         # Most objectives need one walk: a chunk's gradient depends on its own rows.
         rows = Rows.zeros(walk.mask, compute_dtype(hidden))
@@ -279,7 +317,7 @@ class _LinearTotal(torch.autograd.Function):
                     (logits[0], logits[1]),
                     measured,
                     coefficients=walk.coefficients(measured.rows, part),
-                    inputs=(hidden, weight),
+                    inputs=(hidden, draft_weight),
                     grads=(grad_hidden, grad_weight),
                 )
 
@@ -292,7 +330,7 @@ class _LinearTotal(torch.autograd.Function):
                     (logits[0], logits[1]),
                     walk.measured(part, *logits),
                     coefficients=coefficients[:, part],
-                    inputs=(hidden, weight),
+                    inputs=(hidden, draft_weight),
                     grads=(grad_hidden, grad_weight),
                 )
         if needs_hidden and walk.group is not None:

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlpipe.config.draft_objectives import SUPERVISED, AnchorWeighting
 from rlpipe.drafts.loss import MtpStats, depth_targets, mtp_loss
 from rlpipe.drafts.loss.linear import linear_mtp_loss
+from rlpipe.drafts.vocabulary import OUTSIDE
 from tests.helpers.draft_oracle import stack_depths
 
 pytestmark = pytest.mark.unit
 HIDDEN, VOCAB, DEPTHS = 6, 40, 3
+KNOWN = [0, *range(3, 30, 2), 39]
 
 
 class Case:
@@ -60,6 +62,43 @@ class Case:
             **settings,
         )
         return loss, *torch.autograd.grad(2 * loss, [self.draft, self.weight]), stats
+
+    def reduced(self, kind, **settings):
+        """The loss of logits that are spread over the vocabulary, by autograd of all of it."""
+        known = self.draft @ self.weight[KNOWN].T
+        outside = 0.7 * ((known / 0.7).logsumexp(-1, keepdim=True) + OUTSIDE)
+        draft = torch.cat(
+            [known[..., KNOWN.index(v), None] if v in KNOWN else outside for v in range(VOCAB)], -1
+        )
+        target = self.ahead @ self.weight.detach().T
+        loss, stats = mtp_loss(kind, draft, target, mask=self.rows["mask"], **self.extra, **settings)
+        return loss, *torch.autograd.grad(loss, [self.draft, self.weight]), stats
+
+
+@pytest.mark.parametrize("kind", SUPERVISED)
+def test_a_reduced_vocabulary_equals_autograd_of_the_spread_logits(kind):
+    case, settings = Case(), {"temperature": 0.7, "anchors": AnchorWeighting.VISIT}
+    loss, by_hidden, by_weight, stats = case.reduced(kind, **settings)
+    for anchors_per_chunk in (2, 100):
+        found = case.fused(kind, anchors_per_chunk, draft_ids=torch.tensor(KNOWN), **settings)
+        assert found[0].item() == pytest.approx(loss.item(), abs=1e-12)
+        torch.testing.assert_close(found[1], 2 * by_hidden, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(found[2], 2 * by_weight, atol=1e-6, rtol=1e-5)  # summed in float32
+        for field in fields(MtpStats):
+            torch.testing.assert_close(getattr(found[3], field.name), getattr(stats, field.name))
+
+
+@pytest.mark.parametrize("kind", ["tv", "e2e_tv", "reverse_kl"])
+def test_losses_of_the_overlap_are_those_of_a_draft_that_is_zero_outside(kind):
+    """Against logits of -inf, and the gradient by the known ones alone."""
+    case, outside = Case(), torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+    outside[KNOWN] = 0
+    logits = case.draft @ case.weight.detach().T + outside, case.ahead @ case.weight.detach().T
+    loss, _ = mtp_loss(kind, *logits, mask=case.rows["mask"], **case.extra)
+    (by_hidden,) = torch.autograd.grad(loss, [case.draft])
+    found = case.fused(kind, 5, draft_ids=torch.tensor(KNOWN))
+    assert found[0].item() == pytest.approx(loss.item(), abs=1e-9)
+    torch.testing.assert_close(found[1], 2 * by_hidden, atol=1e-9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("anchors", AnchorWeighting)

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from rlpipe.config.draft_objectives import SUPERVISED
 from rlpipe.config.drafters import Drafter
 from rlpipe.config.eagle3 import Eagle3Config, Eagle3Shape
-from rlpipe.drafts.eagle3_model import OUTSIDE, Eagle3
+from rlpipe.drafts.eagle3_model import Eagle3
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.drafts.loss import mtp_loss
+from rlpipe.drafts.vocabulary import OUTSIDE
 from rlpipe.models.checkpoint import read_config
 from tests.helpers.eagle3_drafts import random_draft, write_random_draft
 from tests.helpers.tiny_checkpoint import write_random_checkpoint

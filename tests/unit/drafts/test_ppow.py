@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlpipe.config.ppow import PpowConfig
-from rlpipe.drafts.eagle3_model import OUTSIDE
 from rlpipe.drafts.objectives.ppow import group_advantages, ppow_loss
+from rlpipe.drafts.vocabulary import OUTSIDE
 from rlpipe.drafts.windows.eagle3 import learnable_kl
 from rlpipe.drafts.windows.reward import (
     acceptance_distribution,

@@ -1,0 +1,60 @@
+"""Logits over all tokens, of a draft that knows a part of the vocabulary.
+
+A token that the draft does not know has probability exp(-60) in training instead of 0, so that any loss is
+finite over the full vocabulary (a KL from the target would be infinite); an engine never drafts it. Gradients
+flow through its log-probability as through any: the forward KL pulls q to the target's distribution among the
+known tokens, times the target's mass on them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OUTSIDE = -60.0  # log-probability of a token that the draft does not know
+
+
+def spread(
+    known: Tensor,
+    ids: Tensor,
+    vocab: int,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Spread logits of the known tokens over the vocabulary; differentiable without a group.
+
+    Args:
+        known: [..., D], any float dtype.
+        ids: [D] int64, columns of the known tokens.
+        vocab: V; under tensor parallelism of this rank's shard, as D and ids are.
+        temperature: the rollout's, > 0; the log-probability outside is OUTSIDE at it.
+        group: whose ranks share the vocabulary; None where each has all of it.
+
+    Returns:
+        [..., V] in the dtype of known.
+
+    >>> logits = spread(torch.tensor([1.0, 1.0]), torch.tensor([0, 2]), 3)
+    >>> logits.softmax(-1).tolist()
+    [0.5, 4.377004094772791e-27, 0.5]
+    """
+    scaled = known.to(torch.promote_types(known.dtype, torch.float32)) / temperature
+    if group is None:
+        lse = scaled.logsumexp(-1, keepdim=True)
+    else:
+        lse = _lse_over_ranks(scaled, group)
+
+    outside = (temperature * (lse + OUTSIDE)).to(known.dtype)
+    return outside.expand(*known.shape[:-1], vocab).index_copy(-1, ids, known)
+
+
+def _lse_over_ranks(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Compute [..., 1], the log-sum-exp of shards; one of them may be empty."""
+    lowest = scaled.new_full((*scaled.shape[:-1], 1), torch.finfo(scaled.dtype).min)
+    lse = torch.cat((scaled, lowest), -1).logsumexp(-1, keepdim=True)
+    largest = lse.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shares = (lse - largest).exp()
+    dist.all_reduce(shares, group=group)
+    return largest + shares.log()
