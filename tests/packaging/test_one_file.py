@@ -1,12 +1,15 @@
-"""What CONTRIBUTING promises: an objective, a drafter, an engine or a transport is a file or two and rows."""
+"""What CONTRIBUTING promises: a new one of each kind of thing is a file or two and rows."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
 from tests.helpers.cli import ROOT, SMALL, environment
 from tests.helpers.tiny_checkpoint import write_random_checkpoint
 
@@ -295,6 +298,80 @@ assert check().passed
 server.weights["model.norm.weight"] = weights["model.norm.weight"] + 1
 assert check().target == ["model.norm.weight"]
 """
+
+FAMILY = """
+from rlpipe.models.base import Family
+FAMILY = Family(name="biased", qkv_bias=True, output_bias=False)
+"""
+FAMILY_ROWS = {
+    "models/__init__.py": [
+        ("from rlpipe.models.base import", "from rlpipe.models import biased"),
+        ('    "deepseek_v3": ', '    "biased": biased.FAMILY,'),
+    ]
+}
+SAME = """
+import sys
+from rlpipe.config.rollout import RolloutConfig
+from rlpipe.config.spec import SpecConfig
+from rlpipe.rollout.embedded import EmbeddedEngine
+from tests.helpers.engines import generate, request
+outputs = []
+for model in sys.argv[1:]:
+    config = RolloutConfig(max_running=8, max_context=128, device="cpu")
+    engine = EmbeddedEngine(config, SpecConfig(mode="none"), model)
+    outputs += generate(engine, request(1, [5, 9, 2, 33], max_new_tokens=24, temperature=0.0))
+    engine.close()
+assert outputs[0].output_ids.tolist() == outputs[1].output_ids.tolist()
+assert outputs[0].logprobs.tolist() == outputs[1].logprobs.tolist()
+"""
+
+ENVIRONMENT_EDITS = {
+    "rlpipe/config/env.py": {'    TOOLS = "tools"': '    SPELLING = "spelling"\n    TOOLS = "tools"'},
+    "rlpipe/envs/__init__.py": {
+        "# Sandboxes and data sets are": (
+            "def _make_spelling(config: EnvConfig, seed: int) -> Suite:\n"
+            "    from rlpipe.envs.spelling import make_suite\n\n    return make_suite(config, seed)\n\n\n"
+            "# Sandboxes and data sets are"
+        ),
+        "    EnvName.TOOLS: ": (
+            "    EnvName.SPELLING: Environment(check=lambda config: None, make=_make_spelling),\n"
+            "    EnvName.TOOLS: "
+        ),
+    },
+}
+PLAY = """
+import rlpipe
+from rlpipe.envs import check_environment, make_suite
+config = rlpipe.compose(["+recipe=reasoning_rl", "env=spelling", "+env.options.held_out=7"])
+check_environment(config.env)
+suite = make_suite(config.env, seed=3)
+assert list(suite.splits()) == ["held_out"] and len(suite.instance_ids("held_out")) == 7
+word = suite.instance_ids("train")[0]
+for answer, reward in ((word[::-1], 1.0), ("", 0.0)):
+    episode = suite.episode(word)
+    assert word in episode.messages()[0]["content"]
+    step = episode.step(answer)
+    assert step.done and step.reward == reward
+"""
+
+METRIC_ROW = {
+    "metrics/catalogue.toml": [
+        (
+            '  ["critic/score", ',
+            '  ["critic/surprise", "average", "1", "Share of rewards that nobody foresaw."],',
+        )
+    ]
+}
+EMIT = """
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.values import Mean
+with MetricsBus([]) as bus:
+    for value, weight in ((0.5, 1), (0.8, 2)):
+        bus.emit(1, {"critic/surprise": Mean(value * weight, weight)})
+    record = bus.commit(1)
+assert abs(record["critic/surprise"] - 0.7) < 1e-9, record
+"""
+PAGE = "import runpy; runpy.run_module('rlpipe.metrics.names', run_name='__main__')"
 RUN = "import sys; from rlpipe.cli.run import main; sys.exit(main())"
 
 
@@ -399,3 +476,40 @@ def test_a_file_a_name_and_a_row_are_a_weight_transport(package):
     edit(package, TRANSPORT_EDITS)
     done = run(package, SEND, model)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_and_a_row_are_a_model_family(package):
+    """A checkpoint of Qwen2 under the new name decodes as under its own."""
+    known = write_random_checkpoint(package / "known", "qwen2")
+    named = package / "named"
+    shutil.copytree(known, named)
+    (named / "config.json").write_text(json.dumps(read_config(known) | {"model_type": "biased"}))
+    with pytest.raises(ValueError, match="model_type='biased' is not supported"):
+        read_architecture(read_config(named))
+    (package / "rlpipe/models/biased.py").write_text(FAMILY)
+    add_rows(package, FAMILY_ROWS)
+    done = run(package, SAME, str(known), str(named))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_a_name_a_row_and_a_group_of_settings_are_an_environment(package):
+    """That of docs/own_environment.md, shipped: it is chosen by env=NAME and reads its options."""
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/own_environment.md").read_text(), flags=re.DOTALL
+    )
+    shutil.copytree(ROOT / "configs", package / "configs")
+    assert "spelling" in run(package, PLAY).stderr
+    (package / "rlpipe/envs/spelling.py").write_text(code)
+    (package / "configs/env/spelling.yaml").write_text("# @package env\nname: spelling\nmax_turns: 1\n")
+    edit(package, ENVIRONMENT_EDITS)
+    done = run(package, PLAY)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_row_is_a_metric(package):
+    """It is reduced by its kind and stands on the page; without the row its name is refused."""
+    assert "critic/surprise" in run(package, EMIT).stderr
+    add_rows(package, METRIC_ROW)
+    done = run(package, EMIT)
+    assert done.returncode == 0, done.stderr
+    assert "`critic/surprise`" in run(package, PAGE).stdout
