@@ -6,7 +6,7 @@
     measure.py  in a scheduler: entropy and log-probability of each token, from the logits it was sampled from
     width.py    in a scheduler, where spec.adaptive=true: how many tokens each step drafts
     attention.py  in a scheduler on a CPU: attention from the queries of a step alone
-    cpu.py      in a scheduler on a CPU: what DeepSeek-V3 and the drafts of mixtures need there
+    cpu.py      on a CPU: processes are forked; in a scheduler, what DeepSeek-V3 and drafts of mixtures need
     routes.py   in a scheduler: memory for the experts that read each token, on a CPU
     pack.py     in the HTTP process: both as packed float32 in the answer
 

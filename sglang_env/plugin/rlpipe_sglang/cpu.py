@@ -1,11 +1,33 @@
-"""What keeps SGLang's own classes of DeepSeek-V3 and GLM-4.5 from running on a CPU."""
+"""On a CPU: processes that start sooner, and what DeepSeek-V3 and GLM-4.5 need in SGLang's own classes."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def forked(original: Callable, server_args: Any) -> None:
+    """AROUND `_set_envs_and_config`: fork the scheduler and the detokenizer.
+
+    SGLang spawns them, as CUDA survives no fork. Each then imports again what this process has imported,
+    which is most of a start on a CPU. With a NUMA node they have to be spawned: numactl is their executable.
+    """
+    original(server_args)
+    if server_args.numa_node is not None:
+        return
+    multiprocessing.set_start_method("fork", force=True)
+    os.register_at_fork(after_in_child=_load_plugins_again)
+
+
+def _load_plugins_again() -> None:
+    """Have a forked process load its plugins: its functions are others than its parent's."""
+    from sglang.srt import plugins
+
+    plugins._plugins_loaded = False
 
 
 def handler(original: Callable, registry: type, backend: str) -> Callable:

@@ -111,6 +111,7 @@ ADAPTIVE = (  # where spec.adaptive=true
 _HANDLERS = "models.deepseek_common.attention_backend_handler"
 _SHARED = "ForCausalLM.set_embed_and_head"
 CPU = (  # where a server has no GPU
+    Hook("http", "entrypoints.engine:_set_envs_and_config", "b3ddd8a51c625a11", cpu.forked),
     Hook("scheduler", f"{_HANDLERS}:AttentionBackendRegistry.get_handler", "b2cf2a026397b847", cpu.handler),
     Hook("scheduler", "layers.rotary_embedding.factory:get_rope_cpu", "e4dff05bd224a89b", cpu.rotary),
     Hook("scheduler", f"models.deepseek_v2:DeepseekV2{_SHARED}", "3438d8ef569c0d5f", cpu.shared),
@@ -137,6 +138,7 @@ def load() -> None:
         return
     hooks = HOOKS + (ADAPTIVE if width.ASKED in os.environ else ()) + (CPU if _ON_CPU in os.environ else ())
     hooks = [hook for hook in hooks if hook.role == role]
+    report.clear()  # a forked process has that of its parent
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]
     report[role] = f"SGLang has changed: {', '.join(changed)}" if changed else "ok"
     for hook in hooks:
