@@ -307,6 +307,7 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
     """Report the memory of a run with these settings, by process, and whether it would be refused here."""
     from rlpipe.cli.run import check_before, config_of
     from rlpipe.launch import check_run_directory, check_task
+    from rlpipe.preflight.learning_rate import rate_note
     from rlpipe.preflight.memory_estimate import estimate, gpu_bytes
     from rlpipe.preflight.object_store import store_memory
     from rlpipe.preflight.settings import check
@@ -320,6 +321,9 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
             if memory is None:
                 continue
             yield Finding(level=Level.INFO, name="memory", found=str(memory))
+
+        if note := rate_note(config):
+            yield Finding(level=Level.WARN, name="learning rate", found=note)
 
         check_before(config)
         check_task(config)

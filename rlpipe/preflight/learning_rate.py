@@ -1,0 +1,41 @@
+"""A note where `trainer.lr` is far from what models of that size are trained with; refuses nothing.
+
+The usual rate is a power law through the rows of docs/your_model.md for all weights under AdamW, which it
+meets within a factor of four: 2e-4 at 2.4M parameters, 2e-5 at 135M, 1e-6 at 7B.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from rlpipe.config.paths import resolve
+from rlpipe.config.run import Config, Task
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
+
+FAR = 10.0  # times the usual rate, or a tenth of it
+
+
+def usual_rate(parameters: int) -> float:
+    """Return the learning rate that is usual for a model of that size.
+
+    >>> f"{usual_rate(135_000_000):.0e}, {usual_rate(7_000_000_000):.0e}"
+    '2e-05, 2e-06'
+    """
+    return 2e-5 * (135e6 / parameters) ** 0.65
+
+
+def rate_note(config: Config) -> str:
+    """Return a sentence about a learning rate far from the usual one; empty for any other, or for LoRA."""
+    if config.task is not Task.RL or config.trainer.lora.active:
+        return ""
+
+    arch = read_architecture(read_config(resolve(config.model.path)))
+    parameters = sum(prod(shape) for shape in arch.weight_shapes(mtp=False).values())
+    usual, rate = usual_rate(parameters), config.trainer.lr
+    if usual / FAR <= rate <= usual * FAR:
+        return ""
+    return (
+        f"trainer.lr={rate:g}, and models of {parameters / 1e6:,.0f}M parameters are usually trained with "
+        f"about {usual:.0e} (docs/your_model.md, section 6)"
+    )
