@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlpipe.envs.base import StepResult
-from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.chat import ChatFormat, read_tokenizer
 from rlpipe.types import FinishReason, GenerateResult, SpecCounts, Trajectory
 
 if TYPE_CHECKING:
@@ -45,10 +45,8 @@ class ConversationFormat:
     """Conversations to trajectories, by the chat template of a checkpoint."""
 
     def __init__(self, path: str | Path) -> None:
-        from transformers import AutoTokenizer
-
         self._chat = ChatFormat.from_pretrained(path)
-        self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        self._tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
 
     def trajectory(self, messages: list[Message], name: str, max_context: int) -> Trajectory:
         """Convert one conversation, cut to `max_context` tokens; its reward means nothing."""

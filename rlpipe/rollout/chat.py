@@ -21,6 +21,22 @@ Message = dict[str, str]
 Tools = Sequence[dict[str, Any]]
 
 
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a checkpoint directory.
+
+    transformers takes a class by the model's type, and warns at each load of a type that it does not know,
+    such as mimo. It then goes on with a config without a type, which is passed here from the start.
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    file = Path(path) / "config.json"
+    model = json.loads(file.read_text()) if file.is_file() else {}
+    if not model or model.get("model_type") in CONFIG_MAPPING_NAMES:
+        return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
+
+
 class ChatFormat:
     """The chat template of one tokenizer.
 
@@ -58,12 +74,10 @@ class ChatFormat:
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ChatFormat:
         """Read a checkpoint directory's tokenizer; generation_config may name further stop tokens."""
-        from transformers import AutoTokenizer
-
         file = Path(path) / "generation_config.json"
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        return cls(AutoTokenizer.from_pretrained(path), stops)
+        return cls(read_tokenizer(path), stops)
 
     def initial(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the full prompt of a first turn, generation prompt included. tools: see `check_tools`."""

@@ -33,7 +33,7 @@ MODELS = {
     "MiMo-7B-RL": {"model_type": "mimo", "vocab_size": 151680, "hidden_size": 4096, "head_dim": 128}
     | {"intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32}
     | {"num_key_value_heads": 8, "num_nextn_predict_layers": 1, "attention_bias": True}
-    | {"max_position_embeddings": 32768},
+    | {"max_position_embeddings": 32768, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}},
     "Qwen3-30B-A3B": QWEN  # a test of an estimator that quotes the file of huggingface.co
     | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
     | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}

@@ -25,7 +25,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.sglang import WeightTransfer
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.drafts.kinds import DRAFTERS
-from rlpipe.models import family_of
+from rlpipe.models import family_of, read_architecture
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.rollout.sglang.routes import check_routes
@@ -64,6 +64,17 @@ def check_supported(
         raise ValueError(
             f"{str(model_path)!r} is of type {name!r}, for which SGLang has no class. Use the checkpoint "
             f"that it was cut from, of type {name.removesuffix('_text')!r}: its text alone is trained."
+        )
+    if name == "mimo" and "auto_map" not in target and not spec.needs_draft:
+        raise ValueError(
+            f"{str(model_path)!r} is of type 'mimo', which the server's transformers does not know, and "
+            'brings no code for it (auto_map). Set model_type to "qwen2" in its config.json, with '
+            'architectures ["MiMoForCausalLM"]: the weights are the same. Or set rollout=embedded.'
+        )
+    if target.get("architectures") == ["MiMoForCausalLM"] and not read_architecture(target).qkv_bias:
+        raise ValueError(
+            f"{str(model_path)!r} has no biases on query, key and value, and SGLang's class for MiMo reads "
+            "them: add biases of zero and set attention_bias to true, or set rollout=embedded."
         )
     if not on_gpu and target.get("linear_num_key_heads"):
         raise ValueError(

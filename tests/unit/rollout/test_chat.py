@@ -1,9 +1,12 @@
 """Token ids between turns, checked against rendering and encoding the whole conversation at once."""
 
+import json
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlpipe.config.paths import resolve
 from rlpipe.rollout.chat import ChatFormat
 
 pytestmark = pytest.mark.unit
@@ -121,3 +124,20 @@ def test_from_pretrained_reads_further_stop_tokens_from_the_generation_config(ti
     tiny.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert ChatFormat.from_pretrained(tmp_path).stop_token_ids[-2:] == (3, 4)
+
+
+def test_a_model_of_a_type_that_transformers_does_not_know_is_read_without_a_warning(tmp_path, monkeypatch):
+    from transformers import configuration_utils
+
+    shipped = resolve("shipped:models/tiny")
+    for file in shipped.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_text(file.read_text())
+    config = json.loads((shipped / "config.json").read_text()) | {"model_type": "mimo"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    warnings = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", lambda *args, **kwargs: warnings.append(args))
+    messages = [{"role": "user", "content": "Which file?"}]
+    ids = ChatFormat.from_pretrained(tmp_path).initial(messages)
+    assert ids == ChatFormat.from_pretrained(shipped).initial(messages) and warnings == []

@@ -116,6 +116,32 @@ def supported(path, on_gpu=False, plugin=True, **spec):
     check_supported(RolloutConfig(sglang=sglang), SpecConfig(**spec), path, on_gpu=on_gpu)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mimo"}, r"type 'mimo'.*model_type to \"qwen2\""),
+        ({"model_type": "mimo", "attention_bias": False, "auto_map": {"AutoConfig": "x.y"}}, "no biases"),
+        ({"attention_bias": False}, "no biases"),
+    ],
+)
+def test_a_mimo_that_the_server_cannot_load_is_refused_before_its_start(tmp_path, changes, message):
+    model = write_random_checkpoint(tmp_path / "model", "mimo")
+    file = model / "config.json"
+    shipped = file.read_text()
+    supported(model)
+    file.write_text(json.dumps(json.loads(shipped) | changes))
+    with pytest.raises(ValueError, match=message):
+        supported(model)
+
+
+def test_a_released_mimo_brings_the_code_for_its_type(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", "mimo")
+    file = model / "config.json"
+    released = {"model_type": "mimo", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | released))
+    supported(model)
+
+
 def test_modes_sglang_does_not_have_are_refused(tmp_path):
     model = write_random_checkpoint(tmp_path / "model")
     for mode in ("none", "rejection", "target_only", "greedy"):
