@@ -6,7 +6,8 @@ One prompt of a random model of six tokens whose law over the next three is enum
 asks for --copies turns of four tokens, so that all three follow a verify step. Scores are standard normal, by
 depth and for all three together: the largest is above 4.1 once in 10,000 runs of a right server (alpha 1e-4
 over four). Power: the same turns judged by the law at a temperature of 1 + --off must score above that.
-With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, in place of the MTP layer.
+With --reduced an EAGLE-3 draft drafts that knows four of the six tokens, in place of the MTP layer; with
+--draft-vocab the MTP layer drafts among those four (`spec.draft_vocab`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness import bench_parser, load_average, provenance, write_result
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from rlpipe.config.draft_vocab import write_table  # noqa: E402
 from rlpipe.config.drafters import Drafter  # noqa: E402
 from rlpipe.config.rollout import RolloutConfig  # noqa: E402
 from rlpipe.config.spec import SpecConfig  # noqa: E402
@@ -60,6 +62,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--off", type=float, default=0.0, help="0: 16 / sqrt(turns)")
     parser.add_argument("--reduced", action="store_true", help="an EAGLE-3 draft that knows four tokens")
+    parser.add_argument("--draft-vocab", action="store_true", help="the MTP layer drafts among four tokens")
     parser.add_argument("--stock", action="store_true", help="a server without rlpipe's plugin")
     given, load = parser.parse_args(), load_average()
     count = -(-given.tokens // DEPTH)
@@ -73,6 +76,9 @@ def main() -> int:
         if given.reduced:
             spec.drafter = Drafter.EAGLE3
             spec.draft_path = str(write_random_draft(Path(folder) / "draft", model, ids=KNOWN, layers=READ))
+        if given.draft_vocab:
+            write_table(table := Path(folder) / "table.json", KNOWN)
+            spec = SpecConfig(mode=given.mode, gamma=DEPTH, draft_vocab=str(table))
         engine = SglangEngine(config, spec, model, log_dir=Path(folder))
         started = time.monotonic()
         try:
@@ -87,6 +93,7 @@ def main() -> int:
         "mode": given.mode,
         "plugin": not given.stock,
         "reduced": given.reduced,
+        "draft_vocab": given.draft_vocab,
         "tokens": tokens.size,
         "seconds": round(seconds, 1),
         "largest_score": round(max(scores), 3),

@@ -28,11 +28,13 @@ def check_trained(config: Config, target: HfConfig) -> None:
 
 
 def check_sglang(spec: SpecConfig, target: HfConfig, sglang: SglangConfig) -> None:
-    """Refuse a draft vocabulary, which SGLang does not read yet."""
-    if spec.draft_vocab:
+    """Refuse a draft vocabulary without rlpipe's plugin, or over several devices."""
+    if spec.draft_vocab and (sglang.tp > 1 or not sglang.plugin):
         raise ValueError(
-            f"spec.draft_vocab={spec.draft_vocab!r}: drafts over a part of the vocabulary run in the "
-            "embedded engine. Set spec.draft_vocab='', or rollout=embedded."
+            f"spec.draft_vocab={spec.draft_vocab!r} with rollout.sglang.tp={sglang.tp}, "
+            f"rollout.sglang.plugin={sglang.plugin}: SGLang copies the rows of the head once, at its start, "
+            "and rlpipe's plugin at each update, on one device. Set tp=1 and plugin=true, "
+            "spec.draft_vocab='', or rollout=embedded."
         )
 
 

@@ -176,10 +176,13 @@ def context_length(rollout: RolloutConfig, spec: SpecConfig) -> int:
     return rollout.max_context + (spec.gamma + 1 if spec.mode is not SpecMode.NONE else 0) + 1
 
 
-def server_environment(rollout: RolloutConfig, *, on_gpu: bool, adaptive: bool = False) -> dict[str, str]:
+def server_environment(
+    rollout: RolloutConfig, *, on_gpu: bool, adaptive: bool = False, draft_vocab: Path | None = None
+) -> dict[str, str]:
     """Return the server's environment variables: those of this process, except its interpreter's.
 
     adaptive: whether the server chooses the number of drafts.
+    draft_vocab: file with the tokens that it drafts among; None for all.
     """
     interpreter = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE", "TRITON_INTERPRET")
     variables = {name: value for name, value in os.environ.items() if name not in interpreter}
@@ -189,6 +192,8 @@ def server_environment(rollout: RolloutConfig, *, on_gpu: bool, adaptive: bool =
     variables |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # max_context plus the drafts
     if adaptive:
         variables |= {"RLPIPE_GAMMA": str(Path(gamma.__file__))}
+    if draft_vocab is not None:
+        variables |= {"RLPIPE_DRAFT_VOCAB": str(draft_vocab)}
     if not on_gpu:
         variables |= {
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -239,7 +244,10 @@ def check_server_info(info: Mapping[str, Any], rollout: RolloutConfig, spec: Spe
             "rollout.sglang.extra_arguments."
         )
     if rollout.sglang.plugin:
-        _require_plugin(info.get("internal_states") or [{}])
+        states = info.get("internal_states") or [{}]
+        _require_plugin(states)
+        if spec.draft_vocab and spec.needs_mtp:
+            _require_draft_vocab(states, spec.draft_vocab)
 
 
 def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
@@ -252,3 +260,12 @@ def _require_plugin(states: Sequence[Mapping[str, Any]]) -> None:
                     f"{status or 'it did not load, see the log of the server (is SGLANG_PLUGINS set?)'}. Set "
                     "rollout.sglang.plugin=false to do without it: entropies are estimates then."
                 )
+
+
+def _require_draft_vocab(states: Sequence[Mapping[str, Any]], table: str) -> None:
+    """Refuse a server that drafts among all tokens. states: one per scheduler; table: the setting."""
+    if not all((state.get("rlpipe_plugin") or {}).get("draft_vocab") for state in states):
+        raise RuntimeError(
+            f"spec.draft_vocab={table!r}, and the SGLang server drafts among all tokens: see its log. Set "
+            "spec.draft_vocab='' to do without a table."
+        )

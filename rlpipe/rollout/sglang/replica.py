@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from rlpipe.config.draft_vocab import table_path
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import read_weights
@@ -360,9 +361,16 @@ class Replica:
                 command += ["--speculative-adaptive", "--speculative-adaptive-config", widths.name]
             settings.write(f"api-key: '{key}'\n")
             settings.flush()
+            reads_table = spec.draft_vocab and spec.needs_mtp
+            table = table_path(spec, self._model_path) if reads_table else None
             self._server = server = ServerProcess(
                 [str(self._environment.python), *command, "--config", settings.name],
-                arguments.server_environment(config, on_gpu=on_gpu, adaptive=spec.adaptive),
+                arguments.server_environment(
+                    config,
+                    on_gpu=on_gpu,
+                    adaptive=spec.adaptive,
+                    draft_vocab=table,
+                ),
                 self._log_dir / f"sglang-{port}.log",
             )
             self._client = client = SglangClient(url, sglang.request_timeout, key=key)

@@ -8,7 +8,8 @@ The temperature is applied here and never again. SGLang's `draft_probs` holds z 
 after a prefill (`renorm_draft_probs`, then `fast_sample`) and a draft step (`sample_draft_proposal`), so that
 rows of both can be merged. Only `verify.sampled` reads it. A request with a seed is drawn by SGLang.
 
-Most public EAGLE-3 drafts know K < V of the target's tokens. SGLang refuses them under rejection sampling,
+Most public EAGLE-3 drafts know K < V of the target's tokens, as an MTP layer may (`vocabulary`). SGLang
+refuses them under rejection sampling,
 since verification needs q of all V. Here X is drawn among the K and z is -inf for the others (`whole`), so a
 token that the draft does not know is never drafted and comes from the residual: the target's law is kept.
 
@@ -23,6 +24,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from rlpipe_sglang import vocabulary
 
 failed: list[str] = []  # why torch runs in place of the kernels on this process's GPU
 
@@ -42,7 +45,10 @@ def keeps_logits() -> bool:
 
 
 def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> None:
-    """AROUND `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids, and last refuses K < V."""
+    """AROUND `EagleDraftWorker.alloc_memory_pool`, which reads the draft's ids, and last refuses K < V.
+
+    An MTP layer's ids are set when SGLang has refused nothing.
+    """
     from sglang.srt.runtime_context import get_spec
 
     try:
@@ -50,6 +56,8 @@ def allocated(original: Callable, worker: Any, *memory: Any, **named: Any) -> No
     except ValueError:
         if getattr(worker, "hot_token_id", None) is None or not keeps_logits():
             raise
+    else:
+        vocabulary.installed(worker)
     if worker.hot_token_id is not None and get_spec().speculative_use_rejection_sampling:
         Known.ids, Known.size = worker.hot_token_id.long(), worker.target_worker.model_config.vocab_size
 

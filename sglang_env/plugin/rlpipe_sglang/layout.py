@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlpipe_sglang import vocabulary
+
 
 def told(result: dict[str, Any], checker: Any, *_: Any, **__: Any) -> None:
     """AFTER `WeightChecker._compute_checksum`: add dtype and shape to each hash."""
     tensors, hashes = dict(checker._model_state()), result["checksums"]
+    vocabulary.checked(hashes)
     for name, hashed in hashes.items():
         hashes[name] = f"{hashed} {described(tensors[name])}"
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlpipe_sglang import attention, cpu, drafts, layout, measure, pack, routes, verify, width
+from rlpipe_sglang import attention, cpu, drafts, layout, measure, pack, routes, verify, vocabulary, width
 
 REPORT = "rlpipe_plugin"
 _ON_CPU = "SGLANG_USE_CPU_ENGINE"
@@ -49,7 +49,8 @@ class Hook(NamedTuple):
 
 def told_by_scheduler(result: Any, *_: Any) -> None:
     """AFTER a scheduler's `get_internal_state`: add what became of its hooks, and who judged drafts."""
-    result.internal_state[REPORT] = report | {"judged": dict(verify.judged)}
+    known = [len(head.ids) for head in vocabulary.cut_heads]
+    result.internal_state[REPORT] = report | {"judged": dict(verify.judged), "draft_vocab": known}
 
 
 async def told_by_http(original: Callable, manager: Any) -> list[dict[str, Any]]:
@@ -108,6 +109,18 @@ ADAPTIVE = (  # where spec.adaptive=true
     ),
     Hook("http", f"{_MANAGER}._calculate_spec_decoding_metrics", "8f1657dbeea4ba06"),
 )
+_UPDATER = "managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_PROCESSOR = "layers.logits_processor:LogitsProcessor"
+_RECORDED = "record_weight_version_after_update"
+CUT = (  # where spec.draft_vocab names a table
+    Hook("scheduler", f"{_UPDATER}.{_RECORDED}", "449301bf5d5a1860", vocabulary.updated, "after"),
+    Hook("scheduler", f"{_UPDATER}.update_weights_from_tensor", "7ffddf6f5fef887d"),
+    Hook("scheduler", f"{_UPDATER}.update_weights_from_distributed", "aea7a898d7666ec9"),
+    Hook("scheduler", f"{_UPDATER}.update_weights_from_disk", "7dea681e1eed3a25"),
+    Hook("scheduler", f"{_DRAFT}.init_lm_head", "a2232462de7a2a21"),
+    Hook("scheduler", f"{_PROCESSOR}._get_logits", "565c058034e5f7e2"),
+    Hook("scheduler", f"{_PROCESSOR}._compute_lm_head", "c5062fc225cae30d"),
+)
 _HANDLERS = "models.deepseek_common.attention_backend_handler"
 _SHARED = "ForCausalLM.set_embed_and_head"
 CPU = (  # where a server has no GPU
@@ -136,7 +149,8 @@ def load() -> None:
         role = "scheduler"
     else:
         return
-    hooks = HOOKS + (ADAPTIVE if width.ASKED in os.environ else ()) + (CPU if _ON_CPU in os.environ else ())
+    asked = {width.ASKED: ADAPTIVE, vocabulary.ASKED: CUT, _ON_CPU: CPU}
+    hooks = [*HOOKS, *(hook for name, more in asked.items() if name in os.environ for hook in more)]
     hooks = [hook for hook in hooks if hook.role == role]
     report.clear()  # a forked process has that of its parent
     changed = [hook.place for hook in hooks if digest(hook) != hook.source]

@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models.checkpoint import read_config
 from rlpipe.preflight.settings import check_sglang
 from rlpipe.rollout.sglang import server
@@ -300,6 +302,20 @@ def test_the_servers_environment_leaves_our_interpreter_behind(monkeypatch):
     assert off["PYTHONPATH"] == str(SERVED)
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(RolloutConfig(), on_gpu=True)
+    assert "RLPIPE_DRAFT_VOCAB" not in variables
+    table = server_environment(RolloutConfig(), on_gpu=False, draft_vocab=Path("table.json"))
+    assert table["RLPIPE_DRAFT_VOCAB"] == "table.json"
+
+
+def test_a_draft_over_a_part_of_the_vocabulary_needs_the_plugin_on_one_device():
+    spec = SpecConfig(draft_vocab="checkpoint")
+    for sglang in (SglangConfig(plugin=False), SglangConfig(tp=2)):
+        with pytest.raises(ValueError, match=r"spec.draft_vocab='checkpoint'.*tp=1 and plugin=true"):
+            DRAFTERS[spec.drafter].check_sglang(spec, {}, sglang)
+    with pytest.raises(RuntimeError, match="drafts among all tokens"):
+        check_server_info(GOOD, RolloutConfig(), spec)
+    state = {"rlpipe_plugin": GOOD["internal_states"][0]["rlpipe_plugin"] | {"draft_vocab": [4]}}
+    check_server_info(GOOD | {"internal_states": [state]}, RolloutConfig(), spec)
 
 
 GOOD = {
