@@ -1,0 +1,241 @@
+"""How fast, and how well, does rlpipe train a real model against TRL's GRPOTrainer?
+
+Every arm trains the same checkpoint on the prompts and scores of recipes/smollm_rl, with as many prompts,
+attempts, tokens, threads, and the same learning rate: `rlpipe` with the recipe's settings, `trl_bf16` with
+weights in bfloat16, `trl_autocast` with weights in float32 and products in bfloat16, `trl_fp32`. Everything
+else is each side's default. Neither drafts. Arms run in turns, one run of each per seed, in an order that is
+reversed for every other seed. TRL runs in an environment of its own (`--trl-python`).
+
+Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks: at equal
+steps, and at equal minutes of training, that is at those of the faster arm's end, interpolated linearly
+between the slower one's measurements. Sampling held-out answers is not part of the minutes.
+
+    python scripts/bench/against_trl.py --json OUT --model DIR --trl-python VENV/bin/python \
+        [--arms rlpipe trl_bf16] [--steps 40] [--val-every 5] [--val-instances 60] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, bench_parser, load_average, provenance, spread, table, take_turns, write_result
+
+Run = dict[str, Any]  # steps: a record of each; held_out: measurements
+TRL_ARMS = ("trl_bf16", "trl_autocast", "trl_fp32")
+WARM_UP = 1  # steps
+HELD_OUT, TRAIN = 100, 400  # prompts of each task, as in the suite
+TASKS = ("start", "short", "keywords", "largest")
+
+
+def run_rlpipe(settings: argparse.Namespace, seed: int) -> Run:
+    """Train with the command line, and read its metrics."""
+    with tempfile.TemporaryDirectory() as directory:
+        overrides = [
+            "+recipe=smollm_rl",
+            f"model.path={settings.model.resolve()}",
+            "spec.mode=none",
+            f"+env.options={{train: {TRAIN}, held_out: {HELD_OUT}}}",
+            f"pipeline.prompts_per_step={settings.prompts}",
+            f"pipeline.group_size={settings.group}",
+            f"rollout.max_new_tokens={settings.max_new_tokens}",
+            f"rollout.threads={settings.threads}",
+            f"trainer.threads={settings.threads}",
+            f"trainer.lr={settings.lr}",
+            f"trainer.warmup_steps={settings.warmup_steps}",
+            f"trainer.beta2={settings.beta2}",
+            f"val.every={settings.val_every}",
+            f"val.instances={settings.val_instances}",
+            f"run.steps={settings.steps}",
+            f"run.seed={seed}",
+            f"run.dir={directory}/run",
+            "metrics.wandb=off",
+            "metrics.report=false",
+        ]
+        _call([sys.executable, "-m", "rlpipe.run", *overrides])
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+    return from_metrics([json.loads(line) for line in lines])
+
+
+def from_metrics(records: Sequence[dict[str, Any]]) -> Run:
+    """Return a run from the records of `metrics.jsonl`."""
+    run: Run = {"steps": [], "held_out": []}
+    names = {
+        "reward": "critic/rewards/mean",
+        "response_tokens": "response_length/mean",
+        "entropy": "actor/entropy",
+    }
+    for record in records:
+        if "timing_s/step" in record:
+            step = {"seconds": record["timing_s/step"]}
+            run["steps"].append(step | {key: record[name] for key, name in names.items() if name in record})
+
+        rewards = {task: record[f"val/{task}/reward"] for task in TASKS if f"val/{task}/reward" in record}
+        if rewards:
+            seconds = sum(step["seconds"] for step in run["steps"])
+            run["held_out"].append(
+                {"step": len(run["steps"]), "training_seconds": seconds, "reward": rewards}
+            )
+    return run
+
+
+def run_trl(settings: argparse.Namespace, precision: str, seed: int) -> Run:
+    """Train with TRL in its environment."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "run.json"
+        options = {
+            "out": out,
+            "model": settings.model,
+            "precision": precision,
+            "seed": seed,
+            "steps": settings.steps,
+            "val-every": settings.val_every,
+            "val-instances": settings.val_instances,
+            "held-out": HELD_OUT,
+            "train": TRAIN,
+            "prompts": settings.prompts,
+            "group": settings.group,
+            "max-new-tokens": settings.max_new_tokens,
+            "threads": settings.threads,
+            "lr": settings.lr,
+            "warmup-steps": settings.warmup_steps,
+            "beta2": settings.beta2,
+        }
+        words = [f"--{name}={value}" for name, value in options.items()]
+        _call([str(settings.trl_python), str(Path(__file__).with_name("trl_grpo.py")), *words])
+        return json.loads(out.read_text())
+
+
+def _call(command: list[str]) -> None:
+    """Run a command in the checkout; show its output where it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{command[:3]} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+
+
+def mean_reward(point: dict[str, Any]) -> float:
+    """Return the mean over the tasks of a held-out measurement."""
+    return statistics.fmean(point["reward"].values())
+
+
+def reward_at(run: Run, seconds: float) -> float:
+    """Return the held-out reward after so many seconds of training, interpolated between measurements.
+
+    >>> points = [{"training_seconds": s, "reward": {"a": r}} for s, r in ((0, 0.0), (10, 1.0))]
+    >>> [reward_at({"held_out": points}, s) for s in (5, 99)]
+    [0.5, 1.0]
+    """
+    points = [(point["training_seconds"], mean_reward(point)) for point in run["held_out"]]
+    for (start, low), (end, high) in pairwise(points):
+        if seconds <= end:
+            return low + (high - low) * (seconds - start) / (end - start)
+    return points[-1][1]
+
+
+def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Summarise the runs of each arm, one per seed: seconds, tokens, rewards at equal steps and minutes."""
+    ends = {arm: [run["held_out"][-1]["training_seconds"] for run in many] for arm, many in runs.items()}
+    rows: dict[str, Any] = {}
+
+    for arm, many in runs.items():
+        steps = [step for run in many for step in run["steps"][WARM_UP:]]
+        at_minutes = [
+            reward_at(run, min(ends[other][seed] for other in runs)) for seed, run in enumerate(many)
+        ]
+        rows[arm] = {
+            "seconds_a_step": spread([step["seconds"] for step in steps], digits=2),
+            "response_tokens": round(statistics.fmean(step["response_tokens"] for step in steps), 1),
+            "training_minutes": round(statistics.fmean(ends[arm]) / 60, 2),
+            "reward_before": _each(mean_reward(run["held_out"][0]) for run in many),
+            "reward_at_equal_steps": _each(mean_reward(run["held_out"][-1]) for run in many),
+            "reward_at_equal_minutes": _each(at_minutes),
+        }
+    return rows
+
+
+def _each(values: Any) -> dict[str, Any]:
+    """Return the mean over seeds, and each seed's value."""
+    seeds = [round(value, 4) for value in values]
+    return {"mean": round(statistics.fmean(seeds), 4), "seeds": seeds}
+
+
+def main() -> None:
+    """Run the arms in turns and write one JSON."""
+    parser = bench_parser(__doc__, repeats=3)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with trl")
+    parser.add_argument("--arms", nargs="+", choices=("rlpipe", *TRL_ARMS), default=["rlpipe", "trl_bf16"])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--val-every", type=int, default=5)
+    parser.add_argument("--val-instances", type=int, default=60, help="held-out prompts of each task")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=40)
+    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--warmup-steps", type=int, default=2)
+    parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    settings = parser.parse_args()
+
+    trl = [arm for arm in settings.arms if arm in TRL_ARMS]
+    if trl and (settings.trl_python is None or not settings.trl_python.exists()):
+        parser.error(f"{trl} need --trl-python: the interpreter of an environment with `pip install trl`.")
+    if settings.steps <= WARM_UP:
+        parser.error(f"--steps {settings.steps}: the first {WARM_UP} is warm-up, so give more.")
+
+    runs: dict[str, list[Run]] = {arm: [] for arm in settings.arms}
+
+    def one(arm: str) -> None:
+        # The seed is the repeat: every arm has run as often as its list is long.
+        seed = len(runs[arm])
+        if arm == "rlpipe":
+            runs[arm].append(run_rlpipe(settings, seed))
+        else:
+            runs[arm].append(run_trl(settings, arm.removeprefix("trl_"), seed))
+        last = runs[arm][-1]["held_out"][-1]
+        print(f"{arm} seed {seed}: held-out {mean_reward(last):.3f}, {last['training_seconds']:.0f} s")
+
+    load = load_average()
+    arms: dict[str, Callable[[], object]] = {arm: partial(one, arm) for arm in settings.arms}
+    take_turns(arms, settings.repeats, warm_up=0)
+
+    rows = summary(runs)
+    medians = {arm: row["seconds_a_step"]["median"] for arm, row in rows.items()}
+    compared = trl if "rlpipe" in rows else []
+    ratios = {f"{arm} / rlpipe": round(medians[arm] / medians["rlpipe"], 2) for arm in compared}
+    versions = _versions(settings.trl_python) if trl else {}
+    result = {
+        "question": "seconds a GRPO step and held-out reward, against TRL",
+        **provenance(settings, load, packages=("torch", "transformers", "megatron-core")),
+        "trl_versions": versions,
+        "arms": rows,
+        "ratios_of_seconds": ratios,
+        "runs": runs,
+    }
+    print(table({arm: {name: json.dumps(value) for name, value in row.items()} for arm, row in rows.items()}))
+    print(ratios)
+    write_result(settings.json, result)
+
+
+def _versions(python: Path) -> dict[str, str]:
+    """Return the versions of TRL's environment."""
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({n: m.version(n) for n in ('trl', 'torch', 'transformers')}))"
+    )
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The comparison with TRL on runs whose speeds and rewards are planted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
+
+from against_trl import TASKS, from_metrics, summary
+
+from recipes.smollm_rl.tasks import TASKS as SCORED
+
+pytestmark = pytest.mark.unit
+
+
+def planted(seconds: float, gain: float):
+    """Records of four steps that take `seconds` each and gain so much held-out reward."""
+    records = [{f"val/{task}/reward": 0.0 for task in TASKS}]
+    for step in range(1, 5):
+        records.append(
+            {
+                "timing_s/step": seconds,
+                "critic/rewards/mean": 0.5,
+                "response_length/mean": 20.0,
+                "actor/entropy": 1.0,
+                **{f"val/{task}/reward": gain * step for task in TASKS},
+            }
+        )
+    return from_metrics(records)
+
+
+def test_the_tasks_are_all_that_the_recipe_scores():
+    assert set(TASKS) == set(SCORED)
+
+
+def test_the_slower_arm_is_compared_at_the_minutes_of_the_faster_one():
+    rows = summary({"fast": [planted(10, 0.1)], "slow": [planted(80, 0.2)]})
+    assert rows["slow"]["seconds_a_step"]["median"] == 80
+    assert rows["slow"]["reward_at_equal_steps"]["mean"] == pytest.approx(0.8)
+    assert rows["fast"]["reward_at_equal_minutes"]["mean"] == pytest.approx(0.4)
+
+    # 40 s are half of its first step.
+    assert rows["slow"]["reward_at_equal_minutes"]["mean"] == pytest.approx(0.1)
