@@ -30,7 +30,7 @@ from rlpipe.adapt.generation import generate_domains
 from rlpipe.adapt.run import check_adaptation
 from rlpipe.batching.packing import pack, trainable
 from rlpipe.cli.run import check_before, config_of
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.diagnosis.regression import clustered_error, cross_section
@@ -208,7 +208,7 @@ def main() -> None:
         config.trainer,
         config.algo,
         replace(config.draft, depths=1),
-        model_path=resolve(config.model.path),
+        model_path=resolve_model(config.model.path),
         total_steps=1,
         adapt_only=True,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.rollout import EngineKind, RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecConfig, SpecMode
@@ -59,7 +59,7 @@ def check_engine(config: Config) -> None:
     """
     check = ENGINES[config.rollout.engine].check
     if check is not None and not config.cluster.address:
-        check(config.rollout, config.spec, resolve(config.rollout_model))
+        check(config.rollout, config.spec, resolve_model(config.rollout_model))
 
 
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:
@@ -69,7 +69,7 @@ def make_engine(config: Config, on_event: Callable[..., None], model: str = "") 
     one that generates; it runs without a draft where it has no MTP layer.
     Raises ValueError for unsupported settings, models or environments.
     """
-    path: Path = resolve(model or config.rollout_model)
+    path: Path = resolve_model(model or config.rollout_model)
     spec = config.spec
     if model and spec.needs_mtp and not has_mtp(read_config(path)):
         spec = replace(spec, mode=SpecMode.NONE)

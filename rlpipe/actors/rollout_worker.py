@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.actors.engines import make_engine
 from rlpipe.algo.correction import top_logprobs
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.envs import make_suite
 from rlpipe.envs.base import sandbox_counts
@@ -45,7 +45,7 @@ class RolloutWorker:
         self._number = number
         self._spans = SpanLog(f"rollout {number}", busy)
         self._events: list[tuple[str, dict[str, Any]]] = []
-        path = resolve(config.model.path)  # its chat template; a decoupled actor shares the tokenizer
+        path = resolve_model(config.model.path)  # its chat template; a decoupled actor shares the tokenizer
         self._suite = make_suite(config.env, seed=config.run.seed)
         self._engine: Engine = make_engine(config, self._note)
         self._engines = [self._engine]  # all that receive new weights
@@ -60,7 +60,7 @@ class RolloutWorker:
         )
         self._evaluator = self._collector = collector(engine=self._engine, suite=self._suite)
         if config.injection.active():
-            self._inject(config, resolve(config.rollout_model), collector)
+            self._inject(config, resolve_model(config.rollout_model), collector)
         engine = self._engine
         self._relay: RelayEngine | None = None  # replaces the engine when this worker leaves
         self._member = engine if isinstance(engine, ReceivesBroadcasts) else None

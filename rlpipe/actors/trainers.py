@@ -10,7 +10,7 @@ import torch
 
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.draft_vocab import read_draft_vocab
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.config.trainer import LayerSpec
 from rlpipe.drafts.protocols import TrainableDraft
@@ -40,7 +40,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
         trainer = replace(trainer, layers=LayerSpec.LOCAL)
 
     # The draft belongs to the model that generates, and a co-trained draft has a separate trainer.
-    generates = resolve(config.rollout_model)
+    generates = resolve_model(config.rollout_model)
     draft_vocab = read_draft_vocab(config.spec, generates, int(read_config(generates)["vocab_size"]))
     draft: dict[str, Any] = {"ppow": config.ppow, "seed": config.run.seed, "draft_vocab": draft_vocab}
 
@@ -48,7 +48,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
         trainer,
         config.algo,
         DraftConfig() if actor.active or config.cotrains_draft else config.draft,
-        model_path=str(resolve(config.model.path)),
+        model_path=str(resolve_model(config.model.path)),
         rank=rank,
         world_size=world_size,
         master=master,
@@ -65,7 +65,7 @@ def make_trainer(config: Config, *, rank: int, world_size: int, master: str | No
             actor.trainer(trainer),
             algo,
             config.draft,
-            model_path=str(resolve(actor.path)),
+            model_path=str(resolve_model(actor.path)),
             rank=rank,
             world_size=world_size,
             total_steps=steps,

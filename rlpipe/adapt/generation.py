@@ -15,7 +15,7 @@ from typing import Any
 
 from rlpipe.actors.engines import make_engine
 from rlpipe.adapt.domains import Domain
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
@@ -137,7 +137,7 @@ def _engine(config: Config, on_event: OnEvent) -> Iterator[Engine]:
 
 @asynccontextmanager
 async def _collector(config: Config, engine: Engine, suite: Suite) -> AsyncIterator[Collector]:
-    chat = ChatFormat.from_pretrained(resolve(config.model.path))
+    chat = ChatFormat.from_pretrained(resolve_model(config.model.path))
     collector = Collector(engine=engine, suite=suite, chat=chat, rollout=config.rollout, env=config.env)
     try:
         yield collector

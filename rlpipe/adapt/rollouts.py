@@ -25,7 +25,7 @@ import numpy as np
 
 from rlpipe.adapt.generation import OnEvent, collect
 from rlpipe.batching.packing import trainable
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.envs.base import Suite
@@ -77,7 +77,7 @@ def origin(config: Config) -> dict[str, Any]:
     env = asdict(config.env)
     unused = {"held_out_files", "threads", "retries"} | ({"reasoning", "tools"} - {config.env.name.value})
 
-    decides = {"rollouts_of": backbone_digest(resolve(config.model.path))}
+    decides = {"rollouts_of": backbone_digest(resolve_model(config.model.path))}
     decides |= {f"env.{name}": value for name, value in env.items() if name not in unused}
     decides |= {"run.seed": config.run.seed, "adapt.samples": config.adapt.samples}
     sampling = ("temperature", "max_context", "max_new_tokens", "ignore_eos")

@@ -36,7 +36,7 @@ from rlpipe.adapt.rollouts import complete_rollouts
 from rlpipe.batching.packing import pack, trainable
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.env import EnvName
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.run import Config
 from rlpipe.config.spec import SpecMode
 from rlpipe.config.trainer import LrSchedule
@@ -131,7 +131,7 @@ class Adaptation:
         settings, config = self.config.adapt, self.config
         if settings.data:
             source = resolve(settings.data)
-            chat = ConversationFormat(resolve(config.model.path))
+            chat = ConversationFormat(resolve_model(config.model.path))
             trajectories = [
                 chat.trajectory(messages, f"{source.stem}:{number}", config.rollout.max_context)
                 for number, messages in enumerate(read_conversations(source))
@@ -424,7 +424,7 @@ def _make_trainer(
         config.trainer,
         config.algo,
         draft,
-        model_path=str(resolve(config.model.path)),
+        model_path=str(resolve_model(config.model.path)),
         total_steps=config.run.steps,
         adapt_only=True,
         ppow=config.ppow,

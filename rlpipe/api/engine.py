@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from rlpipe.config.drafters import Drafter
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import Dtype, RolloutConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.loop.event_loop import run_coroutine
@@ -58,7 +58,8 @@ class Engine:
     """The embedded engine behind a blocking call; works in a notebook. Close it, or use it with `with`.
 
     Args:
-        path: Hugging Face checkpoint directory, or "shipped:models/tiny".
+        path: Hugging Face checkpoint directory, "shipped:models/tiny", or the name of a
+            model that `rlpipe fetch` has stored, such as "smollm2".
         mode: verification rule; "none" decodes without drafts.
         gamma: draft tokens per verify step.
         drafter: "mtp", "suffix", or "eagle3" with its directory as `draft_path`.
@@ -82,7 +83,7 @@ class Engine:
         device: str = "auto",
         dtype: Dtype | str = Dtype.FLOAT32,
     ) -> None:
-        directory = resolve(str(path))
+        directory = resolve_model(str(path), "path")
         spec = SpecConfig(mode=SpecMode(mode), gamma=gamma, drafter=Drafter(drafter), draft_path=draft_path)
         rollout = RolloutConfig(max_context=max_context, device=device, dtype=Dtype(dtype))
         self._chat = ChatFormat.from_pretrained(directory)

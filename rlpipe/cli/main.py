@@ -101,6 +101,13 @@ def draft_vocab(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def fetch(arguments: Sequence[str]) -> int:
+    """Obtain a released model, or convert a GGUF file; returns the exit status."""
+    from rlpipe.cli.fetch import main
+
+    return main(arguments)
+
+
 SETTINGS = "+recipe=NAME [KEY=VALUE ...]"
 COMMANDS = (
     Command(name="run", arguments=SETTINGS, summary="run a recipe, or continue a run", main=run),
@@ -142,6 +149,12 @@ COMMANDS = (
         arguments="MODEL DATA ...",
         summary="choose the frequent tokens that an MTP layer drafts",
         main=draft_vocab,
+    ),
+    Command(
+        name="fetch",
+        arguments="NAME|GGUF [--out DIR]",
+        summary="obtain a released model, or convert a GGUF file",
+        main=fetch,
     ),
 )
 

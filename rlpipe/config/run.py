@@ -109,7 +109,8 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "shipped:models/tiny"
-    """A Hugging Face checkpoint directory, or `shipped:models/tiny`."""
+    """A Hugging Face checkpoint directory, `shipped:models/tiny`, or the name of a model that `rlpipe fetch`
+    has stored (`smollm2`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.renamed import current_name
 from rlpipe.config.run import Config
 from rlpipe.loop.saved_groups import read_groups, write_groups
@@ -176,7 +176,7 @@ class DumpedPrompts:
 
 def _about(config: Config) -> dict[str, Any]:
     """Return the content of dump.json for a run."""
-    model = resolve(config.model.path)
+    model = resolve_model(config.model.path)
     shown = {name: asdict(getattr(config, name)) for name in _TRAINER}
     settings = {f"{name}.{key}": value for name, fields in shown.items() for key, value in fields.items()}
     told = {
@@ -199,7 +199,7 @@ def _candidates(config: Config) -> int:
     """Return the number of logprobs stored with each sampled token."""
     from rlpipe.algo.correction import top_logprobs
 
-    return top_logprobs(config.algo, int(read_config(resolve(config.model.path))["vocab_size"]))
+    return top_logprobs(config.algo, int(read_config(resolve_model(config.model.path))["vocab_size"]))
 
 
 def _require_fit(dump: Dump, config: Config) -> None:

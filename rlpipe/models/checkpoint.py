@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 MTP_PREFIX = "model.mtp_layers.0."  # of the first one
+MTP_FILE = "mtp.safetensors"  # in which `rlpipe graft` and `rlpipe fetch` store it
 APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
@@ -55,6 +56,12 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
     """
     file = Path(path) / "config.json"
     if not file.is_file():
+        if gguf := gguf_file(Path(path)):
+            raise ValueError(
+                f"{setting}={str(path)!r} is of llama.cpp's format, and a run reads Hugging Face's: "
+                f"convert it with `rlpipe fetch {gguf} --out DIR`, then set {setting}=DIR."
+            )
+
         # A path whose parent does not exist either looks like the id of a model on the hub.
         hub, parts = "", Path(path).parts[-2:]
         if not Path(path).parent.is_dir():
@@ -70,6 +77,13 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
     config = read_json(file, setting)
     mtp = _holds_mtp(Path(path)) if stored.is_qwen_hybrid(config) else None
     return stored.plain_config(config, mtp=mtp)
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path is, or that its folder holds; None without one."""
+    if path.is_dir():
+        return next(iter(sorted(path.glob("*.gguf"))), None)
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _holds_mtp(path: Path) -> bool | None:

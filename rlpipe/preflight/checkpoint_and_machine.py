@@ -25,7 +25,7 @@ import psutil
 
 from rlpipe.config.algo import AlgoConfig, Correction
 from rlpipe.config.metrics import WandbMode
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.config.spec import SpecMode
@@ -53,7 +53,8 @@ def check_surroundings(config: Config) -> None:
 
 def check_checkpoint(setting: str, path: str, config: Config) -> None:
     """Compare the headers of the weights with the architecture; check the tokenizer. Raises ValueError."""
-    directory, hf_config = resolve(path), read_config(resolve(path), setting)
+    directory = resolve_model(path, setting)
+    hf_config = read_config(directory, setting)
     arch = read_architecture(hf_config)
     stored = weight_shapes(directory, setting)
     # A tied head is not stored: it is the embedding.
@@ -205,7 +206,7 @@ def check_sizes(config: Config) -> None:
             f"rollout.max_new_tokens={rollout.max_new_tokens}: lower it (3 to 8 is usual)."
         )
 
-    arch = read_architecture(read_config(resolve(config.rollout_model)))
+    arch = read_architecture(read_config(resolve_model(config.rollout_model)))
     remote, gpu = bool(config.cluster.address), rollout.device.startswith("cuda")
     memory = psutil.virtual_memory().total
     numbers = sum(math.prod(shape) for shape in arch.weight_shapes(mtp=False).values())

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import EngineKind
 from rlpipe.config.run import ClusterMode, Config, RunMode
 from rlpipe.config.trainer import Precision, Recompute
@@ -52,7 +52,7 @@ def excess(config: Config, card: int, host: int) -> str:
     # The total of a server is a fixed share of its GPU: check that its KV cache holds a conversation.
     for memory in on_gpu:
         if memory.process.startswith("SGLang"):
-            arch = read_architecture(read_config(resolve(config.rollout_model)))
+            arch = read_architecture(read_config(resolve_model(config.rollout_model)))
             if memory.parts["kv"] < (need := conversation_bytes(arch, config, config.rollout.sglang.tp)):
                 return (
                     f"{memory.parts['kv'] / GIB:.1f} GiB left to a server's keys and values, of which one "
@@ -79,7 +79,7 @@ def _changes(config: Config, card: int, host: int) -> Iterator[dict[str, Any]]:
     Yields no settings where no engine fits even without a trainer.
     """
     trainer, rollout, context = config.trainer, config.rollout, config.rollout.max_context
-    arch = read_architecture(read_config(resolve(config.model.path)))
+    arch = read_architecture(read_config(resolve_model(config.model.path)))
 
     # Trainer layouts: as many ranks as now, or a multiple, wherever the sizes divide the model.
     grown = (
@@ -236,7 +236,7 @@ def _may_adapt(config: Config) -> bool:
 
     try:
         adapted = _changed(config, {"trainer.lora.rank": _RANK})
-        check_adapters(adapted, read_config(resolve(config.model.path)))
+        check_adapters(adapted, read_config(resolve_model(config.model.path)))
     except ValueError:
         return False
     return True

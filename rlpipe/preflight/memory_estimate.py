@@ -32,7 +32,7 @@ from math import prod
 from pathlib import Path
 
 from rlpipe.config.lora import LoraConfig
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import Dtype, EngineKind
 from rlpipe.config.run import Config, Task
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
@@ -367,8 +367,8 @@ def _element(config: Config) -> int:
 def estimate(config: Config, card: int = 0) -> list[Memory]:
     """Estimate every kind of process of a run. card: bytes of one GPU, 0 on a CPU."""
     run_mode, found = config.run.half, []
-    policy = read_architecture(read_config(resolve(config.model.path)))
-    served = read_architecture(read_config(resolve(config.rollout_model)))
+    policy = read_architecture(read_config(resolve_model(config.model.path)))
+    served = read_architecture(read_config(resolve_model(config.rollout_model)))
     if run_mode.trains:
         found.append(trainer_memory(policy, config, on_gpu=card > 0))
         if config.decoupled.active:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
@@ -33,7 +33,7 @@ def store_memory(config: Config) -> Memory | None:
     if not recorded or config.cluster.mode is not ClusterMode.RAY:
         return None
 
-    arch, pipeline = read_architecture(read_config(resolve(config.rollout_model))), config.pipeline
+    arch, pipeline = read_architecture(read_config(resolve_model(config.rollout_model))), config.pipeline
     group = pipeline.group_size * config.rollout.max_context * route_bytes(arch)
     waiting = group * pipeline.groups_ahead * (1 + pipeline.max_staleness)
     step = group * pipeline.prompts_per_step * config.run.half.trains

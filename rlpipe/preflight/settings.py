@@ -14,7 +14,7 @@ from rlpipe.config.decoupled import check_actor
 from rlpipe.config.draft import check_draft
 from rlpipe.config.drafters import KINDS
 from rlpipe.config.lora import check_lora
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.pipeline import Stale
 from rlpipe.config.rollout import EngineKind, check_embedded
 from rlpipe.config.run import ClusterMode, Config, Resume, RunSettings, Task
@@ -106,7 +106,7 @@ def check(config: Config) -> None:
         )
 
     # The model that generates may be a separate actor, with another config.json than the policy.
-    served = hf_config = read_config(resolve(config.model.path))
+    served = hf_config = read_config(resolve_model(config.model.path))
     if config.decoupled.active:
         served = check_decoupled(config, hf_config)
 
@@ -291,9 +291,9 @@ def check_decoupled(config: Config, hf_config: Mapping[str, Any]) -> dict[str, A
             f"rollout.sglang.port={sglang.port} is one port: set it to 0, or val.every=0."
         )
 
-    path = resolve(config.decoupled.path)
+    path = resolve_model(config.decoupled.path, "decoupled.path")
     actor = read_config(path, "decoupled.path")
-    check_actor(path, actor, resolve(config.model.path), hf_config, config)
+    check_actor(path, actor, resolve_model(config.model.path), hf_config, config)
     return actor
 
 

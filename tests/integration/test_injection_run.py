@@ -9,7 +9,7 @@ import pytest
 
 from rlpipe.actors.rollout_worker import RolloutWorker
 from rlpipe.config.injection import InjectionConfig
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config
 from rlpipe.models.checkpoint import read_weights
 from rlpipe.types import Prompt
@@ -40,7 +40,7 @@ def test_a_run_on_stale_weights_says_so_and_trains_on_tokens_exactly_that_old(tm
 def test_validation_keeps_the_newest_weights(tmp_path):
     config = Config(injection=InjectionConfig(stale_steps=2))
     config.env.name = "reasoning"
-    weights = read_weights(resolve(config.model.path))
+    weights = read_weights(resolve_model(config.model.path))
 
     async def play():
         worker = RolloutWorker(config)

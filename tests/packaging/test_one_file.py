@@ -71,7 +71,7 @@ import json
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.drafts.kinds.base import DrafterFunctions
 from rlpipe.models.checkpoint import read_config, read_weights
 PREFIX = "mix."
@@ -103,7 +103,7 @@ class Mix(torch.nn.Module):
         Path(path, "config.json").write_text(json.dumps({"architectures": ["Mix"]}))
 
 def make(config, start, trajectories=(), *, train_alongside):
-    path = resolve(config.model.path)
+    path = resolve_model(config.model.path)
     target, weights = read_config(path), read_weights(path)
     draft = Mix(target, weights)
     if start:

