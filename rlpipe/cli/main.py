@@ -108,6 +108,13 @@ def fetch(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def graft(arguments: Sequence[str]) -> int:
+    """Give a dense model an MTP layer; returns the exit status."""
+    from rlpipe.cli.graft import main
+
+    return main(arguments)
+
+
 SETTINGS = "+recipe=NAME [KEY=VALUE ...]"
 COMMANDS = (
     Command(name="run", arguments=SETTINGS, summary="run a recipe, or continue a run", main=run),
@@ -156,6 +163,7 @@ COMMANDS = (
         summary="obtain a released model, or convert a GGUF file",
         main=fetch,
     ),
+    Command(name="graft", arguments="MODEL OUT", summary="give a dense model an MTP layer", main=graft),
 )
 
 

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 MTP_PREFIX = "model.mtp_layers.0."  # of the first one
 MTP_FILE = "mtp.safetensors"  # in which `rlpipe graft` and `rlpipe fetch` store it
 APPENDED = ("glm4_moe", "deepseek_v3")  # families whose MTP layer is numbered after the others
+GRAFTED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)  # dense families on which `rlpipe graft` puts MiMo's MTP layer
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
 TOKENIZER_FILES = (

@@ -29,6 +29,7 @@ from rlpipe.models import family_of, read_architecture
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.rollout.sglang.routes import check_routes
+from rlpipe.rollout.sglang.target import fits_mimo, is_grafted
 from rlpipe.spec import gamma
 from rlpipe.weights.shared_memory import LOADER, SERVED
 
@@ -109,6 +110,12 @@ def check_supported(
             f"spec.mode={spec.mode}: SGLang's draft of a {target['model_type']!r} holds one MTP layer and "
             f"would load the {layers} of {str(model_path)!r} one over the other. Set rollout=embedded, or "
             "spec.mode=none."
+        )
+    if is_grafted(target) and not fits_mimo(read_architecture(target)):
+        raise ValueError(
+            f"spec.mode={spec.mode}: {str(model_path)!r} is a {target['model_type']!r} with a grafted MTP "
+            "layer, and SGLang's class for such a layer (MiMo) has no norms of queries and keys, and biases "
+            "on query, key and value only. Set rollout=embedded, or spec.mode=none."
         )
     if without_plugin and not family_of(target).draft_on_cpu:
         raise ValueError(

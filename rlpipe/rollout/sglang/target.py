@@ -1,15 +1,34 @@
-"""The directory from which SGLang serves a target whose draft reads the outputs of its layers."""
+"""The directory from which SGLang serves a target, where that is not the checkpoint's.
+
+MiMo, with a draft that reads the outputs of its layers    served as Qwen2, whose class gives them
+a grafted MTP layer (`rlpipe graft`) of another family     served as MiMo, whose class has the draft
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlpipe.config.spec import SpecConfig
-from rlpipe.models.checkpoint import read_config
+from rlpipe.models import read_architecture
+from rlpipe.models.base import Architecture
+from rlpipe.models.checkpoint import GRAFTED, has_mtp, mtp_prefix, read_config
+
+_MIMO = "MiMoForCausalLM"
+
+
+def is_grafted(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has an MTP layer of MiMo's layout, and a class that does not read it."""
+    return has_mtp(config) and config.get("architectures") != [_MIMO] and config["model_type"] in GRAFTED
+
+
+def fits_mimo(arch: Architecture) -> bool:
+    """Return whether SGLang's class for MiMo can compute a model: Qwen2's decoder, with or without biases."""
+    return not (arch.qk_norm or arch.output_bias or arch.mlp_bias)
 
 
 @contextmanager
@@ -18,21 +37,57 @@ def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
 
     SGLang's class for MiMo gives no outputs of layers to a draft (models/mimo.py); its backbone is Qwen2's,
     whose class does. So a MiMo is served as Qwen2, without its MTP layer: linked from a temporary directory
-    with such a config.json.
+    with such a config.json. A grafted model is served as MiMo in the same way, and so is one whose
+    config.json says `mimo`, which SGLang's transformers does not know. Where its family has no biases
+    on query, key and value, the server gets zeros: no update names them, so they stay zero, and neither the
+    checkpoint nor the trainer has them.
     """
     config = read_config(path)
-    if not spec.needs_draft or config.get("architectures") != ["MiMoForCausalLM"]:
+    arch = read_architecture(config)
+    rewritten = config["model_type"] == "mimo" or (is_grafted(config) and fits_mimo(arch))
+    mimo = config.get("architectures") == [_MIMO]
+    if not rewritten and not (spec.needs_draft and mimo):
         yield path
         return
 
-    # Without these keys, SGLang loads the backbone only.
-    for name in ("num_nextn_predict_layers", "auto_map"):
+    config |= {"architectures": [_MIMO], "model_type": "qwen2"}
+    for name in ("auto_map", "attention_bias"):
         config.pop(name, None)
-    config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    if spec.needs_draft:
+        # Without this key, SGLang loads the backbone only.
+        config.pop("num_nextn_predict_layers", None)
+        config["architectures"] = ["Qwen2ForCausalLM"]
     with tempfile.TemporaryDirectory(prefix="rlpipe-served-") as temporary:
         folder = Path(temporary)
         for file in path.iterdir():
             (folder / file.name).symlink_to(file.resolve())
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps(config))
+        if not arch.qkv_bias:
+            _write_zero_biases(folder, arch)
         yield folder
+
+
+def _write_zero_biases(folder: Path, arch: Architecture) -> None:
+    """Add zero biases of query, key and value to a linked checkpoint, those of its MTP layer among them."""
+    import torch
+    from safetensors.torch import save_file
+
+    rows = {"q": arch.heads * arch.head_dim, "k": arch.kv_heads * arch.head_dim}
+    rows["v"] = rows["k"]
+    prefixes = [f"model.layers.{index}." for index in range(arch.layers)] + [mtp_prefix(0)]
+    biases = {
+        f"{prefix}self_attn.{name}_proj.bias": torch.zeros(count)
+        for prefix in prefixes
+        for name, count in rows.items()
+    }
+    file = "zero_biases.safetensors"
+    save_file(biases, folder / file, {"format": "pt"})
+
+    # A checkpoint of several files is read by its index.
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.is_file():
+        index = json.loads(index_file.read_text())
+        index["weight_map"] |= dict.fromkeys(biases, file)
+        index_file.unlink()  # a link to the checkpoint's
+        index_file.write_text(json.dumps(index))

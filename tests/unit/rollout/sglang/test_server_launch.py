@@ -6,13 +6,16 @@ import socket
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import Config
 from rlpipe.config.sglang import SglangConfig
 from rlpipe.config.spec import SpecConfig
+from rlpipe.convert.mtp_layer import add_layer
 from rlpipe.drafts.kinds import DRAFTERS
-from rlpipe.models.checkpoint import read_config
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights
 from rlpipe.preflight.settings import check_sglang
 from rlpipe.rollout.sglang import server
 from rlpipe.rollout.sglang.arguments import (
@@ -254,6 +257,33 @@ def test_a_mimo_is_served_to_an_eagle3_draft_as_its_qwen2_backbone(tmp_path):
     qwen2 = write_random_checkpoint(tmp_path / "qwen2", "qwen2")
     with served_target(qwen2, spec) as folder:
         assert folder == qwen2
+
+
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_an_mtp_layer_without_biases_is_served_as_mimo_with_zeros(family, tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", "llama")
+    layer = load_file(write_random_checkpoint(tmp_path / "mimo") / "model.safetensors")
+    add_layer(model, {k: v for k, v in layer.items() if is_mtp_weight(k) and not k.endswith("bias")})
+    if family == "mimo":
+        stated = read_config(model) | {"model_type": "mimo", "attention_bias": False}
+        (model / "config.json").write_text(json.dumps(stated | {"architectures": ["MiMoForCausalLM"]}))
+    check_supported(RolloutConfig(), SpecConfig(), model, on_gpu=False)
+    with served_target(model, SpecConfig()) as folder:
+        config, weights = read_config(folder), read_weights(folder)
+        assert config["model_type"] == "qwen2" and config["architectures"] == ["MiMoForCausalLM"]
+        check_weights(weights, read_architecture(config).weight_shapes(mtp=True), frozenset())
+        biases = [weight for name, weight in weights.items() if name.endswith("bias")]
+        assert biases and not any(bias.any() for bias in biases)
+    assert not any(name.endswith("bias") for name in read_weights(model))
+
+
+def test_a_grafted_layer_that_sglang_cannot_compute_is_refused(tmp_path):
+    model = write_random_checkpoint(tmp_path / "model", "qwen3")
+    stated = read_config(model) | {"num_nextn_predict_layers": 1}
+    (model / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ValueError, match="norms of queries and keys"):
+        check_supported(RolloutConfig(), SpecConfig(), model, on_gpu=False)
+    check_supported(RolloutConfig(), SpecConfig(mode="none"), model, on_gpu=False)
 
 
 def words(mode="rejection", on_gpu=False, **rollout):

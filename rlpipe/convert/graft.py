@@ -1,0 +1,164 @@
+"""Gives a dense model an MTP layer: its last decoder layer behind a projection fitted by least squares.
+
+The model's weights and type stay as they are: OUT has its files, `mtp.safetensors`, and a config.json that
+counts the layer. Engines and trainer read it as the family it is; an SGLang server gets it in MiMo's form at
+its start (`rollout/sglang/target.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpipe.convert.closed_form import (
+    DEPTHS,
+    Drafter,
+    Sample,
+    acceptance,
+    backbone_states,
+    fit_input_proj,
+    start_layer,
+)
+from rlpipe.convert.fetch import MANIFEST, staged
+from rlpipe.convert.gguf import quiet
+from rlpipe.convert.mtp_layer import add_layer
+from rlpipe.convert.samples import read_samples, sample_model
+from rlpipe.models import read_architecture
+from rlpipe.models.base import Architecture
+from rlpipe.models.checkpoint import GRAFTED, has_mtp, read_config
+
+_HELD_OUT = 8  # every eighth sequence is measured on, not fitted
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Graft:
+    """What a graft reached.
+
+    fitted, held_out: numbers of sequences. r2: of the fit. identity, closed_form: acceptance of each depth on
+    the held-out sequences, with a projection that adds hidden state and embedding, and with the fitted one.
+    """
+
+    fitted: int
+    held_out: int
+    r2: float
+    identity: list[float]
+    closed_form: list[float]
+
+    def table(self) -> str:
+        """Return the figures as text."""
+        head = f"{'acceptance (rejection, T = 1)':<32}" + "".join(
+            f"depth {depth}  " for depth in range(1, len(self.identity) + 1)
+        )
+        rows = [
+            f"{name:<32}" + "".join(f"{value:>7.3f}  " for value in values)
+            for name, values in (
+                ("identity projection", self.identity),
+                ("least squares", self.closed_form),
+            )
+        ]
+        fit = f"fitted on {self.fitted} sequences, R2 {self.r2:.3f}; measured on {self.held_out} others"
+        return "\n".join(line.rstrip() for line in (head, *rows, fit))
+
+
+def graft(
+    model: Path,
+    out: Path,
+    *,
+    rollouts: Path | None = None,
+    prompts: Sequence[str] | None = None,
+    tokens: int = 8000,
+    seed: int = 0,
+    report: Callable[[str], None] = print,
+) -> Graft:
+    """Write a copy of a model that has an MTP layer.
+
+    Args:
+        model: checkpoint directory of a dense model.
+        out: directory to create.
+        rollouts: sequences of the model to fit on (`read_samples`); None samples some.
+        prompts: messages to sample answers to; None: the model writes them.
+        tokens: about how many sampled tokens to fit on, without `rollouts`.
+        seed: of sampling.
+        report: called with each line of progress.
+
+    Raises:
+        ValueError: a model that cannot be grafted, unreadable rollouts, or `out` exists.
+    """
+    config = read_config(model)
+    arch = check_graftable(config, str(model))
+    if out.exists():
+        raise ValueError(f"OUT={str(out)!r} exists: name a new directory.")
+
+    if rollouts is not None:
+        samples = read_samples(rollouts, arch.vocab)
+    else:
+        report(f"sampling about {tokens} tokens from {model.name}")
+        samples = sample_model(model, tokens=tokens, seed=seed, prompts=prompts)
+    samples = [sample for sample in samples if len(sample.ids) >= DEPTHS + 2]
+    if len(samples) < 2:
+        raise ValueError(f"a fit needs two sequences of {DEPTHS + 2} tokens or more, and has {len(samples)}.")
+
+    report(f"fitting the projection on {sum(len(sample.ids) for sample in samples)} tokens")
+    layer, result = closed_form_layer(model, samples)
+    with staged(out) as partial:
+        for file in model.iterdir():
+            if file.is_file() and file.name != MANIFEST:
+                shutil.copy2(file, partial / file.name)
+        add_layer(partial, layer)
+    return result
+
+
+def closed_form_layer(model: Path, samples: Sequence[Sample]) -> tuple[dict[str, torch.Tensor], Graft]:
+    """Fit the MTP layer of a model; return its tensors, in the model's precision, and what it reached."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        backbone = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    dtype, eps = backbone.dtype, read_architecture(read_config(model)).norm_eps
+    backbone = backbone.float().eval()
+    states = [backbone_states(backbone, sample) for sample in samples]
+
+    held_out = [index for index in range(len(samples)) if index % _HELD_OUT == 1]
+    fitted = [index for index in range(len(samples)) if index % _HELD_OUT != 1]
+    projection, r2 = fit_input_proj([states[index] for index in fitted], eps)
+
+    eye = torch.eye(len(projection))
+    layers = [start_layer(backbone, weight, dtype) for weight in (torch.cat((eye, eye), 1), projection)]
+    identity, closed_form = (
+        acceptance(
+            backbone,
+            Drafter(backbone, layer, eps),
+            [samples[index] for index in held_out],
+            [states[index] for index in held_out],
+        )
+        for layer in layers
+    )
+    result = Graft(
+        fitted=len(fitted), held_out=len(held_out), r2=r2, identity=identity, closed_form=closed_form
+    )
+    return layers[1], result
+
+
+def check_graftable(config: Mapping[str, Any], path: str) -> Architecture:
+    """Return the dimensions of a model that can get an MTP layer.
+
+    Raises:
+        ValueError: it has one, is not dense, or is of a family whose layer is trained with the model.
+    """
+    arch = read_architecture(config)
+    if has_mtp(config):
+        raise ValueError(f"{path!r} has an MTP layer already: adapt it with `rlpipe run +recipe=mtp_adapt`.")
+
+    if arch.family not in GRAFTED:
+        raise ValueError(
+            f"{path!r} is of type {arch.family!r}, and an MTP layer can be grafted on dense models of "
+            f"{', '.join(GRAFTED)}. Released checkpoints of {arch.family} may have a trained one "
+            "(num_nextn_predict_layers in config.json); spec.drafter=eagle3 trains a separate draft, and "
+            "spec.drafter=suffix needs none."
+        )
+    return arch

@@ -1,0 +1,142 @@
+"""Sequences of a model to fit an MTP layer on: read from a file, or sampled from the model itself.
+
+Without prompts the model writes those too: it continues the chat template's prefix of a user's turn, then
+answers what it wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpipe.config.rollout import Dtype, RolloutConfig
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.convert.closed_form import Sample
+from rlpipe.loop.event_loop import run_coroutine
+from rlpipe.models import read_architecture
+from rlpipe.models.checkpoint import read_config
+from rlpipe.rollout.chat import ChatFormat
+from rlpipe.rollout.embedded import EmbeddedEngine
+from rlpipe.types import GenerateRequest, SamplingParams
+
+_TURN = 64  # tokens of a sampled turn at most
+_RUNNING = 32
+
+
+def read_samples(file: Path, vocabulary: int) -> list[Sample]:
+    """Read sequences of token ids: a JSON object or list per line, plain or gzipped.
+
+    Args:
+        file: lines are {"token_ids": [...], "loss_mask": [...]} as of `adapt.rollouts`, whose first line is
+            skipped, or lists of ids. Without loss_mask every token counts as sampled.
+        vocabulary: of the model.
+
+    Raises:
+        ValueError: it cannot be read, has no sequence, or a token that the model does not have.
+    """
+    try:
+        text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        lines = [json.loads(line) for line in text.decode().splitlines() if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"--rollouts {file} cannot be read: {error}") from None
+
+    samples = []
+    for number, line in enumerate(lines, 1):
+        if isinstance(line, dict) and "rollouts_of" in line:
+            continue
+        samples.append(_sample(line, f"--rollouts {file}:{number}", vocabulary))
+    if not samples:
+        raise ValueError(f"--rollouts {file} has no sequence: give lines with token_ids.")
+    return samples
+
+
+def _sample(line: Any, where: str, vocabulary: int) -> Sample:
+    """Return the sequence of a line. Raises ValueError."""
+    ids, mask = (line.get("token_ids"), line.get("loss_mask")) if isinstance(line, dict) else (line, None)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+        raise ValueError(f"{where}: not a list of token ids from 0 to {vocabulary - 1} (`token_ids`).")
+    if mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)):
+        raise ValueError(f"{where}: loss_mask must be as long as token_ids ({len(ids)}).")
+    sampled = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
+    return Sample(ids=torch.tensor(ids), sampled=sampled)
+
+
+def sample_model(model: Path, *, tokens: int, seed: int, prompts: Sequence[str] | None) -> list[Sample]:
+    """Sample conversations of one turn from a model, at temperature 1.
+
+    Args:
+        model: checkpoint directory.
+        tokens: about how many tokens the answers have together.
+        seed: of sampling.
+        prompts: messages of a user, taken in turn; None: the model writes them.
+
+    Raises:
+        ValueError: the model has no chat template, or the engine cannot run it.
+    """
+    chat = ChatFormat.from_pretrained(model)
+    count = max(8, -(-tokens // _TURN))
+    reach = min(read_architecture(read_config(model)).max_position, 1024)
+    rollout = RolloutConfig(
+        max_running=_RUNNING, max_context=reach, dtype=Dtype.FLOAT32, threads=os.cpu_count() or 1
+    )
+    engine = EmbeddedEngine(rollout, SpecConfig(mode=SpecMode.NONE), model)
+    try:
+        if prompts is None:
+            prefix = _user_prefix(chat)
+            questions = _generate(engine, chat, [prefix] * count, seed)
+            # A turn cut by the limit is a question too; an empty one is replaced by a greeting.
+            prompts = [chat.decode(ids).strip() or "Hello" for ids in questions]
+
+        texts = [prompts[i % len(prompts)] for i in range(count)]
+        starts = [chat.initial([{"role": "user", "content": text}])[-(reach - _TURN) :] for text in texts]
+        answers = _generate(engine, chat, starts, seed + count)
+    finally:
+        engine.close()
+
+    return [
+        Sample(
+            ids=torch.tensor(start + answer),
+            sampled=torch.tensor([False] * len(start) + [True] * len(answer)),
+        )
+        for start, answer in zip(starts, answers, strict=True)
+    ]
+
+
+def _user_prefix(chat: ChatFormat) -> list[int]:
+    """Return the tokens that a chat template writes before the text of a user."""
+    first, second = (chat.initial([{"role": "user", "content": text}]) for text in ("1", "What"))
+    return first[: next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)]
+
+
+def _generate(
+    engine: EmbeddedEngine, chat: ChatFormat, prompts: Sequence[list[int]], seed: int
+) -> list[list[int]]:
+    """Sample one turn after each prompt; prompt n with seed + n."""
+    stops = tuple(token for token in chat.stop_token_ids if isinstance(token, int))
+    requests = [
+        GenerateRequest(
+            request_id=f"graft-{seed + number}",
+            prompt_ids=np.array(prompt),
+            sampling=SamplingParams(
+                temperature=1.0,
+                max_new_tokens=_TURN,
+                stop_token_ids=stops,
+                seed=seed + number,
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+    async def generate() -> list[list[int]]:
+        results = await asyncio.gather(*(engine.generate(request) for request in requests))
+        return [result.output_ids.tolist() for result in results]
+
+    return run_coroutine(generate())
