@@ -37,14 +37,13 @@ def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
 
     SGLang's class for MiMo gives no outputs of layers to a draft (models/mimo.py); its backbone is Qwen2's,
     whose class does. So a MiMo is served as Qwen2, without its MTP layer: linked from a temporary directory
-    with such a config.json. A grafted model is served as MiMo in the same way, and so is one whose
-    config.json says `mimo`, which SGLang's transformers does not know. Where its family has no biases
+    with such a config.json. A grafted model is served as MiMo in the same way. Where its family has no biases
     on query, key and value, the server gets zeros: no update names them, so they stay zero, and neither the
     checkpoint nor the trainer has them.
     """
     config = read_config(path)
     arch = read_architecture(config)
-    rewritten = config["model_type"] == "mimo" or (is_grafted(config) and fits_mimo(arch))
+    rewritten = is_grafted(config) and fits_mimo(arch)
     mimo = config.get("architectures") == [_MIMO]
     if not rewritten and not (spec.needs_draft and mimo):
         yield path

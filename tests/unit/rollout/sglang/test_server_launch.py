@@ -259,14 +259,10 @@ def test_a_mimo_is_served_to_an_eagle3_draft_as_its_qwen2_backbone(tmp_path):
         assert folder == qwen2
 
 
-@pytest.mark.parametrize("family", ["llama", "mimo"])
-def test_an_mtp_layer_without_biases_is_served_as_mimo_with_zeros(family, tmp_path):
+def test_an_mtp_layer_without_biases_is_served_as_mimo_with_zeros(tmp_path):
     model = write_random_checkpoint(tmp_path / "model", "llama")
     layer = load_file(write_random_checkpoint(tmp_path / "mimo") / "model.safetensors")
     add_layer(model, {k: v for k, v in layer.items() if is_mtp_weight(k) and not k.endswith("bias")})
-    if family == "mimo":
-        stated = read_config(model) | {"model_type": "mimo", "attention_bias": False}
-        (model / "config.json").write_text(json.dumps(stated | {"architectures": ["MiMoForCausalLM"]}))
     check_supported(RolloutConfig(), SpecConfig(), model, on_gpu=False)
     with served_target(model, SpecConfig()) as folder:
         config, weights = read_config(folder), read_weights(folder)
