@@ -76,7 +76,7 @@ FUNCTION_WORDS = frozenset(
 class Data(TypedDict):
     """What a score needs besides the answer, as plain JSON; fields that a task does not use are empty.
 
-    topic: of start and short. letter: of start. words: of keywords. largest: of largest.
+    topic: of short. letter: of start. words: of keywords. largest: of largest.
     """
 
     prompt: str
@@ -151,7 +151,7 @@ def _held_out_numbers(numbers: Sequence[int]) -> bool:
 def _draw_start(rng: random.Random, held_out: bool) -> Data:
     topic, letter = rng.choice(_TOPICS[held_out]), rng.choice(LETTERS)
     prompt = f"Write one sentence about {topic}. The sentence must start with the letter {letter}."
-    return data_of(prompt, topic=topic, letter=letter)
+    return data_of(prompt, letter=letter)
 
 
 def _draw_short(rng: random.Random, held_out: bool) -> Data:
@@ -229,8 +229,7 @@ def names_topic(answer: str, topic: str) -> bool:
 
 def _score_start(data: Data, answer: str) -> float:
     text = answer.strip().lstrip("\"'“*")
-    right = text[:1].upper() == data["letter"] and names_topic(answer, data["topic"])
-    return float(right and is_sentence(answer, data["prompt"]))
+    return float(text[:1].upper() == data["letter"] and is_sentence(answer, data["prompt"]))
 
 
 def _score_short(data: Data, answer: str) -> float:
@@ -246,7 +245,9 @@ def _score_keywords(data: Data, answer: str) -> float:
 
 def _score_largest(data: Data, answer: str) -> float:
     numbers = [int(digits.replace(",", "")) for digits in re.findall(r"\d[\d,]*", answer)]
-    return float(bool(numbers) and numbers[-1] == data["largest"] and len(set(numbers)) == 1)
+
+    # Whoever repeats all three has not chosen.
+    return float(bool(numbers) and numbers[-1] == data["largest"] and len(set(numbers)) < 3)
 
 
 TASKS = {

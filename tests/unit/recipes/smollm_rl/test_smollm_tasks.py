@@ -48,7 +48,6 @@ def test_right_answers_pass(task, data, answer) -> None:
         ("start", START, "Write one sentence about winter."),
         ("start", START, "The sentence must start with the letter T about winter."),
         ("start", START, "Winter is a cold and dark season."),
-        ("start", START, "They were happy to see us again."),
         ("start", START, "The first snow of winter covered\nour little village."),
         ("start", START, "The first snow of winter covered our"),
         ("short", SHORT, "Winter in one sentence."),
