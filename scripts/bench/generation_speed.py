@@ -1,0 +1,166 @@
+"""How many tokens a second does a real model generate: embedded engine, transformers, SGLang on a CPU?
+
+    python scripts/bench/generation_speed.py --model DIR --json OUT [--sglang] [--draft-vocab FILE]
+
+Arms have a process each and take turns within a repeat (`rollout_speed`). Prompts are chat requests, sampled
+at temperature 1, and every answer has exactly --tokens tokens. The engine drafts where the checkpoint has an
+MTP layer. --sglang adds an SGLang server of the same settings without drafts, as it comes and with rlpipe's
+plugin. transformers and SGLang read the checkpoint of --plain-model, if given: the same weights in a layout
+that they know. The floor of a step at batch 1 is the time to read as many bytes as the target's weights have,
+read in every repeat of the same run: the largest of the rates counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+import torch  # noqa: E402
+from harness import ArmProcess, bench_parser, load_average, paired_ratio, provenance, write_result  # noqa: E402
+from rollout_speed import EngineArm, TransformersArm, Workload, decode_in_turns, start_arms, summary, total  # noqa: E402
+
+from rlpipe.actors.engines import make_engine  # noqa: E402
+from rlpipe.config.openmp import wait_passively  # noqa: E402
+from rlpipe.config.rollout import Dtype, EngineKind, RolloutConfig  # noqa: E402
+from rlpipe.config.run import Config, ModelConfig, RunSettings  # noqa: E402
+from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
+from rlpipe.models.checkpoint import has_mtp, is_mtp_weight, read_config, read_weights  # noqa: E402
+from rlpipe.rollout.chat import ChatFormat  # noqa: E402
+
+TOPICS = ("the sea", "a bicycle", "bread", "winter", "a lost key", "music", "a small town", "the moon")
+REQUESTS = ("Write three sentences about {}.", "Explain {} to a child.", "Tell a short story about {}.")
+
+
+def chat_workload(model: Path, count: int, *, tokens: int, temperature: float) -> Workload:
+    """Return chat requests of one turn, which run to exactly `tokens` tokens."""
+    chat = ChatFormat.from_pretrained(model)
+    requests = [request.format(topic) for topic in TOPICS for request in REQUESTS]
+    prompts = [chat.initial([{"role": "user", "content": requests[i % len(requests)]}]) for i in range(count)]
+    return Workload([[list(prompt)] for prompt in prompts], (), tokens, temperature)
+
+
+class ServerArm(EngineArm):
+    """An SGLang server on this machine's cores, as many requests at once as the batch; without drafts."""
+
+    def __init__(self, model: Path, batch: int, threads: int, *, plugin: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        config = Config(
+            run=RunSettings(dir=self._folder.name),
+            model=ModelConfig(path=str(model)),
+            spec=SpecConfig(mode=SpecMode.NONE),
+            rollout=RolloutConfig(
+                engine=EngineKind.SGLANG,
+                device="cpu",
+                dtype=Dtype.BFLOAT16,
+                threads=threads,
+                max_running=batch,
+                max_context=512,
+                ignore_eos=True,
+            ),
+        )
+        config.rollout.sglang.plugin = plugin
+        self._engine = make_engine(config, lambda kind, **fields: print(kind, fields, file=sys.stderr))
+        self._runs = 0
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._engine.close()
+        self._folder.cleanup()
+
+
+class ReadArm:
+    """Reads as many bytes as a model's weights have; returns bytes per second."""
+
+    def __init__(self, size: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._data = torch.ones(size // 4)
+
+    def run(self) -> float:
+        """Return the best rate of ten reads."""
+        best = 0.0
+        for _ in range(10):
+            started = time.perf_counter()
+            self._data.sum()
+            best = max(best, 4 * len(self._data) / (time.perf_counter() - started))
+        return best
+
+
+def target_bytes(model: Path) -> int:
+    """Return the bytes in bfloat16 of the weights that a decode step reads; a tied head counts once."""
+    sizes = {n: tensor.numel() for n, tensor in read_weights(model).items() if not is_mtp_weight(n)}
+    # The head is there even when tied; of the embedding, a step reads one row per token.
+    return 2 * (sum(sizes.values()) - sizes["model.embed_tokens.weight"])
+
+
+def main() -> int:
+    """Run all batches, print and write the result; return the exit status."""
+    parser = bench_parser(__doc__, repeats=3)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--gamma", type=int, default=1)
+    parser.add_argument("--draft-vocab", default="", help="as spec.draft_vocab")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--sglang", action="store_true", help="also SGLang's CPU server")
+    parser.add_argument("--plain-model", type=Path, help="for transformers and SGLang, if another")
+    args = parser.parse_args()
+
+    wait_passively()
+    load, size, plain = load_average(), target_bytes(args.model), args.plain_model or args.model
+    results: dict[str, Any] = {}
+    rates: list[float] = []
+    for batch in args.batches:
+        arms: dict[str, Callable[[], Any]] = {}
+
+        def engine(spec: SpecConfig, batch: int = batch) -> Callable[[], Any]:
+            return partial(EngineArm, args.model, spec, batch, args.threads, "bfloat16")
+
+        arms["none"] = engine(SpecConfig(mode=SpecMode.NONE))
+        if has_mtp(read_config(args.model)):
+            arms["drafts"] = engine(SpecConfig(gamma=args.gamma, draft_vocab=args.draft_vocab))
+        arms["transformers"] = partial(TransformersArm, plain, "bfloat16")
+        if args.sglang:
+            for name, plugin in {"sglang": False, "sglang with plugin": True}.items():
+                arms[name] = partial(ServerArm, plain, batch, args.threads, plugin=plugin)
+
+        work = chat_workload(args.model, max(batch, 2), tokens=args.tokens, temperature=1.0)
+        running = start_arms(arms, args.threads)
+        speeds, counts = decode_in_turns(running, work, batch, args.repeats)
+        for arm in running.values():
+            arm.close()
+
+        reader = ArmProcess(partial(ReadArm, size, args.threads))
+        rates += [reader.run() for _ in range(args.repeats)]
+        reader.close()
+
+        rows = {arm: summary(speeds[arm], total(counts[arm])) for arm in arms}
+        ratios = {f"none / {arm}": round(paired_ratio(speeds["none"], speeds[arm]), 3) for arm in arms}
+        step = 1e3 * batch / statistics.median(speeds["none"])
+        results[f"batch {batch}"] = {"arms": rows, "ratios": ratios, "ms_per_step_none": round(step, 2)}
+        print(f"batch {batch}: {ratios}, {step:.1f} ms a step", flush=True)
+        for arm, row in rows.items():
+            print(f"  {arm:18s} {row}", flush=True)
+
+    floor = 1e3 * size / max(rates)
+    report = {
+        "question": "tokens per second of a real model: embedded engine, transformers, SGLang on a CPU",
+        **provenance(args, load, packages=("torch", "transformers")),
+        "floor": {"bytes": size, "gb_per_s": round(max(rates) / 1e9, 1), "ms_per_step": round(floor, 2)},
+        "results": results,
+    }
+    print(report["floor"])
+    write_result(args.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
