@@ -6,7 +6,7 @@ import os
 from collections.abc import MutableMapping
 
 # A thread that waits for work sleeps at once. By default it spins for milliseconds, which on a machine with
-# other work takes the time of the thread it waits for: a decode step took 3 to 6 times as long.
+# other work takes the time of the thread it waits for: under load a decode step took 3 to 6 times as long.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # Any of these is the user's own choice.

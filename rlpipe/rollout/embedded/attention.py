@@ -3,9 +3,10 @@
 Owns the choice of kernel and the mask for each. On a CPU, a few queries against a few hundred keys go
 through `attend_products`, in which the query heads that share a key head are the rows of one product, so
 that keys and values are read once. In float32 two batched products are fastest (25 to 30% less time than
-scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16 the batched
-product has a fixed cost for each new length of the keys, and scaled_dot_product_attention over the same
-rows takes half its time at 1 row, as much at 32. Everything else goes through `attend`.
+scaled_dot_product_attention, measured at 8 and 32 rows, 100 keys, heads of 32). In bfloat16
+scaled_dot_product_attention over the same rows takes half their time at 1 row and as much at 32, measured
+under load with three query heads for each key head; for a single query per key head the products are
+faster. Everything else goes through `attend`.
 
 `attend_products` reads as many keys of each row as the longest row has, which one long conversation makes
 expensive for all: it runs over groups of consecutive rows of similar lengths.
@@ -102,7 +103,8 @@ def attend_products(
     # The heads that share a key head become rows of one product.
     grouped = query.view(batch, width, -1, group, dim).transpose(1, 2).reshape(merged, width * group, dim)
     mask = mask.reshape(merged, -1, length)
-    kernel = _two_products if query.dtype == torch.float32 else _one_kernel
+    single = width * group == 1
+    kernel = _two_products if single or query.dtype == torch.float32 else _one_kernel
     found = []
     for start, stop, seen in pieces:
         rows = slice(start * kv_heads, stop * kv_heads)
