@@ -1,8 +1,8 @@
 """Estimates the peak memory of each process of a run from shapes and settings, before anything is started.
 
 Owns the sums; `memory_check` compares them with the memory of the machine. Reads `config.json` and loads no
-torch. Not counted: libraries and the CUDA context (`RESERVED` bytes of each GPU are left to them), EAGLE-3
-drafts, environments. `scripts/bench/memory_estimate.py` compares the sums with measured processes.
+torch. Not counted: EAGLE-3 drafts, environments, and on a GPU libraries and the CUDA context, to which
+`RESERVED` bytes are left. `scripts/bench/memory_estimate.py` compares the sums with measured processes.
 
 A trainer rank with P trainable parameters, e bytes an element, N tokens of a micro-batch, H and F the
 hidden and intermediate sizes, q and k the widths of queries and of keys (q, k and F divided by tp), and d the
@@ -19,6 +19,10 @@ Without recomputation the activations of every layer are stored. With recompute=
 each layer and all of one layer at a time. With recompute=selective, all except what MLPs and experts compute,
 and that for one layer at a time. Of `pp` pipeline stages the s-th, counted from 0, stores pp - s
 micro-batches. With trainer.sp, H stands for H / tp.
+
+A process on a CPU needs more (`_on_host`): libraries; freed blocks that its allocator has not given back; and
+in a trainer the copy that a checkpoint is written from, of its optimizer state and twice of its weights (to
+resume, and in Hugging Face's format). With run.save_async training goes on beside the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from pathlib import Path
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.paths import resolve_model
 from rlpipe.config.rollout import Dtype, EngineKind
-from rlpipe.config.run import Config, Task
+from rlpipe.config.run import ClusterMode, Config, Task
 from rlpipe.config.trainer import Precision, Recompute, TrainerConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
@@ -47,6 +51,10 @@ HEAD_BYTES = {True: GIB, False: GIB // 4}  # bytes of a chunk of logits, on a GP
 HEAD_BLOCK = 1 << 14
 DELTA_CHUNK = 64  # tokens that a delta net reads at once
 ROW_STREAMS = 7  # arrays with 8 bytes for each slot that an engine has on the host
+LIBRARIES = 600 * MIB  # of a process on a CPU: torch, Megatron-core, tokenizers (measured)
+RETAINED = 0.5  # share of what a step frees that glibc's allocator retains on a CPU (measured)
+KERNELS = 64 * MIB  # that oneDNN retains for the sizes of products an engine has had (measured)
+PACKED_FROM = 1_000_000  # elements of a float32 matrix that an engine stores only packed (embedded/linear)
 SERVER_FRACTION = 0.85  # approximate share of a GPU's memory that SGLang takes by default
 
 
@@ -260,14 +268,14 @@ def _delta_bytes(delta: DeltaNet, tokens: int, size: int, hidden: int, tp: int) 
 def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -> Memory:
     """Estimate one embedded engine."""
     rollout, spec, size = config.rollout, config.spec, _element(config)
-    given = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
+    sent = sum(parameters(arch)) * (2 if config.trainer.precision is Precision.BF16 else 4)
 
-    # Embedding and head are separate copies, even where they are tied.
-    arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0, tied=False)
-    ends = arch.vocab * arch.hidden * size
-    layers = sum(parameters(arch)) * size - 2 * ends
-    # On a CPU, oneDNN has a packed copy of every matrix.
-    packed = 0 if on_gpu else layers + ends
+    # On a CPU a matrix is stored packed for oneDNN: a tied head is then a copy of the embedding, and small
+    # matrices in float32 are stored as they are too.
+    arch = replace(arch, mtp_layers=arch.mtp_layers if spec.needs_mtp else 0)
+    end = arch.vocab * arch.hidden * size
+    weights = sum(parameters(arch)) * size + (0 if on_gpu or not arch.tied else end)
+    packed = 0 if on_gpu or size < 4 else _small_matrices(arch) * size
 
     rows, slots = rollout.max_running, rollout.max_context + spec.drafts + 2
     query, keys = arch.heads * arch.cached_dim, arch.cached_heads * arch.cached_dim
@@ -278,20 +286,31 @@ def engine_memory(arch: Architecture, config: Config, *, on_gpu: bool = False) -
     working += rows * arch.vocab * ((spec.depth + 1) * (size + 12) + spec.depth * 8)
     host = 0 if on_gpu else 8 * ROW_STREAMS * rows * slots
 
-    # During a weight update the old and the new weights are in memory together.
-    replaced = layers + (0 if on_gpu else packed - ends + given)
+    # During a weight update the weights received, and a new embedding or head beside the old one.
+    replaced = 2 * end + (0 if on_gpu else sent)
     return Memory(
         process="embedded engine",
         count=rollout.workers,
         on_gpu=on_gpu,
         parts={
-            "weights": layers + 2 * ends,
+            "weights": weights,
             "packed": packed,
+            "kernels": 0 if on_gpu else KERNELS,
             "kv": cache + host,
             "activations": working,
             "update": max(0, replaced - working),
         },
     )
+
+
+def _small_matrices(arch: Architecture) -> int:
+    """Count the elements of all fused matrices that have fewer than PACKED_FROM."""
+    query, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    gates = 2 * arch.hidden * arch.inner
+    mlps = arch.experts.count if arch.experts else 1
+    fused = [arch.hidden * (query + 2 * keys), query * arch.hidden, *(gates, gates // 2) * mlps]
+    layer = sum(size for size in fused if size < PACKED_FROM)
+    return layer * (arch.layers + arch.mtp_layers)
 
 
 def server_memory(arch: Architecture, config: Config, card: int = 0) -> Memory:
@@ -370,16 +389,43 @@ def estimate(config: Config, card: int = 0) -> list[Memory]:
     policy = read_architecture(read_config(resolve_model(config.model.path)))
     served = read_architecture(read_config(resolve_model(config.rollout_model)))
     if run_mode.trains:
-        found.append(trainer_memory(policy, config, on_gpu=card > 0))
+        trainer = trainer_memory(policy, config, on_gpu=card > 0)
+        found.append(trainer if card else _on_host(trainer, config, libraries=LIBRARIES))
         if config.decoupled.active:
             actor = trainer_memory(served, config, on_gpu=card > 0)
+            actor = actor if card else _on_host(actor, config, libraries=0)
             found.append(replace(actor, process="trainer rank, the actor's part"))
 
     if run_mode.generates and config.rollout.engine is EngineKind.SGLANG:
         found.append(server_memory(served, config, card if config.rollout.device != "cpu" else 0))
     elif run_mode.generates:
-        found.append(engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu"))
+        engine = engine_memory(served, config, on_gpu=card > 0 and config.rollout.device != "cpu")
+        shared = run_mode.trains and config.cluster.mode is ClusterMode.INLINE
+        found.append(engine if card else _on_host(engine, config, libraries=0 if shared else LIBRARIES))
     return found
+
+
+def _on_host(memory: Memory, config: Config, *, libraries: int) -> Memory:
+    """Add what a process takes on a CPU beyond its tensors, and the copy that a checkpoint is written from.
+
+    libraries: their bytes, 0 where they are counted for another part of the process.
+    """
+    parts = memory.parts
+    passing = sum(parts.get(name, 0) for name in ("activations", "logits", "update"))
+    retained = int(RETAINED * passing)
+    copied = 0
+
+    if "optimizer" in parts:
+        # Adapters are saved without the backbone below them.
+        resumed = 0 if config.trainer.lora.active else parts["weights"]
+        copied = parts["optimizer"] + resumed + parts["weights"]
+
+        # Unless the next step begins while it is written, the copy takes the place of activations.
+        run = config.run
+        if not (run.save_async and 0 < run.save_every < run.steps):
+            copied = max(0, copied - passing - retained)
+    more = {"libraries": libraries, "allocator": retained, "checkpoint": copied}
+    return replace(memory, parts=parts | more)
 
 
 def gpu_bytes(config: Config) -> int:

@@ -350,6 +350,9 @@ class MegatronTrainer:
         """Copy the state that `save` and `save_hf` write, for writing it to these directories later."""
         from rlpipe.trainer.checkpoint import SavingHf, begin_save
 
+        # Blocks of other sizes, freed by the step, would stay resident beside the copies.
+        if self._runtime.device.type == "cpu":
+            runtime.release_freed_memory()
         weights = SavingHf(self.export_weights(), Path(hf), like=self._path, draft_vocab=self._draft_vocab)
         return [begin_save(self, Path(directory)), weights]
 

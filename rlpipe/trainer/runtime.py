@@ -10,6 +10,7 @@ CUDA is absent, and only in a process that trains.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
 import inspect
@@ -255,6 +256,13 @@ def _on_cpu(factory: Any) -> Any:
         return factory(*args, **kwargs)
 
     return build
+
+
+def release_freed_memory() -> None:
+    """Give freed blocks of the C allocator back to the system, where it is able to (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def pipeline_group() -> dist.ProcessGroup:

@@ -501,8 +501,11 @@ def context_parallel(r: Any) -> str:
 
 def memory_estimate(r: Any) -> str:
     """Measured and estimated peaks."""
-    rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in r["rows"]]
+    every = [*r["rows"], *r["runs"]]
+    rows = [[x["name"], x["measured"] >> 20, x["estimated"] >> 20, f"{x['ratio']:.3f}"] for x in every]
     said = "\n\nOn a CPU, beyond what libraries take; a model of 60M parameters or less."
+    if r["runs"]:
+        said += " The last row is a whole run of SmolLM2-135M-Instruct, libraries and checkpoint included."
     return table(["process", "measured peak, MiB", "estimated", "ratio"], rows) + said
 
 

@@ -7,9 +7,11 @@ trainer during its second step (the first one touches the optimizer's pages), of
 are replaced and its rows, all full, decode. The kernel keeps that maximum (VmHWM, reset by clear_refs), so
 that no peak is missed; the allocator gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), so that what
 is resident is what is held. With a GPU the large trainers can be chosen (`--only large`, `--only long`):
-there it is the most that torch had allocated. Mixtures of experts play with `--only experts`.
+there it is the most that torch had allocated. Mixtures of experts play with `--only experts`. With `--model`,
+two steps of smollm_rl on that checkpoint run in one process as a user runs them, libraries, validation and
+the last checkpoint included; measured is the most that the process had resident.
 
-    python scripts/bench/memory_estimate.py --json OUT [--only NAME ...]
+    python scripts/bench/memory_estimate.py --json OUT [--only NAME ...] [--model SMOLLM2]
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ import torch
 from harness import bench_parser, load_average, provenance, write_result
 from omegaconf import OmegaConf
 
+from rlpipe.cli.run import config_of
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.run import Config
 from rlpipe.models import read_architecture
-from rlpipe.preflight.memory_estimate import engine_memory, trainer_memory
+from rlpipe.preflight.memory_estimate import engine_memory, estimate, trainer_memory
 
 MODEL = {
     "model_type": "mimo",
@@ -220,11 +223,32 @@ def measure(case: dict[str, Any]) -> int:
     return torch.cuda.max_memory_allocated() if gpu else status("VmHWM") - before
 
 
+def measure_run(model: Path) -> dict[str, Any]:
+    """Peak memory of a whole inline run, and its estimate, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"model.path={model}", f"run.dir={folder}/run", "run.steps=2", "val.every=2"]
+        settings += ["val.instances=4", "trainer.threads=1", "rollout.threads=1"]
+        command = ["+recipe=smollm_rl", *settings]
+        guess = sum(memory.total * memory.count for memory in estimate(config_of(command)[0]))
+        process = subprocess.Popen([sys.executable, "-m", "rlpipe.run", *command], stdout=subprocess.DEVNULL)
+        _, code, usage = os.wait4(process.pid, 0)
+    if code:
+        raise RuntimeError(f"the run failed with status {os.waitstatus_to_exitcode(code)}")
+    measured = usage.ru_maxrss * 1024
+    return {
+        "name": "smollm_rl, inline",
+        "measured": measured,
+        "estimated": guess,
+        "ratio": round(guess / measured, 4),
+    }
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = bench_parser(__doc__, repeats=None)
     parser.add_argument("--only", nargs="+", default=[], help="cases whose names contain one of these")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2-135M-Instruct: measure a run too")
     given, load = parser.parse_args(), load_average()
     if given.case:
         print(measure(CASES[given.case]))
@@ -244,7 +268,10 @@ def main() -> int:
         print(json.dumps(row), flush=True)
     worst = max(abs(row["ratio"] - 1) for row in rows)
     print(f"worst: {worst:.1%}")
-    result = {**provenance(given, load), "model": MODEL, "worst": round(worst, 4), "rows": rows}
+    runs = [measure_run(given.model)] if given.model else []
+    for row in runs:
+        print(json.dumps(row), flush=True)
+    result = {**provenance(given, load), "model": MODEL, "worst": round(worst, 4), "rows": rows, "runs": runs}
     write_result(given.json, result)
     return 0
 

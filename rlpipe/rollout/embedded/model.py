@@ -148,13 +148,19 @@ class Model:
         # A tied head is the embedding, whether or not the checkpoint repeats it.
         head = self.embedding if self.arch.tied else get("lm_head.weight")
         self.head = Linear(head)
-        self.final_norm = get("model.norm.weight")
-
-        self.layers = [self.layer(get, weights, f"model.layers.{i}.") for i in range(self.arch.layers)]
         if self.draft_model is None:
-            self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
             ids = self._mtp_ids
             self._draft_head = self.head if ids is None else Linear(head.index_select(0, ids))
+        del head  # a packed head needs no second copy
+
+        self.final_norm = get("model.norm.weight")
+
+        # Release the old layers before the new ones are made, so that only one set is in memory.
+        self.layers, self.mtp_layers = list[Layer](), list[MtpLayer]()
+        for index in range(self.arch.layers):
+            self.layers.append(self.layer(get, weights, f"model.layers.{index}."))
+        if self.draft_model is None:
+            self.mtp_layers = [MtpLayer.read(self, weights, index) for index in range(self.depths)]
 
         # A separate draft is replaced only if the update has weights of it.
         if self.draft_model is not None:

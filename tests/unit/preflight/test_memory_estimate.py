@@ -99,6 +99,35 @@ def test_an_estimate_is_within_a_tenth_of_the_measured_peak(row):
     assert memory.total == pytest.approx(row["measured"], rel=0.1)
 
 
+def tied_and_untied(size: str):
+    sizes = dict(zip(FIELDS, SIZES[size], strict=True)) | {"model_type": "mimo", "head_dim": 128}
+    sizes |= {"num_nextn_predict_layers": 1, "max_position_embeddings": 32768}
+    return (read_architecture(sizes | {"tie_word_embeddings": tied}) for tied in (True, False))
+
+
+@pytest.mark.parametrize(("on_gpu", "copies"), [(True, 1), (False, 2)])
+def test_an_engine_stores_a_tied_head_apart_only_where_it_is_packed(on_gpu, copies):
+    config = OmegaConf.to_object(OmegaConf.merge(Config, {"spec": {"mode": "none"}}))
+    tied, untied = (engine_memory(arch, config, on_gpu=on_gpu).parts for arch in tied_and_untied("1.5B"))
+    head = 1536 * 151936 * 4
+    assert untied["weights"] - tied["weights"] == (2 - copies) * head
+    assert tied["packed"] == 0 or not on_gpu
+
+
+def test_a_process_on_a_cpu_has_libraries_once_and_a_checkpoint_beside_the_steps(models):
+    def parts(*settings):
+        names = f"model.path={models / '1.5B'}", "cluster=inline", "draft.train=off", *settings
+        return [memory.parts for memory in estimate(OmegaConf.to_object(composed(*names)))]
+
+    ending, beside = parts("run.save_every=0"), parts("run.save_every=1", "run.steps=9")
+    waiting = parts("run.save_every=1", "run.steps=9", "run.save_async=false")
+    assert ending == waiting and [bool(part["libraries"]) for part in ending] == [True, False]
+
+    trainer, engine = beside
+    assert trainer["checkpoint"] == trainer["optimizer"] + 2 * trainer["weights"] > ending[0]["checkpoint"]
+    assert engine["checkpoint"] == 0
+
+
 def test_enough_was_measured():
     assert len(MEASURED["rows"]) >= 5 and {"trainer", "rollout"} <= {
         k for r in MEASURED["rows"] for k in r["case"]
