@@ -21,9 +21,11 @@ from typing import Any
 
 from rlpipe.config.paths import shipped
 from rlpipe.convert.gguf import convert, require_gguf
+from rlpipe.models.checkpoint import DRAFT_VOCAB
 from rlpipe.models.released import Release, cache_directory
 
 MANIFEST = "fetched.json"
+LAYER_FILE = "mtp_layer.safetensors"
 _TOLERANCE = 0.01  # of perplexities, relative: processors round differently
 Report = Callable[[str], None]
 
@@ -91,32 +93,39 @@ def is_whole(directory: Path, release: Release) -> bool:
 
 def _sources(release: Release) -> dict[str, Any]:
     """Return what the stored files depend on."""
-    layer = mtp_layer_file(release)
+    layer, table = shipped_file(release, LAYER_FILE), shipped_file(release, DRAFT_VOCAB)
     return {
         "name": release.name,
         "requirement": release.requirement,
         "weights_sha256": release.weights_sha256,
         "mtp_layer_sha256": sha256(layer) if layer else None,
+        "draft_vocab_sha256": sha256(table) if table else None,
     }
 
 
-def mtp_layer_file(release: Release) -> Path | None:
-    """Return the trained MTP layer that rlpipe ships for a released model; None where it ships none."""
+def shipped_file(release: Release, name: str) -> Path | None:
+    """Return a file that rlpipe ships for a released model; None where it ships none."""
     try:
-        return shipped(f"models/{release.name}/mtp_layer.safetensors")
+        return shipped(f"models/{release.name}/{name}")
     except ValueError:
         return None
 
 
 def add_mtp_layer(directory: Path, release: Release, report: Report) -> None:
-    """Add the shipped MTP layer to a checkpoint, where there is one. Raises ValueError: it does not fit."""
+    """Add the shipped MTP layer, and the table of tokens it drafts among, to a checkpoint.
+
+    Raises:
+        ValueError: the layer does not fit the model.
+    """
     from rlpipe.convert.mtp_layer import add_layer, read_layer
 
-    layer = mtp_layer_file(release)
+    layer = shipped_file(release, LAYER_FILE)
     if layer is None:
         report(f"without an MTP layer: none is shipped for it (`rlpipe graft {release.name} OUT` makes one)")
         return
     add_layer(directory, read_layer(layer))
+    if table := shipped_file(release, DRAFT_VOCAB):
+        shutil.copyfile(table, directory / DRAFT_VOCAB)
     report("added the shipped MTP layer")
 
 

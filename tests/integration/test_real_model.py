@@ -7,10 +7,13 @@ temporary folder, once for all tests.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rlpipe.convert.fetch import MANIFEST, fetch, is_whole, mtp_layer_file, sha256
+from rlpipe.config.draft_vocab import read_draft_vocab
+from rlpipe.config.spec import SpecConfig, SpecMode
+from rlpipe.convert.fetch import MANIFEST, fetch, is_whole, sha256
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, has_mtp, read_config, read_weights
 from rlpipe.models.released import RELEASED, cache_directory
@@ -18,6 +21,7 @@ from rlpipe.rollout.chat import ChatFormat
 
 pytestmark = pytest.mark.integration
 RELEASE = RELEASED["smollm2"]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +47,11 @@ def test_the_fetched_model_has_the_pinned_weights_and_a_second_call_leaves_it_al
 
 def test_the_fetched_model_is_complete_for_engines_and_trainer(smollm2):
     config = read_config(smollm2)
-    assert has_mtp(config) == (mtp_layer_file(RELEASE) is not None)
-    check_weights(
-        read_weights(smollm2), read_architecture(config).weight_shapes(mtp=has_mtp(config)), frozenset()
-    )
+    assert has_mtp(config)
+    shapes = read_architecture(config).weight_shapes(mtp=True)
+    check_weights(read_weights(smollm2), shapes, frozenset())
+    spec = SpecConfig(mode=SpecMode.REJECTION, draft_vocab="checkpoint")
+    assert len(read_draft_vocab(spec, smollm2, config["vocab_size"])) == 8192
 
 
 def test_a_turn_of_the_fetched_model_ends_with_its_end_token(smollm2):
@@ -55,3 +60,19 @@ def test_a_turn_of_the_fetched_model_ends_with_its_end_token(smollm2):
     assert chat.stop_token_ids == (2,)
     assert chat.token_texts([1, 2]) == ["<|im_start|>", "<|im_end|>"] and prompt[0] == 1
     assert json.loads((smollm2 / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+
+
+def test_two_steps_of_the_recipe_train_the_model_and_measure_every_task(smollm2, tmp_path):
+    command = [sys.executable, "-m", "rlpipe.run", "+recipe=smollm_rl", f"model.path={smollm2}"]
+    sizes = ["run.steps=2", "val.every=2", "val.instances=4", "pipeline.prompts_per_step=4"]
+    sizes += ["pipeline.group_size=4", f"run.dir={tmp_path / 'run'}"]
+    subprocess.run([*command, *sizes], check=True, timeout=300, cwd=ROOT)
+
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "timing_s/step" in line]
+    assert len(steps) == 2 and all(line["actor/grad_norm"] > 0 for line in steps)
+
+    # In bfloat16 too, engine and trainer are one policy.
+    assert steps[0]["training/rollout_probs_diff_mean"] < 0.03
+    assert all(0 < line["rollout/distinct_tokens"] <= 1 for line in steps)
+    assert all(f"val/{task}/reward" in lines[-1] for task in ("start", "short", "keywords", "largest"))
