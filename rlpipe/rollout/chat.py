@@ -28,11 +28,11 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     such as mimo. It then goes on with a config without a type, which is passed here from the start.
     """
     from transformers import AutoTokenizer, PreTrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = Path(path) / "config.json"
     model = json.loads(file.read_text()) if file.is_file() else {}
-    if not model or model.get("model_type") in CONFIG_MAPPING_NAMES:
+    if not model or model.get("model_type") in CONFIG_MAPPING:
         return AutoTokenizer.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
 
