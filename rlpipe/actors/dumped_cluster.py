@@ -22,7 +22,7 @@ from rlpipe.metrics.bus import observed
 from rlpipe.metrics.values import Value
 from rlpipe.types import Group, Prompt, Trajectory
 
-_CLOCKS = ("timing_s/", "perf/", "trace/")  # metrics that differ between equal steps
+_CLOCKS = ("timing_s/", "perf/", "trace/", "spec/step_seconds/")  # metrics that differ between equal steps
 _MAX_NAMES = 8  # metrics listed in an event
 
 

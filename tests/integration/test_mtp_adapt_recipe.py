@@ -138,7 +138,7 @@ def test_servers_roll_out_and_evaluate_as_the_embedded_engine_does(tmp_path):
     sets += ["adapt.eval_modes=[rejection]", "adapt.eval_first=false", "draft.lr=1.0e-4"]
     served = adapt(tmp_path, "served", *server, *sets, "cluster=ray", "trainer.dp=2")
     header, *lines = (json.loads(line) for line in (served / "rollouts.jsonl").read_text().splitlines())
-    assert header["samples"] == 2 and len(lines) == 4 * 2
+    assert header["adapt.samples"] == 2 and len(lines) == 4 * 2
     for line in lines:  # exact entropies, not estimates by the tokens' logprobs
         assert len(line["entropies"]) == len(line["rollout_logprobs"]) == sum(line["loss_mask"]) > 0
         assert line["entropies"] != [-value for value in line["rollout_logprobs"]]

@@ -26,6 +26,7 @@ OF_THE_MOMENT = (
     "rollout/generated",
     "rollout/prefill",
     "spec/gamma",
+    "spec/step_seconds/",
 )
 # The engine's logprobs differ in the last bits with the requests that happen to share a step.
 OF_THE_ENGINE = ("rollout/entropy", "rollout_corr/", "training/rollout_", "val/")

@@ -58,6 +58,9 @@ NOT_RUN = {
     "python scripts/bench/*.py": "a bench; test_benchmarks_page reads what they left",
     "scripts/doctor": "judges this machine; test_scripts plays it",
     "scripts/gpu_check": "needs a GPU; test_gpu_check plays it on a CPU",
+    "rlpipe fetch smollm2": "needs the package index; test_real_model runs it",
+    "rlpipe draft-vocab": "takes a model and a run; test_draft_vocab_command runs it",
+    "python -m recipes.smollm_rl.seeds": "half an hour; test_real_model runs two steps",
     "rlpipe pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
 TUTORIAL = "docs/tutorial.md"

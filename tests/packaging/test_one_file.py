@@ -121,7 +121,7 @@ from rlpipe.rollout.embedded.span import flat_index
 
 class MixDraft:
     """What drafts."""
-    prefix = PREFIX
+    prefix, ids = PREFIX, None
     def __init__(self, target, weights):
         self.layers, self._weights = Shape(target).layers, weights
         self.shapes = {PREFIX + name: tuple(w.shape) for name, w in weights.items()}
