@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.models.checkpoint import DRAFT_VOCAB, read_json
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def read_draft_vocab(spec: SpecConfig, model_path: str | Path, vocab: int) -> li
 
 
 def table_path(spec: SpecConfig, model_path: str | Path) -> Path:
-    """Return the path of the table's file. model_path: checkpoint with the MTP layer."""
+    """Return the path of the table's file. model_path: checkpoint with the MTP layer, or a fetched model's name."""
     if spec.draft_vocab == CHECKPOINT:
-        return Path(model_path) / DRAFT_VOCAB
+        return resolve_model(str(model_path)) / DRAFT_VOCAB
     return resolve(spec.draft_vocab)
 
 

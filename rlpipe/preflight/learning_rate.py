@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve_model
 from rlpipe.config.run import Config, Task
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import read_config
@@ -30,7 +30,7 @@ def rate_note(config: Config) -> str:
     if config.task is not Task.RL or config.trainer.lora.active:
         return ""
 
-    arch = read_architecture(read_config(resolve(config.model.path)))
+    arch = read_architecture(read_config(resolve_model(config.model.path)))
     parameters = sum(prod(shape) for shape in arch.weight_shapes(mtp=False).values())
     usual, rate = usual_rate(parameters), config.trainer.lr
     if usual / FAR <= rate <= usual * FAR:
