@@ -39,7 +39,7 @@ def read_draft_vocab(spec: SpecConfig, model_path: str | Path, vocab: int) -> li
 
 
 def table_path(spec: SpecConfig, model_path: str | Path) -> Path:
-    """Return the path of the table's file. model_path: checkpoint with the MTP layer, or a fetched model's name."""
+    """Return the path of the table's file. model_path: checkpoint with the MTP layer, or a fetched name."""
     if spec.draft_vocab == CHECKPOINT:
         return resolve_model(str(model_path)) / DRAFT_VOCAB
     return resolve(spec.draft_vocab)
