@@ -26,6 +26,7 @@ from rlpipe.models import family_of, read_architecture
 from rlpipe.models.base import EMBEDDING, FINAL_NORM, HEAD, Layout, Part
 from rlpipe.models.checkpoint import is_mtp_weight
 from rlpipe.models.delta_net import DeltaNet
+from rlpipe.models.grafted import served_with_zero_biases
 from rlpipe.weights.fingerprint import Parts, fingerprints
 
 DRAFT = "draft."
@@ -128,6 +129,7 @@ def server_parts(
     float32 = family_of(hf_config).float32
     unmapped = {name for name in weights if is_served(name, drafter)}
     tied = bool(hf_config.get("tie_word_embeddings"))
+    zero_biases = served_with_zero_biases(hf_config)
 
     for served, prefix, part in _table(hf_config, drafter):
         names = [prefix + name for name in part.hf]
@@ -145,6 +147,11 @@ def server_parts(
             count = 1 if EXPERTS in served else int(hf_config.get("n_shared_experts") or 1)
             tensors = [_widened(tensor, part.layout, count * shard.channels) for tensor in tensors]
         parts_by_name[served] = shard.slices(tensors, part)
+
+        # A grafted model of a family without biases is served by a class that has them.
+        if zero_biases and part.layout is Layout.QKV and served.endswith("weight"):
+            biases = [tensor.new_zeros(len(tensor)) for tensor in tensors]
+            parts_by_name[served.removesuffix("weight") + "bias"] = shard.slices(biases, part)
 
     if unmapped:
         raise ValueError(

@@ -27,9 +27,9 @@ from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import family_of, read_architecture
 from rlpipe.models.checkpoint import read_config, read_json, require_mtp
+from rlpipe.models.grafted import fits_mimo, is_grafted
 from rlpipe.rollout.sglang.environment import SGLANG_VERSION
 from rlpipe.rollout.sglang.routes import check_routes
-from rlpipe.rollout.sglang.target import fits_mimo, is_grafted
 from rlpipe.spec import gamma
 from rlpipe.weights.shared_memory import LOADER, SERVED
 

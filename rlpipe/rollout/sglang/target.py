@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlpipe.config.spec import SpecConfig
 from rlpipe.models import read_architecture
 from rlpipe.models.base import Architecture
-from rlpipe.models.checkpoint import GRAFTED, has_mtp, mtp_prefix, read_config
-
-_MIMO = "MiMoForCausalLM"
-
-
-def is_grafted(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has an MTP layer of MiMo's layout, and a class that does not read it."""
-    return has_mtp(config) and config.get("architectures") != [_MIMO] and config["model_type"] in GRAFTED
-
-
-def fits_mimo(arch: Architecture) -> bool:
-    """Return whether SGLang's class for MiMo can compute a model: Qwen2's decoder, with or without biases."""
-    return not (arch.qk_norm or arch.output_bias or arch.mlp_bias)
+from rlpipe.models.checkpoint import mtp_prefix, read_config
+from rlpipe.models.grafted import MIMO, fits_mimo, is_grafted
 
 
 @contextmanager
@@ -44,12 +32,12 @@ def served_target(path: Path, spec: SpecConfig) -> Iterator[Path]:
     config = read_config(path)
     arch = read_architecture(config)
     rewritten = is_grafted(config) and fits_mimo(arch)
-    mimo = config.get("architectures") == [_MIMO]
+    mimo = config.get("architectures") == [MIMO]
     if not rewritten and not (spec.needs_draft and mimo):
         yield path
         return
 
-    config |= {"architectures": [_MIMO], "model_type": "qwen2"}
+    config |= {"architectures": [MIMO], "model_type": "qwen2"}
     for name in ("auto_map", "attention_bias"):
         config.pop(name, None)
     if spec.needs_draft:

@@ -50,6 +50,19 @@ def test_the_draft_has_the_targets_embedding_and_head(weights):
     assert found["lm_head.weight"].shape[0] == 128 and not found["lm_head.weight"][100:].any()
 
 
+def test_a_grafted_llama_is_expected_with_the_zero_biases_of_the_class_that_serves_it(weights, tmp_path):
+    llama = read_config(write_random_checkpoint(tmp_path, "llama", layers=1))
+    grafted = llama | {"num_nextn_predict_layers": 1}
+    without = {name: one for name, one in weights.items() if not name.endswith("bias")}
+
+    found = tensors(without, **grafted)
+    biases = {"model.layers.0.self_attn.qkv_proj.bias", "draft.model.mtp_block.self_attn.qkv_proj.bias"}
+    assert {name for name in found if name.endswith("bias")} == biases
+    assert not any(found[name].any() for name in biases)
+    assert {len(found[name]) for name in biases} == {len(found["model.layers.0.self_attn.qkv_proj.weight"])}
+    assert not [name for name in tensors(without, drafter=None, **llama) if name.endswith("bias")]
+
+
 def test_without_a_draft_only_the_target_is_expected(weights):
     assert not [name for name in tensors(weights, drafter=None) if "draft" in name or "mtp" in name]
 
