@@ -23,9 +23,11 @@ from rlpipe.diagnosis.breakdown import (
     speedups,
     verified_drafts,
 )
+from rlpipe.diagnosis.comparison import compare_runs
 from rlpipe.diagnosis.decomposition import RATE, Decomposition, decompose_run
 from rlpipe.diagnosis.fixed_contexts import attribute_run, decompose_fixed
 from rlpipe.diagnosis.probe import read_probes
+from rlpipe.diagnosis.seeds import name_by_settings
 from rlpipe.diagnosis.summary import summarize
 from rlpipe.diagnosis.two_slopes import split_run
 from rlpipe.metrics.rollouts import read_rollouts
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A wrong path is a mistake of the caller: one line, without a traceback.
     try:
         runs = [load_run(path) for path in arguments.runs]
+        name_by_settings(runs)
     except ValueError as error:
         print(f"rlpipe analyse: {error}", file=sys.stderr)
         return 2
@@ -101,5 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps([analyse(run) for run in runs], indent=1))
     else:
+        if len(runs) > 1:
+            print(compare_runs(runs).text(), end="\n\n")
         print("\n\n".join(f"{run.name} ({run.outcome})\n{summarize(run).text()}" for run in runs))
     return 0

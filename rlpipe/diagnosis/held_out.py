@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlpipe.diagnosis.seeds import over_seeds
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Z95, Interval, wilson
 
@@ -49,13 +50,34 @@ def _read_set(run: RunData, label: str, metric: str) -> HeldOut:
 
 
 def reward_intervals(run: RunData, metric: str) -> list[Interval]:
-    """Return the 95% interval of every reading: Wilson's where the reward is a rate, else of its error."""
+    """Return the 95% interval of every reading: Wilson's where the reward is a rate, else of its error.
+
+    Of the mean of several seeds it is over seeds, unless all of them read the same.
+    """
+    if run.seeds:
+        return _over_seeds(run, metric)
     errors = dict(zip(*run.series(f"{metric}_se"), strict=True))
     records = {record.get("training/global_step"): record for record in reversed(run.records)}
     return [
         _interval(reward, errors.get(step, 0.0), _counts(records.get(step, {}), metric))
         for step, reward in zip(*run.series(metric), strict=True)
     ]
+
+
+def _over_seeds(run: RunData, metric: str) -> list[Interval]:
+    by_seed = [dict(zip(*seed.series(metric), strict=True)) for seed in run.seeds]
+    intervals = []
+    for step, _ in zip(*run.series(metric), strict=True):
+        values = [readings[step] for readings in by_seed]
+        if len(set(values)) > 1:
+            intervals.append(over_seeds(values))
+            continue
+
+        # 0 of 8 in every seed is not 0 for certain: the instances are the sample then.
+        records = [r for seed in run.seeds for r in seed.records if r.get("training/global_step") == step]
+        counts = [_counts(record, metric) for record in records]
+        intervals.append(_interval(values[0], 0.0, (sum(c[0] for c in counts), sum(c[1] for c in counts))))
+    return intervals
 
 
 def _interval(reward: float, error: float, counts: tuple[float, float]) -> Interval:

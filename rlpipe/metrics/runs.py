@@ -28,6 +28,7 @@ class RunData:
     path, name: of the directory. records: one per step, in order. events: in order of time.
     settings: config.yaml, parsed ({} if that fails); config_text: its text. trajectories: as recorded.
     broken_lines: lines of the JSONL files that could not be read.
+    seeds: the runs that this one is the mean of; [] for a run as recorded.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class RunData:
     config_text: str = ""
     trajectories: list[dict[str, Any]] = field(default_factory=list)
     broken_lines: int = 0
+    seeds: list[RunData] = field(default_factory=list)
 
     def series(self, name: str) -> Points:
         """Return the steps and values of a metric, where it was observed and finite."""
@@ -159,6 +161,19 @@ def _parse(text: str) -> dict[str, Any]:
     except yaml.YAMLError:
         return {}  # the report still shows the text
     return with_current_names(settings) if isinstance(settings, dict) else {}
+
+
+def flat_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name.
+
+    >>> flat_settings({"trainer": {"lr": 0.1}, "recipe": "swe_rl"})
+    {'trainer.lr': 0.1, 'recipe': 'swe_rl'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = isinstance(value, dict)
+        flat |= flat_settings(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat
 
 
 def dump(data: Any) -> str:

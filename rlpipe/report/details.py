@@ -124,24 +124,38 @@ def settings(run: RunData, *, several: bool) -> str:
     return f"<details><summary>{escape(title)}</summary><pre>{escape(run.config_text)}</pre></details>"
 
 
+def arms(runs: Sequence[RunData]) -> str:
+    """Build the table of arms, a row for all seeds of a configuration; "" where none has several."""
+    from rlpipe.diagnosis.comparison import MEASURES, readings_of
+    from rlpipe.diagnosis.seeds import pool_seeds
+
+    pooled = pool_seeds(runs)
+    if len(pooled) == len(runs):
+        return ""
+
+    by_measure = [{reading.arm: reading for reading in readings_of(m, pooled)} for m in MEASURES]
+    rows = []
+    for n, arm in enumerate(pooled):
+        cells = [
+            by_arm[arm.name].text(measure.spec) if arm.name in by_arm else "–"
+            for measure, by_arm in zip(MEASURES, by_measure, strict=True)
+        ]
+        swatch = f'<span class="swatch" data-n="{n}"></span><b>{escape(arm.name)}</b>'
+        rows.append([swatch, str(len(arm.seeds) or 1), *cells])
+
+    titles = ["arm", "runs", *(measure.label for measure in MEASURES)]
+    rows_html = table(titles, rows, numeric=range(1, len(titles)))
+    return f'<h2 id="arms">Arms</h2>{rows_html}<h2>Runs</h2>'
+
+
 def differences(runs: Sequence[RunData]) -> str:
     """Build the table of settings that are not the same in all runs."""
-    flat = [_flat(run.settings) for run in runs]
+    from rlpipe.diagnosis.seeds import differing
 
-    names = sorted(set().union(*flat))
     rows = [
-        [f"<code>{escape(name)}</code>", *(escape(str(f.get(name, "–"))) for f in flat)]
-        for name in names
-        if name != "run.dir" and len({str(f.get(name)) for f in flat}) > 1
+        [f"<code>{escape(name)}</code>", *map(escape, values)] for name, values in differing(runs).items()
     ]
     if not rows:
         return "<p>All settings are the same.</p>"
 
     return f"<h2>Settings that differ</h2>{table(['setting', *(escape(r.name) for r in runs)], rows)}"
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

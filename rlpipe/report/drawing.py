@@ -16,6 +16,8 @@ from rlpipe.metrics.statistics import Z95
 COLOURS = 7
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 ACCEPTANCE, WHY, SPEED = "Acceptance", "Why acceptance moved", "Speed"
+# Of bars that lie: names from top to bottom. A run called "0" would make an axis of numbers otherwise.
+NAMES_AXIS = {"type": "category", "autorange": "reversed", "automargin": True}
 SECTIONS = ("Training", ACCEPTANCE, WHY, SPEED)
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlpipe.diagnosis.held_out import reward_intervals
+from rlpipe.diagnosis.seeds import pool_seeds
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import (
     ACCEPTANCE,
     COLOURS,
+    NAMES_AXIS,
     SECTIONS,
     SPEED,
     Figure,
@@ -50,7 +52,9 @@ def window(runs: Sequence[RunData]) -> int:
 
 
 def figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Return every plot that has data."""
+    """Return every plot that has data; seeds of one configuration are drawn as their mean."""
+    runs = pool_seeds(runs)
+
     # Long runs are plotted in windows of steps; analyses of acceptance need every step.
     by_step = runs
     if (steps := window(runs)) > 1:
@@ -107,7 +111,8 @@ def _reward(runs: Sequence[RunData]) -> Figure:
 
     return Figure(
         title="Reward",
-        note="Held-out points carry 95% intervals: Wilson's, instances counted as clusters.",
+        note="Held-out points carry 95% intervals: Wilson's, instances counted as clusters"
+        + ("; over seeds for the mean of several." if any(run.seeds for run in runs) else "."),
         traces=traces,
         layout={"yaxis": {"title": {"text": "reward"}, "rangemode": "tozero"}, "height": 380},
         wide=True,
@@ -234,7 +239,7 @@ def _timing_of_runs(runs: Sequence[RunData]) -> Figure:
             "barmode": "stack",
             "hovermode": "closest",
             "xaxis": {"title": {"text": "seconds"}},
-            "yaxis": {"autorange": "reversed", "automargin": True},
+            "yaxis": dict(NAMES_AXIS),
         },
         section=SPEED,
     )

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rlpipe.metrics.runs import RunData
-from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, WHY, Figure, bars, line, short
+from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, NAMES_AXIS, WHY, Figure, bars, line, short
 
 if TYPE_CHECKING:
     from rlpipe.diagnosis.decomposition import Decomposition
@@ -246,5 +246,5 @@ def _bar_layout(rows: int, parts: int) -> dict[str, Any]:
         "hovermode": "closest",
         "height": 130 + (10 + 18 * parts) * rows,
         "xaxis": {"title": {"text": "change of the acceptance rate"}},
-        "yaxis": {"autorange": "reversed", "automargin": True},
+        "yaxis": dict(NAMES_AXIS),
     }

@@ -22,10 +22,12 @@ from string import Template
 from typing import Any
 
 from rlpipe.config.drafters import Drafter
+from rlpipe.diagnosis.held_out import PRIMARY, reward_intervals
+from rlpipe.diagnosis.seeds import name_by_settings, pool_seeds
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level
 from rlpipe.metrics.runs import RunData, dump, load_run
-from rlpipe.report.details import all_metrics, differences, events, samples, settings, table
+from rlpipe.report.details import all_metrics, arms, differences, events, samples, settings, table
 from rlpipe.report.drawing import SECTIONS, Figure
 from rlpipe.report.figures import figures, splits, window
 from rlpipe.report.figures_adapt import held_out
@@ -105,15 +107,17 @@ class Content:
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """Read run directories; runs with the same name receive longer, unique names."""
+    """Read run directories; those of a sweep are named by their settings, and every name is unique."""
     runs = [load_run(path) for path in run_dirs]
+    name_by_settings(runs)
     _make_names_unique(runs)
     return runs
 
 
 def make_content(runs: Sequence[RunData]) -> Content:
     """Build the body, the figures and the trajectories of the page about the runs."""
-    from rlpipe.diagnosis.summary import summarize  # needs numpy, which a run can do without until here
+    from rlpipe.diagnosis.comparison import compare_runs  # these need numpy, nothing before did
+    from rlpipe.diagnosis.summary import summarize
 
     drawn, trajectories = figures(runs), shown_trajectories(runs)
 
@@ -121,7 +125,7 @@ def make_content(runs: Sequence[RunData]) -> Content:
         _head(runs),
         navigation(drawn, trajectories=bool(trajectories)),
         *(_notices(run) for run in runs),
-        summarize(runs[0]).html() if len(runs) == 1 else "",
+        (summarize(runs[0]) if len(runs) == 1 else compare_runs(runs)).html(),
         _cards(runs[0]) if len(runs) == 1 else _comparison(runs),
         pays_table(runs[0]) if len(runs) == 1 else "",
         *([differences(runs)] if len(runs) > 1 else []),
@@ -175,6 +179,8 @@ def pack(text: str) -> str:
 def _head(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
         legend = "A colour is a run, everywhere below."
+        if len(pool_seeds(runs)) < len(runs):
+            legend = "Runs that differ in run.seed only are one arm. A colour is an arm, everywhere below."
         return f'<h1 id="top">{len(runs)} runs compared</h1><p class="sub">{legend}</p>'
 
     run = runs[0]
@@ -243,10 +249,12 @@ def _notices(run: RunData) -> str:
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
     """Return (label, big text as HTML, small text) of every card."""
-    # Rewards and acceptance lengths come with a standard error and need another kind of card.
-    measured = {"val/reward": "Validation reward"}
+    rewards = {PRIMARY: "Validation reward"}
     for split in splits(run):
-        measured[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
+        rewards[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
+
+    # Acceptance lengths come with a standard error.
+    measured = {}
     for domain, (mode, *_) in held_out(run).items():
         held_out_set = f"{domain.replace('_', ' ')}, {mode.replace('_', ' ')}"
         expected = f"adapt/{domain}/{mode}/expected/tokens_per_step"
@@ -254,6 +262,7 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
         name = expected if run.series(expected)[0] else length
         measured[name] = f"Acceptance length: {held_out_set}"
     cards = [_measured_card(run, name, label) for name, label in measured.items()]
+    cards = [*(_reward_card(run, name, label) for name, label in rewards.items()), *cards]
 
     cards += [
         _gauge_card(
@@ -277,6 +286,20 @@ def _summary(run: RunData) -> list[tuple[str, str, str]]:
     cards.append(("Faults", str(run.count(Level.FAULT)), small))
 
     return [card for card in cards if card is not None]
+
+
+def _reward_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
+    """Return the card of a held-out reward: its first and last value, with the intervals of the plot."""
+    intervals = reward_intervals(run, name)
+    if not intervals:
+        return None
+
+    last, before = intervals[-1], intervals[:-1][:1]
+    big = "".join(f'<span class="from">{i.value:.3f} → </span>' for i in before) + f"{last.value:.3f}"
+    ends = " → ".join(f"[{i.low:.3f}, {i.high:.3f}]" for i in (*before, last))
+    change = [last - first for first in before]
+    small = "".join(f"{c.value:+.3f} [{c.low:+.3f}, {c.high:+.3f}]; " for c in change)
+    return label, big, f"{small}{ends}"
 
 
 def _measured_card(run: RunData, name: str, label: str) -> tuple[str, str, str] | None:
@@ -321,6 +344,8 @@ def _cards(run: RunData) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
+    # The colour of a run is that of its arm.
+    colours = {id(run): n for n, arm in enumerate(pool_seeds(runs)) for run in arm.seeds or [arm]}
     summaries = [{label: (big, small) for label, big, small in _summary(run)} for run in runs]
     labels = list(dict.fromkeys(label for summary in summaries for label in summary))
 
@@ -332,14 +357,16 @@ def _comparison(runs: Sequence[RunData]) -> str:
     ]
 
     rows = []
-    for n, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
-        row = [f'<span class="swatch" data-n="{n}"></span><b>{escape(run.name)}</b><br>{_badge(run)}']
+    for run, summary in zip(runs, summaries, strict=True):
+        swatch = f'<span class="swatch" data-n="{colours[id(run)]}"></span>'
+        row = [f"{swatch}<b>{escape(run.name)}</b><br>{_badge(run)}"]
         for label in labels:
             big, small = summary.get(label, ("–", ""))
             row.append(f'{big}<br><span class="small">{"" if label in shared else escape(small)}</span>')
         rows.append(row)
 
-    return f'<div class="runs">{table(["run", *titles], rows)}</div>'
+    runs_table = f'<div class="runs">{table(["run", *titles], rows)}</div>'
+    return arms(runs) + runs_table
 
 
 def _plots(drawn: Sequence[Figure], steps: int) -> str:

@@ -123,7 +123,7 @@ def test_the_summary_says_what_happened(run: Path) -> None:
     for fact in (
         "first finished",
         "Validation reward0.300 → 0.500",
-        "+0.200; ±0.030 → ±0.040 (SE)",
+        "+0.200 [",
         "Validation: new0.100 → 0.200",
         "Training steps20 of 20",
         "Duration3m25s",

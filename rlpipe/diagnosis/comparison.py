@@ -1,0 +1,148 @@
+"""The summary of several runs: what differs between arms beyond chance.
+
+Owns the readings of every arm and the sentences at the top of a comparison; `seeds` decides which runs form
+an arm. An arm of several seeds has intervals over seeds. A single run has one for its held-out reward only,
+over the instances: it says how well this run was measured, not what another seed would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rlpipe.diagnosis.held_out import PRIMARY, reward_intervals
+from rlpipe.diagnosis.seeds import difference, over_seeds, pool_seeds
+from rlpipe.diagnosis.summary import Summary
+from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Interval
+
+LAST_STEPS = 10  # that a gauge is averaged over
+
+
+def _last_mean(name: str) -> Callable[[RunData], float | None]:
+    def value(run: RunData) -> float | None:
+        values = run.series(name)[1][-LAST_STEPS:]
+        return fmean(values) if values else None
+
+    return value
+
+
+def _last(run: RunData) -> float | None:
+    values = run.series(PRIMARY)[1]
+    return values[-1] if values else None
+
+
+def _median_step(run: RunData) -> float | None:
+    values = run.series("timing_s/step")[1]
+    return median(values) if values else None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Measure:
+    """A row of the comparison. of: its value in a run. spec: format. better: the word for a larger value."""
+
+    label: str
+    of: Callable[[RunData], float | None]
+    spec: str = ".3f"
+    better: str = "higher"
+
+
+HELD_OUT = Measure(label="Held-out reward", of=_last)
+MEASURES = (
+    HELD_OUT,
+    Measure(label="Training reward", of=_last_mean("critic/rewards/mean")),
+    Measure(label="Tokens per verify step", of=_last_mean("spec/acceptance_length"), spec=".2f"),
+    Measure(label="Seconds a step", of=_median_step, spec=".2f", better="slower"),
+)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Reading:
+    """A measure in one arm. values: by run. interval: None where one run has none."""
+
+    arm: str
+    values: list[float]
+    interval: Interval | None
+
+    @property
+    def mean(self) -> float:
+        """Mean over the runs of the arm."""
+        return fmean(self.values)
+
+    def text(self, spec: str) -> str:
+        """Format the mean with its interval."""
+        if self.interval is None:
+            return f"{self.mean:{spec}}"
+        return f"{self.mean:{spec}} [{self.interval.low:{spec}}, {self.interval.high:{spec}}]"
+
+    def minus(self, other: Reading) -> Interval | None:
+        """Return the difference of two arms: Welch's over seeds; else of the intervals, if both have one."""
+        if min(len(self.values), len(other.values)) > 1 and len({*self.values, *other.values}) > 2:
+            return difference(self.values, other.values)
+        if self.interval is None or other.interval is None:
+            return None
+        return self.interval - other.interval
+
+
+def compare_runs(runs: Sequence[RunData]) -> Summary:
+    """Summarize several runs: a sentence per measure, against the first arm."""
+    arms = pool_seeds(runs)
+    lines = [(m.label, _sentence(m, readings)) for m in MEASURES if (readings := readings_of(m, arms))]
+    if lines:
+        lines.append(("Intervals", _meaning(arms)))
+    return Summary(lines=[line for line in lines if line[1]], findings=[])
+
+
+def readings_of(measure: Measure, arms: Sequence[RunData]) -> list[Reading]:
+    """Return the reading of every arm that has the measure in all of its runs."""
+    readings = []
+    for arm in arms:
+        values = [measure.of(run) for run in arm.seeds or [arm]]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            continue
+
+        interval = None
+        if measure is HELD_OUT:
+            interval = reward_intervals(arm, PRIMARY)[-1]
+        elif len(known) > 1:
+            interval = over_seeds(known)
+        readings.append(Reading(arm=arm.name, values=known, interval=interval))
+    return readings
+
+
+def _sentence(measure: Measure, readings: list[Reading]) -> str:
+    listed = "; ".join(f"{r.arm}: {r.text(measure.spec)}" for r in readings)
+    base, *others = readings
+    if not others:
+        return f"{listed}."
+
+    clauses = []
+    for reading in others:
+        change = reading.minus(base)
+        if change is None:
+            size = f"{reading.mean - base.mean:+{measure.spec}}"
+            clauses.append(f"{reading.arm} differs from {base.arm} by {size}, a single run each: no interval")
+            continue
+
+        opposite = {"higher": "lower", "slower": "faster"}[measure.better]
+        word = measure.better if change.low > 0 else opposite if change.high < 0 else ""
+        verdict = f"is {word} than {base.arm} beyond chance" if word else f"against {base.arm}: undecided"
+        ends = f"[{change.low:+{measure.spec}}, {change.high:+{measure.spec}}]"
+        clauses.append(f"{reading.arm} {verdict}, {change.value:+{measure.spec}} {ends}")
+    return f"{'; '.join(clauses)}. ({listed}.)"
+
+
+def _meaning(arms: Sequence[RunData]) -> str:
+    pooled, single = any(arm.seeds for arm in arms), any(not arm.seeds for arm in arms)
+    parts = []
+    if pooled:
+        parts.append("over seeds (Student's t; of a difference Welch's) where an arm has several")
+    if single:
+        parts.append(
+            "over held-out instances where it is a single run: they say nothing about another seed, so "
+            "compare several (run.seed=0,1,2 --multirun)"
+        )
+    several = f", each of {len(arms) - 1} comparisons by itself" if len(arms) > 2 else ""
+    return f"95%{several}; {'; '.join(parts)}."
