@@ -28,9 +28,11 @@ class Setup:
     """The settings that the rules read.
 
     mode, gamma, adaptive: of `spec`.
+    depths: of `draft`.
     mtp: drafts come from the checkpoint's MTP layer.
     online: the draft is trained during the run.
-    max_staleness: of `pipeline`.
+    max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
+    workers: of `rollout`.
     draft_cost: of one draft pass, in plain decode steps.
     env_threads: of a rollout worker.
     """
@@ -38,9 +40,13 @@ class Setup:
     mode: str
     gamma: int
     adaptive: bool
+    depths: int
     mtp: bool
     online: bool
     max_staleness: int
+    filter_equal_rewards: bool
+    filter_limit: int
+    workers: int
     draft_cost: float
     env_threads: int
 
@@ -48,7 +54,7 @@ class Setup:
     def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
         """Read a parsed config.yaml; settings it lacks have the defaults of a new run."""
         config = asdict(Config())
-        for name in ("spec", "draft", "pipeline", "env"):
+        for name in ("spec", "draft", "pipeline", "rollout", "env"):
             config[name] |= settings.get(name) or {}
         advice = config["metrics"]["advice"] | ((settings.get("metrics") or {}).get("advice") or {})
 
@@ -56,10 +62,14 @@ class Setup:
             mode=str(config["spec"]["mode"]),
             gamma=config["spec"]["gamma"],
             adaptive=config["spec"]["adaptive"],
+            depths=config["draft"]["depths"],
             mtp=str(config["spec"]["drafter"]) == "mtp",
             online=str(config["draft"]["train"])
             in ("online", "ppow"),  # ppow: of runs before draft.objective
             max_staleness=config["pipeline"]["max_staleness"],
+            filter_equal_rewards=config["pipeline"]["filter_equal_rewards"],
+            filter_limit=config["pipeline"]["filter_limit"],
+            workers=config["rollout"]["workers"],
             draft_cost=advice["draft_cost"],
             env_threads=config["env"]["threads"],
         )
@@ -170,8 +180,16 @@ def better_gamma(setup: Setup, records: Records) -> str | None:
     size = "large" if best < setup.gamma else "small"
     return (
         f"gamma is too {size}: {best} instead of {setup.gamma} would decode {gain:.0%} faster if a draft "
-        f"costs {setup.draft_cost:g} decode steps: set spec.gamma={best}, or spec.adaptive=true to measure"
+        f"costs {setup.draft_cost:g} decode steps: set spec.gamma={best}{_with_depths(setup, best)}, or "
+        "spec.adaptive=true to measure; this run.dir continues with it"
     )
+
+
+def _with_depths(setup: Setup, gamma: int) -> str:
+    """Return the setting that belongs to a gamma; a draft is trained for as many depths as it drafts."""
+    if not setup.mtp or setup.depths == gamma:
+        return ""
+    return f" and draft.depths={gamma}" + ("" if setup.online else " (where the draft is trained)")
 
 
 def stale_draft(setup: Setup, records: Records) -> str | None:
@@ -256,6 +274,42 @@ def few_env_threads(setup: Setup, records: Records) -> str | None:
     )
 
 
+def equal_groups(setup: Setup, records: Records) -> str | None:
+    """Find groups without signal that rolling out other prompts would replace.
+
+    Where nearly all groups are equal the filter meets its limit: other prompts are needed then (`problems`).
+    """
+    share = _mean(records, "env/no_signal")
+    if share is None or setup.filter_equal_rewards or not 0.4 <= share <= 1 - 1 / setup.filter_limit:
+        return None
+    return (
+        f"{share:.0%} of the last groups had equal rewards and taught nothing: set "
+        f"pipeline.filter_equal_rewards=true, which rolls out others in their place "
+        f"({1 / (1 - share):.1f} times the rollouts for a step of full signal)"
+    )
+
+
+def few_workers(setup: Setup, records: Records) -> str | None:
+    """Find a trainer that waits for engines which are busy: more of them would shorten the step.
+
+    The gain is an upper bound: rollouts must scale with the engines, on a machine with room for one more.
+    """
+    waiting, step = (_mean(records, f"timing_s/{name}") for name in ("wait_rollout", "step"))
+    busy = _mean(records, "perf/utilisation/rollout")
+    if waiting is None or not step or busy is None:
+        return None
+
+    share = waiting / step
+    if share < 0.5 or busy < 0.7:
+        return None
+    gain = 1 / (1 - share / (setup.workers + 1)) - 1
+    return (
+        f"the trainer waits for rollouts {share:.0%} of a step while the engines generate {busy:.0%} of the "
+        f"time: raise rollout.workers={setup.workers} where processors or GPUs are free for it; one more "
+        f"brings up to {gain:.0%} more steps per hour"
+    )
+
+
 RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "better_rule": better_rule,
     "better_gamma": better_gamma,
@@ -264,4 +318,6 @@ RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "untrained_layer": untrained_layer,
     "no_speedup": no_speedup,
     "few_env_threads": few_env_threads,
+    "equal_groups": equal_groups,
+    "few_workers": few_workers,
 }

@@ -19,7 +19,7 @@ from typing import IO, Any
 import yaml
 
 from rlpipe.config.renamed import with_current_names
-from rlpipe.config.run import Resume
+from rlpipe.config.run import Resume, Task
 
 CONFIG, HISTORY, LOCK = "config.yaml", "configs", "lock"
 
@@ -38,6 +38,9 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "metrics": None,
     "cluster": None,
 }
+# Settings of an RL run that leave the distribution of its tokens as it is: verification is exact whatever is
+# drafted. They may change too, and the log says so.
+_LOSSLESS = ("mode", "gamma", "adaptive", "tree", "suffix", "draft_vocab")
 _SHAPES = ("trainer.lora.rank", "trainer.lora.targets")  # of what a trainer's checkpoint holds
 _SCHEDULES = ("trainer.lr_schedule", "draft.lr_schedule")  # of which all but `constant` end with run.steps
 
@@ -76,14 +79,16 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
     """Return the settings that differ from those a run was begun with, as "old -> new" by name.
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
-    it begins, so the result is empty). Raises ValueError when the run would become another experiment, unless
-    that is intended (run.resume=anyway), and when its LoRA adapters would have another shape.
+    it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError when the
+    run would become another experiment, unless that is intended (run.resume=anyway), and when its LoRA
+    adapters would have another shape.
     """
     path = run_dir / CONFIG
     if step is None or not path.exists():
         return {}
 
-    changed = differences(_flat(path.read_text()), _flat(resolved))
+    new = _flat(resolved)
+    changed = differences(_flat(path.read_text()), new)
 
     # Weights of another shape cannot be loaded, whatever run.resume is.
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
@@ -94,14 +99,22 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
             "those values again, or begin another run from its merged weights: model.path="
             f"{run_dir}/checkpoints/step_{step}/hf and another run.dir."
         )
-    if changed and resume is not Resume.ANYWAY:
-        shown = "; ".join(f"{name}: {change}" for name, change in changed.items())
+    other = {name: change for name, change in changed.items() if not _is_lossless(name, new)}
+    if other and resume is not Resume.ANYWAY:
+        shown = "; ".join(f"{name}: {change}" for name, change in other.items())
         raise ValueError(
             f"run.dir={str(run_dir)!r} holds a run at step {step} with other settings: {shown}. Take those "
             "values again, choose another run.dir, or set run.resume=anyway to go on with the new ones."
         )
 
     return changed
+
+
+def _is_lossless(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting changes how fast the tokens of an RL run come, and not their distribution."""
+    section, _, field = name.partition(".")
+    drafting = name == "draft.depths" or (section == "spec" and field in _LOSSLESS)
+    return drafting and settings.get("task", Task.RL) == Task.RL
 
 
 def keep_settings(run_dir: Path, resolved: str) -> None:

@@ -5,7 +5,15 @@ from dataclasses import asdict
 import pytest
 
 from rlpipe.config.run import Config
-from rlpipe.diagnosis.advice import Advisor, Setup, advise, better_gamma, better_rule
+from rlpipe.diagnosis.advice import (
+    Advisor,
+    Setup,
+    advise,
+    better_gamma,
+    better_rule,
+    equal_groups,
+    few_workers,
+)
 
 pytestmark = pytest.mark.unit
 from_settings = Setup.from_settings
@@ -63,6 +71,40 @@ def test_gamma_is_judged_by_tokens_per_cost(by_depth, cost, gamma):
         assert "spec.mode=none" in text
     else:
         assert f"spec.gamma={gamma}" in text and ("large" if gamma < 3 else "small") in text
+
+
+@pytest.mark.parametrize(
+    ("depths", "online", "said"),
+    [
+        (3, True, "spec.gamma=4 and draft.depths=4, or"),
+        (3, False, "draft.depths=4 (where the draft is trained)"),
+        (4, True, "spec.gamma=4, or"),
+    ],
+)
+def test_gamma_is_advised_together_with_the_depths_that_the_draft_is_trained_for(depths, online, said):
+    settings = {"spec": {"gamma": 3}, "draft": {"depths": depths, "train": "online" if online else "off"}}
+    assert said in better_gamma(from_settings(settings), [rates(0.98, 0.98, 0.98)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("share", "filtered", "said"),
+    [(0.5, False, "2.0 times"), (0.5, True, None), (0.3, False, None), (0.95, False, None)],
+)
+def test_groups_without_signal_are_to_be_filtered(share, filtered, said):
+    given = from_settings({"pipeline": {"filter_equal_rewards": filtered}})
+    text = equal_groups(given, [{"env/no_signal": share}] * 3)
+    assert (text is None) if said is None else (said in text and "pipeline.filter_equal_rewards=true" in text)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "busy", "said"), [(8.3, 0.9, True), (3.0, 0.9, False), (8.3, 0.4, False)]
+)
+def test_more_workers_are_advised_where_busy_engines_bound_the_run(waiting, busy, said):
+    record = {"timing_s/wait_rollout": waiting, "timing_s/step": 10.0, "perf/utilisation/rollout": busy}
+    text = few_workers(from_settings({"rollout": {"workers": 2}}), [record] * 3)
+    assert (text is not None) is said
+    if said:  # a third of the wait goes: 8.3 s -> 5.5 s
+        assert "rollout.workers=2" in text and "up to 38% more steps" in text
 
 
 def test_adaptive_gamma_is_left_alone():

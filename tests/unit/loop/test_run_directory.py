@@ -85,6 +85,38 @@ def test_how_far_where_and_what_is_watched_may_change(run_dir, setting, value):
     assert settings_changed(run_dir, composed(**{setting: value}), step=4, resume=Resume.AUTO) == {}
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [
+        ("spec__gamma", 4, "3 -> 4"),
+        ("spec__mode", "target_only", "rejection -> target_only"),
+        ("spec__adaptive", True, "False -> True"),
+        ("spec__draft_vocab", "checkpoint", " -> checkpoint"),
+        ("draft__depths", 4, "3 -> 4"),
+    ],
+)
+def test_what_drafts_losslessly_may_change_and_is_reported(run_dir, setting, value, shown):
+    name = setting.replace("__", ".")
+    changed = settings_changed(run_dir, composed(**{setting: value}), step=4, resume=Resume.AUTO)
+    assert changed == {name: shown}
+    with pytest.raises(ValueError, match=r"run\.seed: 0 -> 1") as refusal:
+        settings_changed(run_dir, composed(run__seed=1, **{setting: value}), step=4, resume=Resume.AUTO)
+    assert name not in str(refusal.value)  # it may stay
+
+
+def test_depths_and_gamma_of_an_adaptation_are_its_experiment(tmp_path):
+    keep_settings(tmp_path, composed(task="mtp_adapt"))
+    for change in ({"draft__depths": 4}, {"spec__gamma": 4}):
+        with pytest.raises(ValueError, match="3 -> 4"):
+            settings_changed(tmp_path, composed(task="mtp_adapt", **change), step=4, resume=Resume.AUTO)
+
+
+def test_another_drafter_is_another_experiment(run_dir):
+    other = composed(spec__drafter="eagle3", spec__draft_path="draft")
+    with pytest.raises(ValueError, match=r"spec\.drafter: mtp -> eagle3"):
+        settings_changed(run_dir, other, step=4, resume=Resume.AUTO)
+
+
 def test_more_steps_are_another_experiment_where_the_learning_rate_ends_with_them(tmp_path):
     keep_settings(tmp_path, composed(trainer__lr_schedule="cosine"))
     with pytest.raises(ValueError, match=r"run\.steps: 40 -> 99"):
