@@ -1,6 +1,11 @@
 """`python -m rlpipe COMMAND ...`: the command `rlpipe` where it is not on PATH."""
 
+import os
 import sys
+
+# `python -m` searches the current folder first. Behind installed packages its files replace none of them.
+if __name__ == "__main__" and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  (nor a pathlib.py there)
+    sys.path.append(sys.path.pop(0))
 
 from rlpipe.cli.main import main
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least, positive
+from rlpipe.config.user_code import absolute
 
 
 class LossAgg(Choice):
@@ -176,7 +177,8 @@ class AlgoConfig:
     """Lower bound of IcePop."""
 
     user_correction: str = ""
-    """"module:function" or "module:class" for correction=user; see `rlpipe.algo.rule`."""
+    """The function or class of correction=user, as module:NAME or path/to/file.py:NAME; see
+    `rlpipe.algo.rule`."""
 
     proximal: Proximal = Proximal.START
     """See `Proximal`."""
@@ -207,6 +209,7 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         self.correction = Correction(self.correction)
+        self.user_correction = absolute(self.user_correction)
         positive(self, "algo", "clip_low", "clip_high", "correction_threshold", "correction_low")
         if self.clip_dual <= 1:
             raise ValueError(f"algo.clip_dual must exceed 1, got {self.clip_dual}; 3.0 is usual.")

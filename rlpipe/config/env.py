@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpipe.config.choice import Choice
 from rlpipe.config.limits import at_least, positive
+from rlpipe.config.user_code import absolute
 
 INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one for each seed
 
@@ -229,9 +230,9 @@ class EnvConfig:
     """Settings of the environment `tools`."""
 
     suite: str = ""
-    """"module:function" that makes a user's suite, used instead of the one that `name` selects:
-    function(config, seed) -> Suite, see `rlpipe.envs.base`. The module is imported from the folder where the
-    run was started, or as installed."""
+    """What makes a user's suite, as module:NAME or path/to/file.py:NAME, instead of what `name` selects:
+    NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module is imported from the folder where the run
+    was started, or as installed."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Values for a user's suite, in any form that it reads."""
@@ -240,9 +241,9 @@ class EnvConfig:
         self.name = EnvName(self.name)
         # A user's suite takes precedence over the named environment.
         if self.suite:
-            self.name = EnvName.USER
+            self.name, self.suite = EnvName.USER, absolute(self.suite)
         elif self.name is EnvName.USER:
-            raise ValueError("env.name=user plays a suite of your own: name it by env.suite=module:function.")
+            raise ValueError("env.name=user plays a suite of your own: name it by env.suite=my_env.py:NAME.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
         at_least(0, self, "env", "retries")
 

@@ -1,48 +1,163 @@
-"""Loads functions from outside the package, named by a setting as "module:function". Imports no torch."""
+"""Loads functions from outside the package. Imports no torch.
+
+A setting names one as `module:function` or as `path/to/file.py:function`. A file's path is relative to the
+folder in which the run was started; `absolute` makes it absolute, so that it is the same file in every
+process. Folders of user code are searched after installed packages: a `numpy.py` among the user's files
+replaces nothing. Each file is a module of its own, so two files of the same name do not collide.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
-from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_user_folders: set[str] = set()  # folders of the files that were loaded
+
+
+def is_user_code(name: str) -> bool:
+    """Return whether a setting names a user's function rather than something of the package by its name."""
+    return ":" in name or name.endswith(".py")
+
+
+def absolute(name: str) -> str:
+    """Return the name of a function with its file's path made absolute; other names as they are.
+
+    >>> absolute("my_env:make_suite"), absolute("/home/me/my_env.py:make_suite")
+    ('my_env:make_suite', '/home/me/my_env.py:make_suite')
+    """
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{function}" if file.endswith(".py") else name
 
 
 def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
-    """Import the function that a setting names.
+    """Import the function that a setting names, as `module:function` or `path/to/file.py:function`.
 
-    setting, takes: for messages, the setting and the arguments of the function. The folder in which the run
-    was started is searched as well, as by `python FILE`; in workers too.
+    setting, takes: for messages, the setting and the arguments of the function. A module is also searched in
+    the folder in which the run was started, a file's siblings in its folder; in workers too.
     Raises ValueError when it cannot be imported or called.
     """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if name.count(":") != 1:
-        raise ValueError(f"{setting}={name!r} must be module:function, the module without .py.")
+    where = f"{setting}={name!r}"
+    source, _, function = name.rpartition(":")
+    is_file = source.endswith(".py")
+    if not source or not function or (":" in source and not is_file):
+        example = f"{Path(name).name}:NAME" if name.endswith(".py") else "my_code.py:NAME"
+        raise ValueError(
+            f"{where} must be module:function or path/to/file.py:function: add the function, as in {example}."
+        )
+
+    module = _load_file(Path(source).expanduser().resolve(), where) if is_file else _load(source, where)
 
     try:
-        found = resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{setting}={name!r} cannot be imported from {here}: {error}. Start the run in its folder, "
-            "put that on PYTHONPATH, or install it."
-        ) from error
+        loaded = attrgetter(function)(module)
+    except AttributeError:
+        file = getattr(module, "__file__", None) or f"the module {source}"
+        raise ValueError(f"{where}: {file} has no {function!r}. {_hint(module, function)}") from None
+
+    if not callable(loaded):
+        raise ValueError(f"{where} is a {type(loaded).__name__}, not a function({takes}).")
+    return loaded
+
+
+def _load(name: str, where: str) -> ModuleType:
+    """Import a module by its name. Raises ValueError."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+    try:
+        return importlib.import_module(name)
     # The module is executed when it is imported, and may raise anything.
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{where} cannot be imported from {here}: {error}. Name its file (path/to/file.py:function), "
+                "start the run in its folder, put that on PYTHONPATH, or install it."
+            ) from error
+        raise _failed(error, where, raised_at(error)) from error
+
+
+def _load_file(file: Path, where: str) -> ModuleType:
+    """Execute a file as a module of its own, or return it if it has not changed since. Raises ValueError."""
+    if not file.is_file():
+        close = get_close_matches(file.name, [path.name for path in file.parent.glob("*.py")], n=1)
+        meant = f" Did you mean {file.parent / close[0]}?" if close else ""
+        raise ValueError(
+            f"{where}: there is no file {file}.{meant} A relative path starts at the folder in which the run "
+            "is started."
+        )
+
+    stat = file.stat()
+    version = hashlib.sha256(f"{file} {stat.st_mtime_ns} {stat.st_size}".encode()).hexdigest()[:12]
+    name = f"{file.stem}_{version}"
+    if name in sys.modules:
+        return sys.modules[name]
+
+    _search(file.parent)
+    spec = spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = module_from_spec(spec)
+    # Dataclasses and pickle find a class by the name of its module.
+    sys.modules[name] = module
+
+    try:
+        spec.loader.exec_module(module)
+    # The file is executed, and may raise anything.
+    except BaseException as error:
+        del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ValueError(
-            f"{raised_at(error)}: importing {setting}={name!r} raised {described(error)}. Correct that line."
-        ) from error
+        raise _failed(error, where, raised_at(error, otherwise=str(file))) from error
+    return module
 
-    if not callable(found):
-        raise ValueError(f"{setting}={name!r} is a {type(found).__name__}, not a function({takes}).")
-    return found
+
+def _search(folder: Path) -> None:
+    """Make the modules of a user's folder importable, behind those that are installed."""
+    others, path = _user_folders - {str(folder)}, str(folder)
+    _user_folders.add(path)
+
+    # The folder comes before those of earlier files, whose modules may have the same names.
+    sys.path[:] = [entry for entry in sys.path if entry not in others]
+    if path not in sys.path:
+        sys.path.append(path)
+    sys.path.extend(sorted(others))
+
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        is_others = isinstance(file, str) and str(Path(file).parent) in others
+        if is_others and (folder / f"{name}.py").is_file():
+            del sys.modules[name]
+
+
+def _hint(module: ModuleType, function: str) -> str:
+    """Return which function of a module was probably meant, or those it has."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    if close := get_close_matches(function, names, n=1):
+        return f"Did you mean {close[0]}?"
+    return f"It defines {', '.join(names) or 'no function'}."
+
+
+def _failed(error: BaseException, where: str, at: str) -> ValueError:
+    """Return the refusal of user code that raised an error when it was imported."""
+    hint = "Correct that line"
+    if isinstance(error, ModuleNotFoundError):
+        hint = f"Correct that line, install it, or put {error.name}.py into the same folder"
+    return ValueError(f"{at}: importing {where} raised {described(error)}. {hint}.")
 
 
 def described(error: BaseException) -> str:
@@ -50,13 +165,24 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")
 
 
-def raised_at(error: BaseException) -> str:
-    """Return file and line of the user's code that raised an error: the last frame outside libraries."""
+def raised_at(error: BaseException, *, otherwise: str = "") -> str:
+    """Return file and line of the user's code that raised an error: the last frame outside libraries.
+
+    otherwise: what to return when no frame is the user's; empty for the last frame of all.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
 
     # Frames of rlpipe, the standard library and installed packages are not the user's.
     frames = traceback.extract_tb(error.__traceback__)
     inside = (_PACKAGE, sys.prefix, sys.base_prefix, "<frozen")
-    own = [frame for frame in frames if not frame.filename.startswith(inside)] or frames[-1:]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "?"
+    user_frames = [
+        frame
+        for frame in frames
+        if str(Path(frame.filename).parent) in _user_folders or not frame.filename.startswith(inside)
+    ]
+    if not user_frames and otherwise:
+        return otherwise
+
+    last = (user_frames or frames[-1:])[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else "?"

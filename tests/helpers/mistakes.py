@@ -181,7 +181,7 @@ env.threads=0 | must be positive
 env.test_command=pytest | must contain {runner}
 env.held_out_files=[] | give at least one | env.held_out_files | no file
 env.held_out_files=[a/x.jsonl,b/x.jsonl] | rename the files | env.held_out_files | b/x.jsonl
-env.name=user | env.suite=module:function
+env.name=user | env.suite=my_env.py:NAME
 env=reasoning env.reasoning.tasks=[] | name at least one | env.reasoning.tasks | empty
 env=tools env.tools.names=[] | name at least one
 env=tools env.tools.max_calls=0 | at least 1
@@ -189,8 +189,11 @@ env=tools env.tools.families=[sums] | one or more of | env.tools.families | sums
 env.train_file=/no/such.jsonl | Give a JSONL file
 env.suite=nothing:make | put that on PYTHONPATH
 algo.correction=user algo.user_correction=nothing:f | put that on PYTHONPATH
-env.suite=json | without .py
-env.suite=json:nothing | put that on PYTHONPATH
+env.suite=json | module:function or path/to/file.py:function
+env.suite=a:b:c | module:function or path/to/file.py:function
+env.suite=my_env.py | as in my_env.py:NAME
+env.suite=no/such.py:make | folder in which the run is started
+env.suite=json:loadz | Did you mean loads?
 env.suite=math:pi | function(config, seed)
 rollout=sglang spec.mode=tree | rollout=embedded
 rollout=sglang spec.drafter=suffix | rollout=embedded

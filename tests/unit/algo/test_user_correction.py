@@ -90,7 +90,7 @@ def test_rejected_tokens_leave_the_mask_and_the_metrics_are_declared():
         ("infinite", "negative or not finite"),
         ("invented", "a mask that is not made"),
         ("pair", "returned a tuple"),
-        ("nothing", "cannot be imported from"),
+        ("nothing", "has no .nothing.. It defines"),
     ],
 )
 def test_a_function_that_breaks_the_contract_is_refused(name, says):

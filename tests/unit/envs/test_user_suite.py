@@ -80,7 +80,7 @@ def test_every_environment_has_a_row():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nothing", "cannot be imported from"),
+        ("nothing", "Did you mean counting"),
         ("number", "is a int, not a function"),
         ("no_episode", "made a NoEpisode without episode"),
         ("untested", "has no held-out split"),
@@ -95,7 +95,7 @@ def test_what_is_no_suite_is_refused_with_the_reason(folder, name, says):
 
 def test_a_name_that_is_no_function_of_a_module_is_refused(folder):
     for name in ("env_of_mine", "a:b:c"):
-        with pytest.raises(ValueError, match="must be module:function"):
+        with pytest.raises(ValueError, match="must be module:function or path"):
             check_environment(EnvConfig(suite=name))
     with pytest.raises(ValueError, match="No module named 'not_there'"):
         check_environment(EnvConfig(suite="not_there:make"))
