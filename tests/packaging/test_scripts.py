@@ -81,6 +81,15 @@ def test_quickstart_runs_the_recipe_and_the_folder_it_is_given(tmp_path, tools, 
     assert calls(tmp_path)[-1] == "-m rlpipe.run +recipe=reasoning_rl run.dir=here"
 
 
+def test_quickstart_of_a_real_model_fetches_it_and_runs_its_recipe(tmp_path, tools, venv):
+    given = ["--real", "run.steps=2", "run.dir=here"]
+    assert script("quickstart", *given, cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
+    _, everything, doctor, fetched, job = calls(tmp_path)
+    assert everything.endswith(f"-e {ROOT}[fetch]") and doctor.endswith("doctor")
+    assert fetched == "-m rlpipe fetch smollm2"
+    assert job == "-m rlpipe.run +recipe=smollm_rl run.steps=2 run.dir=here"
+
+
 def test_quickstart_stops_where_an_installation_fails(tmp_path, tools, venv):
     (venv / "bin" / "python").write_text("#!/bin/sh\necho no such package\nexit 1\n")
     done = script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv, RLPIPE_SETUP_PAUSE=0)

@@ -7,6 +7,7 @@ import pytest
 
 from rlpipe.config.draft_vocab import choose_draft_vocab, coverage, read_draft_vocab, write_table
 from rlpipe.config.spec import SpecConfig
+from rlpipe.models.released import cache_directory
 
 pytestmark = pytest.mark.unit
 
@@ -18,6 +19,15 @@ def test_the_table_is_that_of_a_file_or_of_the_checkpoint(tmp_path):
     assert read_draft_vocab(SpecConfig(draft_vocab="checkpoint"), tmp_path, 5) == [1, 4]
     spec = SpecConfig(draft_vocab=str(tmp_path / "other.json"))
     assert read_draft_vocab(spec, tmp_path / "elsewhere", 5) == [0, 2, 3]
+
+
+def test_the_table_of_a_fetched_model_is_that_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache_directory("smollm2")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    write_table(folder / "draft_vocab.json", [1, 4])
+    assert read_draft_vocab(SpecConfig(draft_vocab="checkpoint"), "smollm2", 5) == [1, 4]
 
 
 @pytest.mark.parametrize(
