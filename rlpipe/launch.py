@@ -20,7 +20,7 @@ from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
 from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvName, SandboxBackend
-from rlpipe.config.paths import resolve
+from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.run import (
     ClusterMode,
     Config,
@@ -31,8 +31,8 @@ from rlpipe.config.run import (
     with_weight_transfer,
 )
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.envs.base import Suite
-from rlpipe.envs.rehearsal import rehearse
+from rlpipe.envs.base import Suite, suite_tools
+from rlpipe.envs.rehearsal import Prompts, rehearse
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller, first_cause
 from rlpipe.loop.dump import Dump, DumpedPrompts
@@ -43,6 +43,7 @@ from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_setti
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.sinks import make_sinks
+from rlpipe.rollout.prompt_check import PromptCheck
 from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
@@ -215,10 +216,11 @@ def _check_instances(val: ValConfig, suite: Suite) -> None:
         )
 
 
-def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = None) -> list[Suite]:
+def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | None = None) -> list[Suite]:
     """Check the engines, environments and dumps of a run; return its suites.
 
-    rehearsal: steps through a suite of the user (None: one short episode of each split, as at a launch).
+    rehearsal: steps through a suite of the user (None: one short episode of each split, as at a launch), with
+        the chat template that renders its messages.
     Writes no file. Raises ValueError with the setting, its value and a hint.
     """
     config = for_run_mode(config)
@@ -227,7 +229,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
 
         played, _ = check_adaptation(config)
         if rehearsal is not None and EnvName.USER in played:
-            rehearsal(played[EnvName.USER])
+            rehearsal(played[EnvName.USER], _prompts(config, played[EnvName.USER]))
         return list(played.values())
 
     # A train-only run reads a dump and needs neither engine nor environment.
@@ -242,15 +244,28 @@ def check_task(config: Config, rehearsal: Callable[[Suite], object] | None = Non
 
     # The code of the user is stepped through, since most of its mistakes only show there.
     if config.env.name is EnvName.USER and rehearsal is not None:
-        rehearsal(suite)
+        rehearsal(suite, _prompts(config, suite))
     elif config.env.name is EnvName.USER:
-        rehearse(suite, config.env.suite, episodes=1, turns=2, budget_s=_REHEARSAL_S)
+        outcome = rehearse(
+            suite,
+            config.env.suite,
+            episodes=1,
+            turns=2,
+            budget_s=_REHEARSAL_S,
+            prompts=_prompts(config, suite),
+        )
+        for note in outcome.notes:
+            print(f"rlpipe: {note}", file=sys.stderr)
 
     _check_instances(config.val, suite)
     if directory is not None:
         Dump.check_new(directory, config)
 
     return [suite]
+
+
+def _prompts(config: Config, suite: Suite) -> Prompts:
+    return PromptCheck(resolve_model(config.model.path), config.rollout.max_context, suite_tools(suite))
 
 
 def check_run_directory(config: Config, resolved: str) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlpipe.cli.run import compose
 from rlpipe.config.run import Config
 from rlpipe.envs.base import Suite
+
+if TYPE_CHECKING:
+    from rlpipe.envs.rehearsal import Prompts
 
 EPISODES = 8  # of every split
 USAGE = """usage: rlpipe check +recipe=NAME [KEY=VALUE ...]
@@ -25,18 +29,20 @@ def check_all(config: Config, resolved: str) -> int:
     """Check the task and its run directory, after settings and machine were checked; return 0."""
     from rlpipe.launch import check_run_directory, check_task
 
-    check_task(config, lambda suite: _rehearse(suite, config.env.suite))
+    check_task(config, lambda suite, prompts: _rehearse(suite, config.env.suite, prompts))
     check_run_directory(config, resolved)
 
     print(f"rlpipe: nothing wrong found. `rlpipe run +recipe={config.recipe} ...` starts it.")
     return 0
 
 
-def _rehearse(suite: Suite, name: str) -> None:
+def _rehearse(suite: Suite, name: str, prompts: Prompts) -> None:
     from rlpipe.envs.rehearsal import rehearse
 
-    steps = rehearse(suite, name, episodes=EPISODES)
-    print(f"env.suite={name}: {steps} steps with random answers, every value as it must be")
+    outcome = rehearse(suite, name, episodes=EPISODES, prompts=prompts)
+    print(f"env.suite={name}: {outcome.steps} steps with random answers, every value as it must be")
+    for note in outcome.notes:
+        print(f"note: {note}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

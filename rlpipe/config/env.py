@@ -104,7 +104,7 @@ class SandboxConfig:
         positive(self, "env.sandbox", *names, "output_kb", remedy=remedy)
 
 
-def _check_sizes(settings: ReasoningConfig | ToolsConfig, section: str) -> None:
+def _check_sizes(settings: ReasoningConfig | ToolsConfig | EnvConfig, section: str) -> None:
     """Refuse empty generated sets, and sizes at which the indices of two sets overlap. Raises ValueError."""
     at_least(1, settings, section, "train_size", "held_out_size")
     if max(settings.train_size, settings.held_out_size) > INDEX_STRIDE:
@@ -230,9 +230,15 @@ class EnvConfig:
     """Settings of the environment `tools`."""
 
     suite: str = ""
-    """What makes a user's suite, as module:NAME or path/to/file.py:NAME, instead of what `name` selects:
-    NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module is imported from the folder where the run
-    was started, or as installed."""
+    """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
+    with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module is
+    imported from the folder where the run was started, or as installed."""
+
+    train_size: int = 1000
+    """Training instances of a class named by `suite`, each a seed."""
+
+    held_out_size: int = 100
+    """Held-out instances of such a class, whose seeds training never sees."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Values for a user's suite, in any form that it reads."""
@@ -246,6 +252,7 @@ class EnvConfig:
             raise ValueError("env.name=user plays a suite of your own: name it by env.suite=my_env.py:NAME.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
         at_least(0, self, "env", "retries")
+        _check_sizes(self, "env")
 
         if not self.held_out_files:
             raise ValueError(

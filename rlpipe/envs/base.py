@@ -1,13 +1,15 @@
 """The environment Protocol: a suite lists instances, an episode is one attempt at one of them.
 
 Owns the contract between collector and environments. An `Episode` is one attempt at one instance;
-its methods may block (they run a sandbox), so the collector calls them in threads.
+its methods may block (they run a sandbox), so the collector calls them in threads; those that are `async def`
+are awaited in a loop of a thread of their own (`envs.user_loop`).
 Infrastructure failures raise `InfrastructureError`; they are never a reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,37 +24,44 @@ class InfrastructureError(RuntimeError):
 class StepResult:
     """Outcome of one action.
 
-    observation: text shown to the model next (empty when done).
-    done: the episode is over and `reward` is set.
+    observation: displayed to the model next (empty when done): a text, or chat messages with the roles user,
+        tool or system.
+    done: the episode is over, and `reward` is set.
+    reward: of this step; the reward of a trajectory is the sum over its steps. None counts as 0 while the
+        episode is not done.
+    truncated: ended by a limit of the environment, not by the model. The episode is over; it is counted
+        (env/truncated) and trained on like any other.
     info: metadata to record in the trajectory.
     """
 
-    observation: str = ""
+    observation: str | Sequence[Mapping[str, Any]] = ""
     done: bool = False
     reward: float | None = None
+    truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
 
 
-class Episode(Protocol):
-    """One attempt."""
+# What `step` returns: a number is the reward and ends the episode, a text is the next observation.
+Step = StepResult | float | str
 
-    def messages(self) -> list[dict[str, str]]:
+
+class Episode(Protocol):
+    """One attempt. Each method may be `async def`; one that is not may block.
+
+    Optional are `finish()`, called when turns or context are used up (returns a `StepResult` that is done, or
+    a reward; without it the episode ends with the rewards of its steps), and `close()`, called at the end to
+    free what the episode holds.
+    """
+
+    def messages(self) -> list[dict[str, str]] | Awaitable[list[dict[str, str]]]:
         """Return the opening chat messages, [{'role': ..., 'content': ...}, ...]."""
         ...
 
-    def step(self, action: str) -> StepResult:
-        """Act on the text that the model wrote this turn (may block on a sandbox).
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Act on the text that the model wrote this turn.
 
         A turn that `rollout.max_new_tokens` cut off comes here as well, with the text up to there.
-        Raises InfrastructureError when the sandbox failed."""
-        ...
-
-    def finish(self) -> StepResult:
-        """End without a submission (out of turns or context); done=True with the reward."""
-        ...
-
-    def close(self) -> None:
-        """Free the sandbox and its files."""
+        Raises InfrastructureError when something other than the model failed."""
         ...
 
 
@@ -73,8 +82,39 @@ class Suite(Protocol):
         ...
 
     def episode(self, instance_id: str) -> Episode:
-        """Start a fresh attempt at an instance."""
+        """Start a fresh attempt at an instance.
+
+        A suite that names them also gets `seed`, an integer that differs for each attempt and is reproducible
+        from the run's seed, and `attempt`, the number of the attempt among its siblings, from 0.
+        """
         ...
+
+
+def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Episode:
+    """Start an attempt with those of seed and attempt that `suite.episode` names."""
+    return suite.episode(instance_id, **named_by(suite.episode, seed=seed, attempt=attempt))
+
+
+def finish_episode(episode: Episode) -> Any:
+    """Call `finish` of an episode; one without it adds no reward."""
+    finish = getattr(episode, "finish", None)
+    return StepResult(done=True, reward=0.0) if finish is None else finish()
+
+
+def close_episode(episode: Episode) -> Any:
+    """Call `close` of an episode, if it has one."""
+    close = getattr(episode, "close", None)
+    return None if close is None else close()
+
+
+def named_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that the signature of a function names.
+
+    >>> named_by(lambda seed: ..., seed=1, attempt=2)
+    {'seed': 1}
+    """
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 @runtime_checkable

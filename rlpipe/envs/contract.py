@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpipe.envs.base import StepResult
 
 _SHOWN = 120  # characters of a value in a message
+_OPENING = ("system", "user", "assistant", "tool")  # roles of opening messages
+_OBSERVED = ("user", "tool", "system")  # roles of observations
+_RETURN = "return an observation (a string), a reward (a number, which ends the episode), or StepResult(...)"
+_RETURN_LAST = "return a reward or StepResult(done=True, reward=NUMBER)"
 
 
 def messages_of(returned: Any) -> list[dict[str, Any]]:
@@ -24,50 +28,42 @@ def messages_of(returned: Any) -> list[dict[str, Any]]:
             "[{'role': 'user', 'content': 'question'}], with one message or more."
         )
 
-    for number, message in enumerate(returned):
-        is_valid = isinstance(message, Mapping) and all(
-            isinstance(message.get(key), str) for key in ("role", "content")
+    messages = _messages("messages()", returned, _OPENING)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"messages()[{len(messages) - 1}] is {shown(messages[-1])}: the model writes the next assistant "
+            "message, so end with another role, such as user."
         )
-        if not is_valid:
-            raise ValueError(
-                f"messages()[{number}] is {shown(message)}: return {{'role': 'user', 'content': TEXT}}, both "
-                "strings."
-            )
-
-    return [dict(_text(f"messages()[{number}]", message)) for number, message in enumerate(returned)]
+    return messages
 
 
 def step_of(returned: Any, *, last: bool = False) -> StepResult:
     """Return the result with its reward as a float and its info as JSON values.
 
-    last: the result is of `finish`. Raises ValueError for anything that `envs.base` does not allow.
+    A number is the reward of a last step, a text an observation. The observation of the result is a text or
+    a list of messages. last: the result is of `finish`. Raises ValueError for anything that `envs.base` does
+    not allow.
     """
     where = "finish()" if last else "step()"
+    plain = _plain(returned)
+    if isinstance(plain, (int, float)):
+        returned = StepResult(done=True, reward=plain)
+    elif isinstance(returned, str) and not last:
+        returned = StepResult(observation=returned)
     if not isinstance(returned, StepResult):
-        raise ValueError(
-            f"{where} returned {shown(returned)}: return StepResult(observation=TEXT), or "
-            "StepResult(done=True, reward=NUMBER)."
-        )
+        raise ValueError(f"{where} returned {shown(returned)}: {_RETURN_LAST if last else _RETURN}.")
 
-    # NumPy and torch have booleans of their own, which are no `bool`.
-    if (
-        not last
-        and not isinstance(returned.done, bool)
-        and type(returned.done).__name__ not in ("bool_", "bool")
-    ):
-        raise ValueError(f"{where} returned done={shown(returned.done)}: give True or False.")
-
-    if not isinstance(returned.observation, str):
-        raise ValueError(
-            f"{where} returned observation={shown(returned.observation)}: give a string ('' when done)."
-        )
-    _text(f"{where} observation", returned.observation)
-
-    done = bool(returned.done)
+    truncated = _flag(where, "truncated", returned.truncated)
+    done = _flag(where, "done", returned.done) or truncated
     if last and not done:
         raise ValueError("finish() returned done=False: give StepResult(done=True, reward=NUMBER).")
 
-    reward = number_of(f"{where} returned reward", returned.reward) if done else None
+    observation = _observation(where, returned.observation)
+
+    # A step that does not end the episode needs no reward.
+    reward = None
+    if done or returned.reward is not None:
+        reward = number_of(f"{where} returned reward", returned.reward)
 
     if not isinstance(returned.info, Mapping):
         raise ValueError(f"{where} returned info={shown(returned.info)}: give a dict, {{}} for none.")
@@ -82,7 +78,12 @@ def step_of(returned: Any, *, last: bool = False) -> StepResult:
             )
         _text(f"{where} returned info[{key!r}]", value)
 
-    return StepResult(observation=returned.observation, done=done, reward=reward, info=info)
+    return StepResult(observation=observation, done=done, reward=reward, truncated=truncated, info=info)
+
+
+def observation_text(observation: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return an observation as one text, for people to read."""
+    return observation if isinstance(observation, str) else "\n\n".join(m["content"] for m in observation)
 
 
 def number_of(what: str, value: Any) -> float:
@@ -109,6 +110,46 @@ def shown(value: Any) -> str:
     except Exception as error:  # a repr of the user's code may raise anything
         text = f"<its repr raised {type(error).__name__}>"
     return f"{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''} ({type(value).__name__})"
+
+
+def _messages(where: str, returned: Sequence[Any], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages as dicts. Raises ValueError for one that is not a text in one of the roles."""
+    for number, message in enumerate(returned):
+        is_valid = isinstance(message, Mapping) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
+        if not is_valid:
+            raise ValueError(
+                f"{where}[{number}] is {shown(message)}: return {{'role': 'user', 'content': TEXT}}, both "
+                "strings."
+            )
+        if message["role"] not in roles:
+            raise ValueError(
+                f"{where}[{number}] has the role {message['role']!r}: use one of {', '.join(roles)}."
+            )
+
+    return [dict(_text(f"{where}[{number}]", message)) for number, message in enumerate(returned)]
+
+
+def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
+    """Return a text, or a list of messages. Raises ValueError for anything else."""
+    where = f"{where} observation"
+    if isinstance(returned, str):
+        return _text(where, returned)
+    if not isinstance(returned, (list, tuple)):
+        raise ValueError(
+            f"{where}={shown(returned)}: give a string ('' when done), or chat messages as in "
+            "[{'role': 'tool', 'content': TEXT}]."
+        )
+    return _messages(where, returned, _OBSERVED)
+
+
+def _flag(where: str, name: str, value: Any) -> bool:
+    """Return a boolean. Raises ValueError for anything else."""
+    # NumPy and torch have booleans of their own, which are no `bool`.
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
+        raise ValueError(f"{where} returned {name}={shown(value)}: give True or False.")
+    return bool(value)
 
 
 def _plain(value: Any) -> Any:

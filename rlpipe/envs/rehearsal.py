@@ -2,85 +2,209 @@
 
 Every value that it returns is checked by `contract`. A value that fails the check is a ValueError with
 the file and the line that returned or raised it. When the environment raises `InfrastructureError`, its code
-is not at fault: the rehearsal ends there.
+is not at fault: the rehearsal ends there. It runs in a thread, as rollouts do, so that what works only in the
+main thread (signals) fails here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar
 
 from rlpipe.config.user_code import described, raised_at
-from rlpipe.envs.base import TRAIN, InfrastructureError, Suite
+from rlpipe.envs.base import TRAIN, Episode, InfrastructureError, Suite, named_by
 from rlpipe.envs.contract import messages_of, step_of
 
+T = TypeVar("T")
 _WORDS = 8  # a random answer has fewer words than this
 
 
-def rehearse(suite: Suite, name: str, *, episodes: int, turns: int = 0, budget_s: float = 0.0) -> int:
-    """Run `episodes` of every split, each step, finish and close; return the number of steps run.
+class Prompts(Protocol):
+    """The model's chat template and limits; `rlpipe.rollout.prompt_check` has them."""
+
+    max_context: int
+
+    def opening(self, messages: list[dict[str, Any]]) -> int:
+        """Return the tokens of opening messages. Raises ValueError when the template refuses them."""
+        ...
+
+    def observation(self, observation: Any) -> None:
+        """Raise ValueError when the template refuses an observation."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsed:
+    """Outcome of a rehearsal. steps: that were run. notes: what is allowed and worth a look."""
+
+    steps: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def rehearse(
+    suite: Suite,
+    name: str,
+    *,
+    episodes: int,
+    turns: int = 0,
+    budget_s: float = 0.0,
+    prompts: Prompts | None = None,
+) -> Rehearsed:
+    """Run `episodes` of every split, each step, finish and close.
 
     name: what made the suite, for messages. turns: at most so many in an episode (0: max_turns). budget_s:
-    seconds after which no further call is made (0: no limit). Raises ValueError.
+    seconds after which no further call is made (0: no limit). prompts: renders what the model would read.
+    Raises ValueError.
     """
-    rng, steps = random.Random(0), 0
+    turns = min(turns or suite.max_turns, suite.max_turns)
     end = time.monotonic() + budget_s if budget_s else float("inf")
-    try:
-        for split in (TRAIN, *suite.splits()):
-            ids = list(suite.instance_ids(split))
-            for instance in rng.sample(ids, min(episodes, len(ids))):
-                if time.monotonic() > end:
-                    return steps
-                max_turns = min(turns or suite.max_turns, suite.max_turns)
-                steps += _run_episode(suite, name, instance, rng=rng, turns=max_turns, end=end)
-    except InfrastructureError:
-        return steps
-    return steps
+
+    def run() -> Rehearsed:
+        with asyncio.Runner() as runner:
+            return _Rehearsal(suite, name, turns=turns, end=end, prompts=prompts, runner=runner).run(episodes)
+
+    return _in_thread(run)
 
 
-def _run_episode(
-    suite: Suite, name: str, instance: str, *, rng: random.Random, turns: int, end: float
-) -> int:
-    """Run one episode until it is done, out of turns or out of time; return its steps."""
-    where = f"env.suite={name!r}, instance {instance!r}"
+class _Rehearsal:
+    def __init__(
+        self,
+        suite: Suite,
+        name: str,
+        *,
+        turns: int,
+        end: float,
+        prompts: Prompts | None,
+        runner: asyncio.Runner,
+    ) -> None:
+        self._suite, self._name, self._turns, self._end = suite, name, turns, end
+        self._prompts, self._runner = prompts, runner
+        self._random = random.Random(0)
+        self._done = Rehearsed()
 
-    episode = call(where, lambda returned: returned, suite.episode, instance)
-    done, steps = False, 0
+    def run(self, episodes: int) -> Rehearsed:
+        """Run episodes of every split until the time is over, or the infrastructure fails."""
+        try:
+            for split in (TRAIN, *self._suite.splits()):
+                ids = list(self._suite.instance_ids(split))
+                chosen = self._random.sample(ids, min(episodes, len(ids)))
+                lengths = [length for instance in chosen if (length := self._run_episode(instance))]
+                self._check_lengths(split, lengths)
+        except InfrastructureError:
+            pass
+        return self._done
 
-    try:
-        opening = call(where, messages_of, episode.messages)
-        # Answers from words of the question get further into the user's code than noise does.
-        vocabulary = " ".join(message["content"] for message in opening).split() or ["word"]
+    def _run_episode(self, instance: str) -> int:
+        """Run one episode until it is done, out of turns or out of time; return the tokens of its prompt.
 
-        for _ in range(turns):
-            if time.monotonic() > end:
-                return steps
+        Returns 0 when there is no time for it, or nothing to count tokens with.
+        """
+        if self._is_over():
+            return 0
+        where = f"env.suite={self._name!r}, instance {instance!r}"
+        call_user = _Call(where, self._runner)
 
-            action = " ".join(rng.choices(vocabulary, k=rng.randrange(_WORDS)))
-            done = call(where, step_of, episode.step, action).done
-            steps += 1
-            if done:
-                break
+        start = self._suite.episode
+        start = partial(start, **named_by(start, seed=0, attempt=0))
+        episode: Episode = call_user(_unchanged, start, instance)
+        try:
+            opening = call_user(messages_of, episode.messages)
+            tokens = call_user.check(self._prompts.opening, opening) if self._prompts else 0
 
-        if not done:
-            call(where, lambda returned: step_of(returned, last=True), episode.finish)
-    finally:
-        # An error of `close` must not hide the one that is on its way.
-        if sys.exc_info()[0] is None:
-            call(where, lambda returned: returned, episode.close)
-    return steps
+            # Answers from words of the question get further into the user's code than noise does.
+            vocabulary = " ".join(message["content"] for message in opening).split() or ["word"]
+            done = False
+            for _ in range(self._turns):
+                if self._is_over():
+                    return tokens
+
+                action = " ".join(self._random.choices(vocabulary, k=self._random.randrange(_WORDS)))
+                step = call_user(step_of, episode.step, action)
+                self._done.steps += 1
+                done = step.done
+                if done:
+                    break
+                if self._prompts:
+                    call_user.check(self._prompts.observation, step.observation)
+
+            if not done and (finish := getattr(episode, "finish", None)):
+                call_user(lambda returned: step_of(returned, last=True), finish)
+        finally:
+            # An error of `close` must not hide the one that is on its way.
+            close = getattr(episode, "close", None)
+            if close is not None and sys.exc_info()[0] is None:
+                call_user(_unchanged, close)
+        return tokens
+
+    def _check_lengths(self, split: str, lengths: list[int]) -> None:
+        """Refuse a split none of whose prompts fits into the context; note one of which some do not."""
+        if self._prompts is None or not lengths:
+            return
+        limit = self._prompts.max_context
+        too_long = [length for length in lengths if length >= limit]
+        what = (
+            f"{len(too_long)} of the {len(lengths)} prompts tried of split {split!r} leave no token to "
+            f"generate (the longest has {max(lengths)}): raise rollout.max_context={limit}, or shorten the "
+            "prompts"
+        )
+        if len(too_long) == len(lengths):
+            raise ValueError(f"env.suite={self._name!r}: {what}.")
+        if too_long:
+            self._done.notes.append(f"{what}. The others are trained on, these are masked.")
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+
+class _Call:
+    """Calls functions of the user's with the place in messages, and awaits those that are `async def`."""
+
+    def __init__(self, where: str, runner: asyncio.Runner) -> None:
+        self._where, self._runner, self._location = where, runner, "?"
+
+    def __call__(self, check: Callable[[Any], Any], function: Callable[..., Any], *arguments: Any) -> Any:
+        returned, self._location = _call(self._where, self._runner, function, *arguments)
+        return self.check(check, returned)
+
+    def check(self, check: Callable[[Any], Any], returned: Any) -> Any:
+        """Return a checked value; an error names the line that returned the last value of a call."""
+        return _checked(self._where, self._location, check, returned)
 
 
 def call(where: str, check: Callable[[Any], Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of the user's and return its checked result. Raises ValueError with file and line."""
+    returned, location = _call(where, None, function, *arguments)
+    return _checked(where, location, check, returned)
+
+
+def _checked(where: str, location: str, check: Callable[[Any], Any], returned: Any) -> Any:
+    try:
+        return check(returned)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error} ({where})") from None
+
+
+def _call(
+    where: str, runner: asyncio.Runner | None, function: Callable[..., Any], *arguments: Any
+) -> tuple[Any, str]:
+    """Return what a function of the user's returns, and the file and line that returned it."""
     location = ["?"]
+    coroutine: CodeType | None = None
+    is_called = True
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_back is here:
+        # A loop calls the frames of a coroutine, so they are known by their code.
+        is_user = frame.f_back is here if is_called else frame.f_code is coroutine
+        if event == "return" and is_user:
             location[0] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     # Only a profile function sees which line of the user's function returned.
@@ -88,19 +212,56 @@ def call(where: str, check: Callable[[Any], Any], function: Callable[..., Any], 
     sys.setprofile(note)
     try:
         returned = function(*arguments)
+        is_called = False
+        if inspect.isawaitable(returned):
+            coroutine = getattr(returned, "cr_code", None)
+            returned = _awaited(returned, runner)
     except (InfrastructureError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit too: an environment must not end the run
         sys.setprofile(before)
-        name = getattr(function, "__qualname__", str(function)).rpartition(".")[2]
+        user = function.func if isinstance(function, partial) else function
+        name = getattr(user, "__qualname__", str(user)).rpartition(".")[2]
         raise ValueError(
             f"{raised_at(error)}: {name}() raised {described(error)} ({where}). Correct it, or "
             "raise InfrastructureError where something other than the model failed."
         ) from error
     finally:
         sys.setprofile(before)
+    return returned, location[0]
 
-    try:
-        return check(returned)
-    except ValueError as error:
-        raise ValueError(f"{location[0]}: {error} ({where})") from None
+
+def _awaited(awaitable: Awaitable[Any], runner: asyncio.Runner | None) -> Any:
+    """Return the result of an `async def` function. Raises TypeError where there is no loop for it."""
+    if runner is None:
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()
+        raise TypeError("it is `async def`, which only the methods of an episode may be: write `def`")
+
+    async def outcome() -> Any:
+        return await awaitable
+
+    return runner.run(outcome())
+
+
+def _unchanged(returned: T) -> T:
+    return returned
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Return the result of a function that runs in a thread, or raise its error."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="rehearsal", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

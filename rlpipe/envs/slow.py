@@ -10,9 +10,10 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from rlpipe.envs.base import Episode, StepResult, Suite
+from rlpipe.envs.base import Episode, Step, Suite, start_episode
 
 if TYPE_CHECKING:
     from rlpipe.config.injection import InjectionConfig
@@ -31,15 +32,15 @@ class SlowSuite:
         """Return any other attribute of the suite, optional ones such as `tools` included."""
         return getattr(self._suite, name)
 
-    def episode(self, instance_id: str) -> Episode:
+    def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:
         """Start an episode of the suite, slow or not."""
         with self._counting:
             self._attempts[instance_id] += 1
-            attempt = self._attempts[instance_id]
+            start = self._attempts[instance_id]
 
-        sample = random.Random(f"slow/{self._seed}/{instance_id}/{attempt}").random()
+        sample = random.Random(f"slow/{self._seed}/{instance_id}/{start}").random()
 
-        episode = self._suite.episode(instance_id)
+        episode = start_episode(self._suite, instance_id, seed=seed, attempt=attempt)
         slow = sample < self._config.slow_env_share
         return _SlowEpisode(episode, self._config.slow_env_seconds) if slow else episode
 
@@ -51,6 +52,6 @@ class _SlowEpisode:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> Step | Awaitable[Step]:
         time.sleep(self._seconds)
         return self._episode.step(action)

@@ -1,13 +1,17 @@
-"""A suite that lives outside the package: imported by name, made, and checked before any episode starts."""
+"""A suite that lives outside the package: imported by name, made, and checked before any episode starts.
+
+`env.suite` names what makes a suite, or a class with `messages` and `step` alone: `ClassSuite` then makes an
+episode of it for each seed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from rlpipe.config.env import EnvConfig
+from rlpipe.config.env import INDEX_STRIDE, EnvConfig
 from rlpipe.config.user_code import load_function
-from rlpipe.envs.base import TRAIN, CountsSandbox, Suite
+from rlpipe.envs.base import TRAIN, CountsSandbox, Episode, SplitTable, Suite, named_by
 from rlpipe.envs.contract import shown
 from rlpipe.envs.rehearsal import call
 
@@ -19,10 +23,55 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
     return load_function(name, setting="env.suite", takes="config, seed")
 
 
+class ClassSuite(SplitTable):
+    """A suite of a class whose objects are episodes; an instance "seed:N" is the seed N.
+
+    Held-out seeds start at 0 whatever the run's seed, training ones at (1 + the run's seed) million. Siblings
+    have one seed, so that they can be compared; the constructor gets those of `seed`, `attempt` (0 to
+    group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns` and `tools`.
+    """
+
+    def __init__(self, made: type[Episode], config: EnvConfig, seed: int) -> None:
+        first = (1 + seed) * INDEX_STRIDE
+        super().__init__(
+            {
+                TRAIN: _seeds(range(first, first + config.train_size)),
+                "held_out": _seeds(range(config.held_out_size)),
+            }
+        )
+        self.max_turns: int = getattr(made, "max_turns", config.max_turns)
+        self.tools: list[dict[str, Any]] | None = getattr(made, "tools", None)
+        self._class, self._options = made, config.options
+
+    def episode(self, instance_id: str, attempt: int = 0) -> Episode:
+        """Make an object of the class."""
+        arguments = {
+            "seed": int(instance_id.partition(":")[2]),
+            "attempt": attempt,
+            "instance_id": instance_id,
+            "options": self._options,
+        }
+        return self._class(**named_by(self._class, **arguments))
+
+
+def _seeds(numbers: range) -> list[str]:
+    return [f"seed:{number}" for number in numbers]
+
+
+def _is_episode_class(made: object) -> bool:
+    """Whether it is a class of the short form: of episodes, not of suites."""
+    has = [callable(getattr(made, name, None)) for name in ("messages", "step")]
+    return isinstance(made, type) and all(has) and not hasattr(made, "splits")
+
+
 def make_user_suite(config: EnvConfig, seed: int) -> Suite:
-    """Make the suite with that function. Raises ValueError for something else, or an empty split."""
+    """Make the suite that `env.suite` names. Raises ValueError for something else, or an empty split."""
     where = f"env.suite={config.suite!r}"
-    suite = call(where, lambda made: made, load_suite_maker(config.suite), config, seed)
+    maker = load_suite_maker(config.suite)
+    if _is_episode_class(maker):
+        suite = ClassSuite(cast("type[Episode]", maker), config, seed)
+    else:
+        suite = call(where, lambda made: made, maker, config, seed)
 
     # The user's class need not derive from `Suite`: its attributes are checked one by one.
     missing = [name for name in METHODS if not callable(getattr(suite, name, None))]

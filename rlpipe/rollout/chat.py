@@ -8,7 +8,7 @@ marker. Text from outside (tool output) can never become a special token.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,8 @@ class ChatFormat:
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stop_token_ids = tuple(dict.fromkeys([*ends, *eos, *stop_token_ids]))
         self._closing_length = len(closing)
-        self.observation_role = "tool" if self._knows_tools() else "user"
+        self._roles: dict[str, bool] = {}
+        self.observation_role = "tool" if self._follows_a_turn("tool") else "user"
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ChatFormat:
@@ -105,9 +106,25 @@ class ChatFormat:
                     return ids[index + 1 :]
         return ids
 
-    def observation(self, text: str) -> list[Message]:
-        """Return an environment's answer as messages."""
-        return [{"role": self.observation_role, "content": text}]
+    def observation(self, answer: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return an environment's answer as messages that the template renders.
+
+        A text, and a message of the role tool, get `observation_role`. Raises ValueError for another role
+        that the template refuses or leaves out.
+        """
+        if isinstance(answer, str):
+            return [{"role": self.observation_role, "content": answer}]
+
+        messages = []
+        for message in answer:
+            role = self.observation_role if message["role"] == "tool" else message["role"]
+            if not self._follows_a_turn(role):
+                raise ValueError(
+                    f"the chat template of {self._tokenizer.name_or_path!r} renders no message of the role "
+                    f"{role!r} after an assistant's: use the role user or tool in observations."
+                )
+            messages.append({**message, "role": role})
+        return messages
 
     def decode(self, turn_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn, without its stop token."""
@@ -136,7 +153,10 @@ class ChatFormat:
         return text.split(_MARKER, 1)[1]
 
     def _render(self, messages: Sequence[Message], *, generate: bool, tools: Tools | None = None) -> str:
-        harmless = [{**message, "content": self._defuse(message["content"])} for message in messages]
+        harmless = [
+            {key: self._defuse(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
         text = self._tokenizer.apply_chat_template(
             harmless, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=generate
         )
@@ -153,11 +173,15 @@ class ChatFormat:
                 text = text.replace(token, f"{token[:1]} {token[1:]}")
         return text
 
-    def _knows_tools(self) -> bool:
+    def _follows_a_turn(self, role: str) -> bool:
+        """Whether the template renders a message of that role after an assistant's."""
         from jinja2.exceptions import TemplateError
 
-        try:
-            text = self._after_turn([{"role": "tool", "content": "tool-marker"}], generate=True)
-        except TemplateError:  # how templates refuse a role
-            return False
-        return "tool-marker" in text
+        if role not in self._roles:
+            marker = f"{role}-marker"
+            try:
+                text = self._after_turn([{"role": role, "content": marker}], generate=True)
+            except TemplateError:  # how templates refuse a role
+                text = ""
+            self._roles[role] = marker in text
+        return self._roles[role]

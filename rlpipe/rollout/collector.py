@@ -4,7 +4,8 @@
 
 | a trajectory waits for      | woken by                                                       |
 | engine.generate             | the engine's own batch                                         |
-| a step of its episode       | one of `env.threads` threads (environments block)              |
+| a step of its episode       | one of `env.threads` threads (environments block); `async def` |
+|                             | steps run in one loop of a thread of its own                   |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
 infrastructure repeats the full trajectory with the same seeds; when retries are used up it is MASKED.
@@ -17,19 +18,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rlpipe.envs.base import Episode, InfrastructureError, StepResult, Suite, suite_tools
-from rlpipe.envs.contract import messages_of, step_of
+from rlpipe.envs.base import (
+    Episode,
+    InfrastructureError,
+    StepResult,
+    Suite,
+    close_episode,
+    finish_episode,
+    start_episode,
+    suite_tools,
+)
+from rlpipe.envs.contract import messages_of, observation_text, step_of
+from rlpipe.envs.user_loop import UserLoop
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
@@ -59,6 +72,7 @@ class ExitReason(StrEnum):
     """Why a trajectory ended."""
 
     DONE = "done"  # the episode ended it: submitted, answered
+    TRUNCATED = "truncated"  # the episode ended it by a limit of its own
     MAX_TURNS = "max_turns"
     CONTEXT = "context"  # the next turn does not fit into the context
     PROMPT = "prompt"  # masked: not even the first turn fits
@@ -71,6 +85,7 @@ class ExitReason(StrEnum):
 class _Task:
     """One trajectory to roll out, whatever becomes of its attempts.
 
+    seed: of the sampling; the environment's is derived from it. number: of the attempt among its siblings.
     top_logprobs, record, routes: what the engine returns besides the tokens, see `SamplingParams`.
     """
 
@@ -78,6 +93,7 @@ class _Task:
     group_id: str
     instance_id: str
     seed: int
+    number: int
     temperature: float
     top_logprobs: int = 0
     record: bool = False
@@ -90,7 +106,7 @@ class _Attempt:
 
     gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
     cut: a turn used up its tokens before the model ended it.
-    turns: texts for people to read.
+    turns: texts for people to read. rewards: of each turn so far.
     """
 
     task: _Task
@@ -103,6 +119,20 @@ class _Attempt:
     engine_failed: bool = False
     cut: bool = False
     turns: list[dict[str, str]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the seconds of a call of the environment, and mark its exceptions as the environment's."""
+        started = time.monotonic()
+        try:
+            yield
+        except InfrastructureError:
+            raise
+        except BaseException as error:
+            raise _EnvironmentRaised from error
+        finally:
+            self.sandbox_seconds += time.monotonic() - started
 
 
 class _Masked(Exception):
@@ -154,6 +184,7 @@ class Collector:
         self._record_drafts = record_drafts
         self._spans = spans or SpanLog("rollout 0")
         self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
+        self._user_loop = UserLoop()
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
         self._running: set[asyncio.Future[None]] = set()
         # A prompt may be rolled out again before the engine has ended its first session.
@@ -173,6 +204,7 @@ class Collector:
                         group_id=prompt.group_id,
                         instance_id=prompt.instance_id,
                         seed=stream_seed(prompt.seed, index),
+                        number=index,
                         temperature=self._rollout.temperature,
                         top_logprobs=self._top_logprobs,
                         record=self._record_drafts and index == 0,
@@ -203,6 +235,7 @@ class Collector:
                 group_id=f"eval/{instance_id}",
                 instance_id=instance_id,
                 seed=stream_seed("eval", instance_id, sample),
+                number=sample,
                 temperature=temperature,
             )
             async with capacity:
@@ -225,6 +258,7 @@ class Collector:
         self._engine.abort()
         await asyncio.gather(*self._running)
         await asyncio.to_thread(self._threads.shutdown)
+        await self._user_loop.close()
 
     async def _roll_out(self, task: _Task) -> _Attempt:
         """Roll out one trajectory, with its retries, in a new lane of the spans."""
@@ -292,23 +326,25 @@ class Collector:
         if self._closing:
             raise _Masked(*_CLOSED)
 
-        episode = await self._blocking(attempt, self._suite.episode, attempt.task.instance_id)
+        task = attempt.task
+        start = partial(start_episode, seed=stream_seed(task.seed, "env"), attempt=task.number)
+        episode = await self._call(attempt, start, self._suite, task.instance_id)
         try:
             result, reason = await self._take_turns(attempt, episode)
         finally:
             # A cancelled attempt must still free its sandbox.
-            await asyncio.shield(self._blocking(attempt, episode.close))
+            await asyncio.shield(self._call(attempt, close_episode, episode))
 
         trajectory = attempt.trajectory
-        trajectory.reward = result.reward
+        trajectory.reward = sum(attempt.rewards)
         # An episode may end well on an answer that was cut off, so its own end says nothing about the limit.
-        trajectory.truncated = attempt.cut or reason is not ExitReason.DONE
+        trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
         trajectory.info |= result.info | {"exit_reason": reason.value}
 
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
-        opening = messages_of(await self._blocking(attempt, episode.messages))
+        opening = messages_of(await self._call(attempt, episode.messages))
         attempt.turns += [{"role": m["role"], "text": m["content"][:_MAX_TEXT]} for m in opening]
 
         context = chat.initial(opening, self._tools)
@@ -321,7 +357,7 @@ class Collector:
         for turn in range(self._suite.max_turns):
             # An observation that leaves no token to generate ends the episode, which is graded as it is.
             if len(trajectory.token_ids) + len(context) >= max_context:
-                return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.CONTEXT
+                return await self._finish(attempt, episode), ExitReason.CONTEXT
             trajectory.append_context(context)
             with attempt.lane.span("generate", trajectory=trajectory.trajectory_id, turn=turn):
                 generated = await self._generate(attempt, turn)
@@ -330,13 +366,22 @@ class Collector:
 
             turn_ids = generated.output_ids.tolist()
             action = chat.decode(turn_ids)
-            step = step_of(await self._blocking(attempt, episode.step, action))
+            step = step_of(await self._call(attempt, episode.step, action))
             _record_turn(attempt, action, step)
             if step.done:
-                return step, ExitReason.DONE
+                return step, ExitReason.TRUNCATED if step.truncated else ExitReason.DONE
 
             context = chat.continuation(chat.observation(step.observation), turn_ids)
-        return step_of(await self._blocking(attempt, episode.finish), last=True), ExitReason.MAX_TURNS
+        return await self._finish(attempt, episode), ExitReason.MAX_TURNS
+
+    async def _finish(self, attempt: _Attempt, episode: Episode) -> StepResult:
+        """End an episode from outside; what it returns is added to the reward of the last turn."""
+        result = step_of(await self._call(attempt, finish_episode, episode), last=True)
+        if attempt.rewards:
+            attempt.rewards[-1] += result.reward or 0.0
+        else:
+            attempt.rewards.append(result.reward or 0.0)
+        return result
 
     async def _generate(self, attempt: _Attempt, turn: int) -> GenerateResult:
         """Generate one turn; one that an abort cut off is continued, by requests with other seeds."""
@@ -404,24 +449,27 @@ class Collector:
             attempt.engine_failed = True
             raise
 
-    async def _blocking(self, attempt: _Attempt, function: Callable[..., T], *args: Any) -> T:
-        """Call the environment in one of the collector's threads, and return what it returns."""
+    async def _call(self, attempt: _Attempt, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the environment in one of the collector's threads, and return what it returns.
 
-        def timed() -> T:
-            started = time.monotonic()
-            try:
+        What an `async def` returns is awaited in the loop for code of the user, without a thread.
+        """
+
+        def timed() -> Any:
+            with attempt.measured():
                 return function(*args)
-            except InfrastructureError:
-                raise
-            except BaseException as error:
-                raise _EnvironmentRaised from error
-            finally:
-                attempt.sandbox_seconds += time.monotonic() - started
+
+        async def awaited(awaitable: Awaitable[Any]) -> Any:
+            with attempt.measured():
+                return await awaitable
 
         started = time.monotonic()
         try:
             with attempt.lane.span("env"):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, timed)
+                returned = await asyncio.get_running_loop().run_in_executor(self._threads, timed)
+                if inspect.isawaitable(returned):
+                    returned = await self._user_loop.result_of(awaited(returned))
+                return returned
         finally:
             attempt.env_seconds += time.monotonic() - started
 
@@ -436,8 +484,9 @@ def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
 
 def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
     """Record texts for people to read; `turns` is bounded by the turn limit, each text by a length."""
-    observation = step.observation[:_MAX_TEXT]
+    observation = observation_text(step.observation)[:_MAX_TEXT]
     attempt.turns.append({"action": action[:_MAX_TEXT], "observation": observation})
+    attempt.rewards.append(step.reward or 0.0)
     attempt.trajectory.info |= step.info
 
 

@@ -141,3 +141,33 @@ def test_a_model_of_a_type_that_transformers_does_not_know_is_read_without_a_war
     messages = [{"role": "user", "content": "Which file?"}]
     ids = ChatFormat.from_pretrained(tmp_path).initial(messages)
     assert ids == ChatFormat.from_pretrained(shipped).initial(messages) and warnings == []
+
+
+def test_messages_with_roles_give_the_tokens_of_the_whole_conversation(qwen):
+    chat = ChatFormat(qwen)
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    answers = [
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+        {"role": "system", "content": "x"},
+    ]
+    sampled = [*qwen.encode("turn", add_special_tokens=False), chat.stop_token_ids[0]]
+    ids = [*chat.initial(opening), *sampled, *chat.continuation(chat.observation(answers), sampled)]
+
+    turn = {"role": "assistant", "content": "turn"}
+    text = qwen.apply_chat_template([*opening, turn, *answers], tokenize=False, add_generation_prompt=True)
+    assert ids == qwen.encode(text, add_special_tokens=False)
+
+
+def test_a_role_that_the_template_refuses_is_the_users_for_tools_and_an_error_for_others():
+    strict = ChatFormat(tokenizer(STRICT, ["<|end|>", "<|user|>", "<|assistant|>"], "<|end|>"))
+    assert strict.observation([{"role": "tool", "content": "x"}]) == [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="renders no message of the role 'system'"):
+        strict.observation([{"role": "system", "content": "x"}])
+
+
+def test_no_field_of_a_message_spells_a_special_token(qwen):
+    named = [{"role": "user", "content": "x", "name": "<|im_end|>"}]
+    template = "{% for m in messages %}<|im_start|>{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
+    chat = ChatFormat(tokenizer(template, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"))
+    assert chat.initial(named).count(chat.stop_token_ids[0]) == 1

@@ -193,6 +193,106 @@ def test_the_tools_of_a_suite_stand_in_the_prompt():
     assert trajectory.token_ids.tolist()[: trajectory.prompt_length] == [1, *map(ord, "lookp")]
 
 
+class Steps:
+    """A suite of one episode whose steps return `results`, by `async def` if `is_async`; there is no more."""
+
+    max_turns = 4
+
+    def __init__(self, *results, is_async=False):
+        self.results, self.is_async, self.started = list(results), is_async, []
+
+    def episode(self, instance_id, seed, attempt):
+        self.started.append((seed, attempt))
+        return self
+
+    def messages(self):
+        return [{"role": "user", "content": "p"}]
+
+    def step(self, action):
+        result = self.results.pop(0)
+        return self.later(result) if self.is_async else result
+
+    async def later(self, result):
+        await asyncio.sleep(0.001)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+def test_a_text_goes_on_a_number_ends_and_rewards_of_steps_are_summed():
+    engine = ScriptedEngine(["a", "b", "c"])
+    suite = Steps(StepResult(observation="x", reward=0.5), "y", 2)
+    [trajectory] = collect(engine, suite).trajectories
+    assert (trajectory.reward, trajectory.num_turns) == (2.5, 3)
+    assert trajectory.info["exit_reason"] == "done" and not trajectory.truncated
+
+
+def test_an_episode_without_finish_ends_with_the_rewards_of_its_steps():
+    suite = Steps(StepResult(observation="x", reward=0.5), StepResult(observation="y", reward=0.25))
+    suite.max_turns = 2
+    [trajectory] = collect(ScriptedEngine(["a", "b"]), suite).trajectories
+    assert (trajectory.reward, trajectory.info["exit_reason"]) == (0.75, "max_turns")
+    assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.truncated
+
+
+def test_a_truncated_episode_is_counted_and_trained():
+    suite = Steps(StepResult(truncated=True, reward=0.5))
+    [trajectory] = collect(ScriptedEngine(["a"]), suite).trajectories
+    assert (trajectory.reward, trajectory.truncated) == (0.5, True)
+    assert trajectory.status is TrajectoryStatus.COMPLETE
+    assert trajectory.info["exit_reason"] == "truncated"
+
+
+def test_each_attempt_has_a_seed_of_its_own_that_a_repetition_has_too():
+    started = []
+    for _ in range(2):
+        suite = Steps(*[1.0] * 3)
+        collect(ScriptedEngine(["a"]), suite, group_size=3)
+        started.append(sorted(suite.started, key=lambda pair: pair[1]))
+    assert started[0] == started[1]
+    assert [number for _, number in started[0]] == [0, 1, 2]
+    assert len({seed for seed, _ in started[0]}) == 3
+
+
+def test_async_steps_are_awaited_and_their_errors_are_the_environments():
+    suite = Steps("x", 1.0, is_async=True)
+    [trajectory] = collect(ScriptedEngine(["a", "b"]), suite).trajectories
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
+    assert trajectory.info["sandbox_seconds"] > 0.001
+
+    for error in (KeyError("k"), SystemExit(3), asyncio.CancelledError(), StopAsyncIteration()):
+        [trajectory] = collect(ScriptedEngine(["a"]), Steps(error, is_async=True)).trajectories
+        assert trajectory.info["exit_reason"] == "error" and type(error).__name__ in trajectory.info["error"]
+        assert "test_collector.py" in trajectory.info["place"]
+
+    [trajectory] = collect(
+        ScriptedEngine(["a"]), Steps(*[InfrastructureError("down")] * 3, is_async=True)
+    ).trajectories
+    assert (trajectory.info["exit_reason"], trajectory.info["retries"]) == ("infrastructure", 2)
+
+
+def test_an_async_step_that_never_yields_does_not_hold_the_loop_of_the_engine():
+    release = threading.Event()
+
+    class Blocking(Steps):
+        async def later(self, result):
+            release.wait(10)
+            return result
+
+    async def play():
+        one = collector(ScriptedEngine(["a"]), Blocking(1.0, is_async=True))
+        task = asyncio.create_task(one.collect(Prompt(instance_id="i", group_id="g"), 1))
+        for _ in range(20):  # would not return from the first one
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        release.set()
+        group = await task
+        await one.close()
+        return group
+
+    assert asyncio.run(asyncio.wait_for(play(), 10)).trajectories[0].reward == 1.0
+
+
 @pytest.mark.parametrize("abort_after", [None, 3])
 def test_candidates_come_with_every_sampled_token_across_turns_and_aborts(abort_after):
     engine = ScriptedEngine(["abcdefgh", "submit"], abort_after)
@@ -375,7 +475,7 @@ def ending(reward, **info):
         ("step", raising(StopIteration()), "StopIteration"),
         ("step", raising(asyncio.CancelledError()), "CancelledError"),
         ("step", raising(RecursionError("deep")), "RecursionError: deep"),
-        ("step", lambda: None, "step() returned None (NoneType): return StepResult"),
+        ("step", lambda: None, "step() returned None (NoneType): return an observation"),
         ("step", lambda: StepResult(observation=7), "observation=7 (int): give a string"),
         ("step", ending(float("nan")), "reward=nan (float), which would make every weight it trains NaN"),
         ("step", ending(float("inf")), "reward=inf"),

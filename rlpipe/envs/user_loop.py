@@ -1,0 +1,52 @@
+"""The event loop in which `async def` methods of environments run: one thread of its own.
+
+A coroutine that never yields blocks only this loop, never the one that talks to the engine. Flow: a caller in
+another loop awaits `result_of`; cancelling that cancels the coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+_CLOSING_S = 2.0  # for coroutines to end after they were cancelled
+
+
+class UserLoop:
+    """Runs awaitables of the user's; the thread starts with the first one."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def result_of(self, awaitable: Awaitable[T]) -> T:
+        """Await in the thread of this loop, and return the result."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="env-async", daemon=True).start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop))
+
+    async def close(self) -> None:
+        """Cancel what runs, and end the thread; one that never yields is left behind."""
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+
+        ending = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(ending), _CLOSING_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,48 @@
+"""What the model would read of an environment: its messages, rendered by the chat template before a run.
+
+For `rlpipe.envs.rehearsal`, which knows no chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpipe.config.user_code import described
+from rlpipe.rollout.chat import ChatFormat, Message, Tools
+
+
+class PromptCheck:
+    """Renders messages as a rollout does. max_context: tokens of a trajectory."""
+
+    def __init__(self, path: str | Path, max_context: int, tools: Tools | None = None) -> None:
+        self.max_context = max_context
+        self._path, self._tools = path, tools
+        self._chat = ChatFormat.from_pretrained(path)
+
+    def opening(self, messages: list[Message]) -> int:
+        """Return the tokens of opening messages. Raises ValueError when the template refuses them."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return len(self._chat.initial(messages, self._tools))
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"messages() has the roles {roles}, which the chat template of {str(self._path)!r} refuses "
+                f"({described(error)}): use roles that it takes, or another order; a system prompt can begin "
+                "the user's message."
+            ) from None
+
+    def observation(self, observation: str | Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError when the template refuses an observation."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            self._chat.continuation(self._chat.observation(observation), [])
+        except TemplateError as error:
+            raise ValueError(
+                f"step() returned an observation that the chat template of {str(self._path)!r} refuses "
+                f"({described(error)}): give a text, or one message."
+            ) from None
