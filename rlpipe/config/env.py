@@ -231,8 +231,8 @@ class EnvConfig:
 
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
-    with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module is
-    imported from the folder where the run was started, or as installed."""
+    with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module
+    is imported from the folder where the run was started, or as installed."""
 
     train_size: int = 1000
     """Training instances of a class named by `suite`, each a seed."""
