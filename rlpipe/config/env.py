@@ -19,6 +19,7 @@ class EnvName(Choice):
     SWE = "swe"  # repair a repository over several turns, rewarded by its tests
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
     TOOLS = "tools"  # questions answered with tools over several turns
+    GYMNASIUM = "gymnasium"  # Gymnasium's, as text
     USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
@@ -176,6 +177,32 @@ class ToolsConfig:
         return self.schema is ToolSchema.TEMPLATE
 
 
+@dataclass(slots=True, kw_only=True)
+class GymnasiumConfig:
+    """Settings of the environment `gymnasium`."""
+
+    id: str = ""
+    """Id in Gymnasium's registry, such as FrozenLake-v1 ("module:Id-v0" imports the module first), or a class
+    of your own, as module:Class or file.py:Class."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its constructor. `render_mode: ansi` shows the environment's drawing instead of the
+    observation; colours are left out, so Taxi-v4, whose drawing tells by colours, is better off without."""
+
+    actions: list[str] = field(default_factory=list)
+    """Names of the actions of a Discrete space, in order; empty takes those that are known, else numbers."""
+
+    invalid_reward: float = 0.0
+    """Reward of a turn that names no action; 0 or negative."""
+
+    def __post_init__(self) -> None:
+        if self.invalid_reward > 0:
+            raise ValueError(
+                f"env.gymnasium.invalid_reward={self.invalid_reward} would reward answers that name no "
+                "action: set it to 0 or below."
+            )
+
+
 def _shipped_held_out() -> list[str]:
     """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
@@ -228,6 +255,15 @@ class EnvConfig:
 
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     """Settings of the environment `tools`."""
+
+    gymnasium: GymnasiumConfig = field(default_factory=GymnasiumConfig)
+    """Settings of the environment `gymnasium`."""
+
+    train_size: int = 1000
+    """Training instances of an environment whose instances are seeds."""
+
+    held_out_size: int = 100
+    """Held-out instances of an environment whose instances are seeds."""
 
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class

@@ -63,6 +63,18 @@ def _make_tools(config: EnvConfig, seed: int) -> Suite:
     return ToolSuite(config, seed)
 
 
+def _check_gymnasium(config: EnvConfig) -> None:
+    from rlpipe.envs.gymnasium import check_gymnasium
+
+    check_gymnasium(config)
+
+
+def _make_gymnasium(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.gymnasium import make_gymnasium
+
+    return make_gymnasium(config, seed)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -80,6 +92,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.SWE: Environment(check=_check_sandbox, make=_make_swe),
     EnvName.REASONING: Environment(check=_check_reasoning, make=_make_reasoning),
     EnvName.TOOLS: Environment(check=_check_tools, make=_make_tools),
+    EnvName.GYMNASIUM: Environment(check=_check_gymnasium, make=_make_gymnasium),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
 }
 

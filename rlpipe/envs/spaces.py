@@ -1,0 +1,126 @@
+"""Gymnasium's spaces as text: what a model reads of an observation, and the action that its answer names.
+
+    describe(space)           what an answer must be         "one of left, down, right, up"
+    to_text(space, value)     an observation                 "3", "0.12 -1.5", "cards: 17"
+    to_action(space, text)    an action; ValueError, with what to answer instead, when the text names none
+
+Owns Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box, Text, and Dict and Tuple
+of those. Imports no Gymnasium: a space is told by the name of its class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+MAX_NUMBERS = 64  # of a Box or MultiDiscrete: more is an image or a feature vector, which no model reads
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def check_space(space: Any, where: str) -> None:
+    """Raise ValueError for a space that has no text. where: "observation" or "action", for the message."""
+    if parts := _parts(space):
+        for _, part in parts:
+            check_space(part, where)
+        return
+
+    kind = _kind(space)
+    if kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
+        raise ValueError(f"its {where} space is {space}, which has no text: wrap it in one that has.")
+    if kind in ("Box", "MultiDiscrete", "MultiBinary") and np.prod(space.shape) > MAX_NUMBERS:
+        raise ValueError(
+            f"its {where} space {space} has {np.prod(space.shape)} numbers, above {MAX_NUMBERS}, which a "
+            "model cannot read as text: wrap it in one with fewer."
+        )
+
+
+def describe(space: Any, names: Sequence[str] = ()) -> str:
+    """Say what an answer must be. names: of the actions of a Discrete space, in order."""
+    if parts := _parts(space):
+        return ", then ".join(f"{f'{key}: ' if key else ''}{describe(part)}" for key, part in parts)
+
+    match _kind(space):
+        case "Discrete" if names:
+            return f"one of {', '.join(names)}"
+        case "Discrete":
+            return f"a number from {space.start} to {space.start + space.n - 1}"
+        case "MultiDiscrete":
+            low, high = space.start.ravel(), (space.start + space.nvec).ravel() - 1
+            return _numbers(f"{a} to {b}" for a, b in zip(low, high, strict=True))
+        case "MultiBinary":
+            return _numbers(["0 or 1"] * int(np.prod(space.shape)))
+        case "Box":
+            ends = zip(space.low.ravel(), space.high.ravel(), strict=True)
+            return _numbers(f"{a:.4g} to {b:.4g}" for a, b in ends)
+        case _:
+            return f"a text of {space.min_length} to {space.max_length} characters"
+
+
+def to_text(space: Any, value: Any) -> str:
+    """Write an observation: numbers with four digits, the parts of a Dict or Tuple on lines of their own."""
+    if parts := _parts(space):
+        values = [value[key] for key, _ in parts] if _kind(space) == "Dict" else value
+        return "\n".join(
+            f"{f'{key}: ' if key else ''}{to_text(part, one)}"
+            for (key, part), one in zip(parts, values, strict=True)
+        )
+    return value if isinstance(value, str) else " ".join(f"{number:.4g}" for number in np.ravel(value))
+
+
+def to_action(space: Any, text: str, names: Sequence[str] = ()) -> Any:
+    """Return the action that an answer names. Raises ValueError, a text for the model, when it names none."""
+    if parts := _parts(space):
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) != len(parts):
+            raise ValueError(f"Answer in {len(parts)} lines: {describe(space)}.")
+        actions = [to_action(part, line) for (_, part), line in zip(parts, lines, strict=True)]
+        named = dict(zip([key for key, _ in parts], actions, strict=True))
+        return named if _kind(space) == "Dict" else tuple(actions)
+
+    hint = f"Answer with {describe(space, names)}."
+    if _kind(space) == "Text":
+        action: Any = text.strip()
+    elif _kind(space) == "Discrete":
+        action = _named(text, names, space)
+    else:
+        numbers = [float(number) for number in _NUMBER.findall(text)]
+        if len(numbers) != np.prod(space.shape):
+            raise ValueError(hint)
+        wanted = np.array(numbers).reshape(space.shape)
+        action = wanted.astype(space.dtype)
+        # 1.7 is no integer and 300 no byte: a conversion must not make another action of them.
+        action = action if np.allclose(action, wanted) else None
+
+    if action is None or action not in space:
+        raise ValueError(hint)
+    return action
+
+
+def _named(text: str, names: Sequence[str], space: Any) -> np.int64 | None:
+    """Return the one action whose name, or number when there are no names, is in the text as a word."""
+    words = names or [str(number) for number in range(space.start, space.start + space.n)]
+    found = [
+        index
+        for index, word in enumerate(words)
+        if re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w]|\.\d)", text, re.IGNORECASE)
+    ]
+    return np.int64(space.start + found[0]) if len(found) == 1 else None
+
+
+def _numbers(ranges: Iterable[str]) -> str:
+    each = list(ranges)
+    return f"{len(each)} numbers ({', '.join(each)})" if len(each) > 1 else f"a number from {each[0]}"
+
+
+def _kind(space: Any) -> str:
+    return type(space).__name__
+
+
+def _parts(space: Any) -> list[tuple[str, Any]]:
+    """Return the named parts of a Dict or Tuple space; the parts of a Tuple have empty names."""
+    if _kind(space) == "Dict":
+        return list(space.spaces.items())
+    return [("", part) for part in space.spaces] if _kind(space) == "Tuple" else []
