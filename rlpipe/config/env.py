@@ -20,6 +20,7 @@ class EnvName(Choice):
     REASONING = "reasoning"  # single-turn tasks from reasoning-gym
     TOOLS = "tools"  # questions answered with tools over several turns
     GYMNASIUM = "gymnasium"  # Gymnasium's, as text
+    TEXTARENA = "textarena"  # games of TextArena
     USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
@@ -203,6 +204,22 @@ class GymnasiumConfig:
             )
 
 
+@dataclass(slots=True, kw_only=True)
+class TextArenaConfig:
+    """Settings of the environment `textarena`."""
+
+    id: str = ""
+    """Id of a game, such as GuessTheNumber-v0. Those that end in -train put brackets around an answer
+    without any."""
+
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the game's constructor."""
+
+    opponent: str = ""
+    """Who moves for the other player of a game of two: "random" (any move that the game lists), or
+    module:function of (text, rng), where text is what that player sees. Empty for one player."""
+
+
 def _shipped_held_out() -> list[str]:
     """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
@@ -258,6 +275,9 @@ class EnvConfig:
 
     gymnasium: GymnasiumConfig = field(default_factory=GymnasiumConfig)
     """Settings of the environment `gymnasium`."""
+
+    textarena: TextArenaConfig = field(default_factory=TextArenaConfig)
+    """Settings of the environment `textarena`."""
 
     train_size: int = 1000
     """Training instances of an environment whose instances are seeds."""

@@ -75,6 +75,18 @@ def _make_gymnasium(config: EnvConfig, seed: int) -> Suite:
     return make_gymnasium(config, seed)
 
 
+def _check_textarena(config: EnvConfig) -> None:
+    from rlpipe.envs.textarena import check_textarena
+
+    check_textarena(config)
+
+
+def _make_textarena(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.textarena import make_textarena
+
+    return make_textarena(config, seed)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -93,6 +105,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.REASONING: Environment(check=_check_reasoning, make=_make_reasoning),
     EnvName.TOOLS: Environment(check=_check_tools, make=_make_tools),
     EnvName.GYMNASIUM: Environment(check=_check_gymnasium, make=_make_gymnasium),
+    EnvName.TEXTARENA: Environment(check=_check_textarena, make=_make_textarena),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.user_code import described, load_function
 from rlpipe.envs.base import StepResult
-from rlpipe.envs.seeded import SeededSuite, did_you_mean, require
+from rlpipe.envs.seeded import SeededSuite, did_you_mean, opening, require
 from rlpipe.envs.spaces import check_space, describe, to_action, to_text
 
 # Names of actions, from Gymnasium's documents.
@@ -68,9 +68,8 @@ class GymnasiumEpisode:
 
     def messages(self) -> list[dict[str, str]]:
         """Return the system prompt, if one is set, then the actions and the first observation."""
-        hint = f"Answer with {describe(self._env.action_space, self._names)}."
-        system = [{"role": "system", "content": text}] if (text := self._config.system_prompt) else []
-        return [*system, {"role": "user", "content": f"{self._show()}\n{hint}"}]
+        actions = describe(self._env.action_space, self._names)
+        return opening(self._config, f"{self._show()}\nAnswer with {actions}.")
 
     def step(self, action: str) -> StepResult:
         """Take the action that the text names. One that names none costs `invalid_reward` and a step."""

@@ -29,6 +29,12 @@ class SeededSuite(SplitTable):
         return self._make(int(instance_id))
 
 
+def opening(config: EnvConfig, text: str) -> list[dict[str, str]]:
+    """Return the opening messages: the system prompt, if one is set, and a text for the model."""
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": text}]
+
+
 def require(package: str, extra: str) -> None:
     """Raise ValueError, with the command that installs it, when the package of an adapter is missing."""
     if importlib.util.find_spec(package) is None:
