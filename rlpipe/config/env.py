@@ -279,22 +279,16 @@ class EnvConfig:
     textarena: TextArenaConfig = field(default_factory=TextArenaConfig)
     """Settings of the environment `textarena`."""
 
-    train_size: int = 1000
-    """Training instances of an environment whose instances are seeds."""
-
-    held_out_size: int = 100
-    """Held-out instances of an environment whose instances are seeds."""
-
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
     with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module
     is imported from the folder where the run was started, or as installed."""
 
     train_size: int = 1000
-    """Training instances of a class named by `suite`, each a seed."""
+    """Training instances of a class named by `suite` or of a library's environment, each a seed."""
 
     held_out_size: int = 100
-    """Held-out instances of such a class, whose seeds training never sees."""
+    """Held-out instances of these, which training never sees."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Values for a user's suite, in any form that it reads."""

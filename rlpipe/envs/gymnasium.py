@@ -3,14 +3,14 @@
 The first message has the first observation and the actions. Every turn of the model is one action, answered
 by the next observation as `envs.spaces` writes it; with `env.gymnasium.kwargs={render_mode: ansi}` it is the
 environment's own drawing, the highlighted cell in brackets. A turn that names no action is answered by what
-to write, and uses up a turn. The reward is the sum of the steps'. An instance is the seed of `reset`.
+to write, and uses up a turn. Rewards are the steps'. An instance is the seed of `reset`. The info counts
+`score`, the environment's own rewards, and `invalid_turns`.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,8 @@ from rlpipe.config.env import EnvConfig
 from rlpipe.config.user_code import described, load_function
 from rlpipe.envs.base import StepResult
 from rlpipe.envs.seeded import SeededSuite, did_you_mean, opening, require
-from rlpipe.envs.spaces import check_space, describe, to_action, to_text
+from rlpipe.envs.spaces import action_names, check_space, describe, to_action, to_text
 
-# Names of actions, from Gymnasium's documents.
-ACTION_NAMES = {
-    "FrozenLake": ("left", "down", "right", "up"),
-    "CliffWalking": ("up", "right", "down", "left"),
-    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-    "Blackjack": ("stick", "hit"),
-    "CartPole": ("left", "right"),
-}
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*4[0-7]m(.+?)\x1b\[0?m", re.DOTALL)  # where the player is
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -45,7 +37,7 @@ def check_gymnasium(config: EnvConfig) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about normalised spaces, which a model does not read
             check_env(env.unwrapped, skip_render_check=True)
-        _action_names(env, config)
+        action_names(env, config.gymnasium.actions)
     except Exception as error:  # assertions, TypeError, gymnasium.error.Error, and whatever the code raises
         where, reason = f"env.gymnasium.id={config.gymnasium.id!r}", described(error).rstrip(".")
         raise ValueError(f"{where} cannot be used: {reason}. Correct the environment.") from error
@@ -62,8 +54,9 @@ class GymnasiumEpisode:
     """One attempt: `reset(seed)`, then a step for every turn."""
 
     def __init__(self, config: EnvConfig, seed: int) -> None:
-        self._config, self._env, self._total = config, _make_env(config), 0.0
-        self._names = _action_names(self._env, config)
+        self._config, self._env = config, _make_env(config)
+        self._info = {"score": 0.0, "invalid_turns": 0}
+        self._names = action_names(self._env, config.gymnasium.actions)
         self._observation, _ = self._env.reset(seed=seed)
 
     def messages(self) -> list[dict[str, str]]:
@@ -72,22 +65,24 @@ class GymnasiumEpisode:
         return opening(self._config, f"{self._show()}\nAnswer with {actions}.")
 
     def step(self, action: str) -> StepResult:
-        """Take the action that the text names. One that names none costs `invalid_reward` and a step."""
+        """Take the action that the text names. One that names none costs `invalid_reward` and a turn."""
         try:
             chosen = to_action(self._env.action_space, action, self._names)
         except ValueError as hint:
-            self._total += self._config.gymnasium.invalid_reward
-            return StepResult(observation=f"{self._show()}\n{hint}", info={"valid": 0.0})
+            self._info["invalid_turns"] += 1
+            penalty = self._config.gymnasium.invalid_reward
+            return StepResult(observation=f"{self._show()}\n{hint}", reward=penalty, info=dict(self._info))
 
         self._observation, reward, terminated, truncated, _ = self._env.step(chosen)
-        self._total += float(reward)
-        if terminated or truncated:
-            return StepResult(done=True, reward=self._total, info={"submitted": bool(terminated)})
-        return StepResult(observation=self._show())
-
-    def finish(self) -> StepResult:
-        """End at a limit of turns or context, with the rewards so far."""
-        return StepResult(done=True, reward=self._total, info={"submitted": False})
+        self._info["score"] += float(reward)
+        done = bool(terminated or truncated)
+        return StepResult(
+            observation="" if done else self._show(),
+            done=done,
+            truncated=bool(truncated and not terminated),
+            reward=float(reward),
+            info={**self._info, "submitted": bool(terminated)},
+        )
 
     def close(self) -> None:
         """Close the environment."""
@@ -106,21 +101,10 @@ def _make_env(config: EnvConfig) -> Any:
     name, kwargs = config.gymnasium.id, config.gymnasium.kwargs
     try:
         # A class of the user's has a name that Python allows; a registered id has a version.
-        if name.partition(":")[2].isidentifier():
+        if name.rpartition(":")[2].isidentifier() and ":" in name:
             return load_function(name, setting="env.gymnasium.id", takes="**kwargs")(**kwargs)
         return gymnasium.make(name, disable_env_checker=True, **kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         reason, where = described(error).rstrip("."), f"env.gymnasium.id={name!r}, kwargs={kwargs}"
         hint = did_you_mean(name, gymnasium.registry) or " Give an id such as FrozenLake-v1."
         raise ValueError(f"{where}: {reason}.{'' if name in gymnasium.registry else hint}") from error
-
-
-def _action_names(env: Any, config: EnvConfig) -> Sequence[str]:
-    """Return the names of the actions of a Discrete space; empty when none are known."""
-    size, given = getattr(env.action_space, "n", 0), config.gymnasium.actions
-    if given and len(given) != size:
-        raise ValueError(f"env.gymnasium.actions={given} has {len(given)} names for {size} actions.")
-
-    known = ACTION_NAMES.get(env.spec.name if env.spec else "", ())
-    own = getattr(env.unwrapped, "get_action_meanings", lambda: known)()
-    return given or (own if len(own) == size else ())

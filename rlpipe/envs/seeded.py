@@ -1,4 +1,4 @@
-"""What the adapters of environment libraries share: a suite of which each instance is a seed, and the extras.
+"""What environments share whose instances are seeds: their ids and splits, a suite, and the extras.
 
 Held-out seeds start at 0 whatever the run's seed, training ones at (1 + seed) million, so none is in both.
 """
@@ -13,20 +13,33 @@ from rlpipe.config.env import INDEX_STRIDE, EnvConfig
 from rlpipe.envs.base import TRAIN, Episode, SplitTable
 
 
+def seed_splits(config: EnvConfig, seed: int) -> dict[str, list[str]]:
+    """Return the ids "seed:N" of `train` and `held_out`. seed: of the run."""
+    first = (1 + seed) * INDEX_STRIDE
+    seeds = {TRAIN: range(first, first + config.train_size), "held_out": range(config.held_out_size)}
+    return {split: [f"seed:{number}" for number in numbers] for split, numbers in seeds.items()}
+
+
+def seed_of(instance_id: str) -> int:
+    """Return the seed of an id.
+
+    >>> seed_of("seed:3")
+    3
+    """
+    return int(instance_id.partition(":")[2])
+
+
 class SeededSuite(SplitTable):
     """A suite that makes an episode from a seed. Splits: `train` and `held_out`."""
 
     def __init__(self, config: EnvConfig, seed: int, make: Callable[[int], Episode]) -> None:
         """seed: of the run. make: returns a fresh attempt at the instance of a seed."""
+        super().__init__(seed_splits(config, seed))
         self.max_turns, self._make = config.max_turns, make
-
-        first = (1 + seed) * INDEX_STRIDE
-        seeds = {"held_out": range(config.held_out_size), TRAIN: range(first, first + config.train_size)}
-        super().__init__({split: [str(number) for number in numbers] for split, numbers in seeds.items()})
 
     def episode(self, instance_id: str) -> Episode:
         """Start a fresh attempt."""
-        return self._make(int(instance_id))
+        return self._make(seed_of(instance_id))
 
 
 def opening(config: EnvConfig, text: str) -> list[dict[str, str]]:

@@ -5,7 +5,7 @@
     to_action(space, text)    an action; ValueError, with what to answer instead, when the text names none
 
 Owns Discrete (by name where names are known), MultiDiscrete, MultiBinary, small Box, Text, and Dict and Tuple
-of those. Imports no Gymnasium: a space is told by the name of its class.
+of those. Imports no Gymnasium: the name of its class says which space it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from typing import Any
 import numpy as np
 
 MAX_NUMBERS = 64  # of a Box or MultiDiscrete: more is an image or a feature vector, which no model reads
+# Names that Gymnasium's documents give the actions.
+ACTION_NAMES = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+    "CartPole": ("left", "right"),
+}
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -35,6 +43,20 @@ def check_space(space: Any, where: str) -> None:
             f"its {where} space {space} has {np.prod(space.shape)} numbers, above {MAX_NUMBERS}, which a "
             "model cannot read as text: wrap it in one with fewer."
         )
+
+
+def action_names(env: Any, given: Sequence[str]) -> Sequence[str]:
+    """Return the names of the actions of a Discrete space: those given, the environment's, or known ones.
+
+    Empty when there are none. Raises ValueError when as many are not given as there are actions.
+    """
+    size = getattr(env.action_space, "n", 0)
+    if given and len(given) != size:
+        raise ValueError(f"env.gymnasium.actions={list(given)} has {len(given)} names for {size} actions.")
+
+    known = ACTION_NAMES.get(env.spec.name if env.spec else "", ())
+    own = getattr(env.unwrapped, "get_action_meanings", lambda: known)()
+    return given or (own if len(own) == size else ())
 
 
 def describe(space: Any, names: Sequence[str] = ()) -> str:

@@ -21,8 +21,7 @@ from rlpipe.envs.base import StepResult
 from rlpipe.envs.opponents import check_opponent, load_opponent
 from rlpipe.envs.seeded import SeededSuite, did_you_mean, opening, require
 
-SETTING = "env.textarena.opponent"
-_LUCK = threading.Lock()  # the games draw from Python's global generator
+SETTING, _LUCK = "env.textarena.opponent", threading.Lock()  # the games draw from Python's global generator
 
 
 def check_textarena(config: EnvConfig) -> None:
@@ -71,14 +70,7 @@ class TextArenaEpisode:
 
         rewards, ended = self._game.close()
         info = {"invalid_move": float(ended[self._side]["invalid_move"]), "submitted": True}
-        return StepResult(done=True, reward=float(rewards[self._side]), info=info)
-
-    def finish(self) -> StepResult:
-        """End a game that turns or context were too short for, without a reward."""
-        return StepResult(done=True, reward=0.0, info={"submitted": False})
-
-    def close(self) -> None:
-        """Do nothing: a game holds no resources."""
+        return StepResult(done=True, reward=rewards[self._side], info=info)
 
     def read(self) -> tuple[int, str]:
         """Return who is to move, and what is new to that player, own moves left out."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from rlpipe.config.env import INDEX_STRIDE, EnvConfig
+from rlpipe.config.env import EnvConfig
 from rlpipe.config.user_code import load_function
 from rlpipe.envs.base import TRAIN, CountsSandbox, Episode, SplitTable, Suite, named_by
 from rlpipe.envs.contract import shown
 from rlpipe.envs.rehearsal import call
+from rlpipe.envs.seeded import seed_of, seed_splits
 
 METHODS = ("splits", "instance_ids", "episode")
 
@@ -26,19 +27,12 @@ def load_suite_maker(name: str) -> Callable[[EnvConfig, int], Suite]:
 class ClassSuite(SplitTable):
     """A suite of a class whose objects are episodes; an instance "seed:N" is the seed N.
 
-    Held-out seeds start at 0 whatever the run's seed, training ones at (1 + the run's seed) million. Siblings
-    have one seed, so that they can be compared; the constructor gets those of `seed`, `attempt` (0 to
-    group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns` and `tools`.
+    Siblings have one seed, so that they can be compared. The constructor gets those of `seed`, `attempt` (0
+    to group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns` and `tools`.
     """
 
     def __init__(self, made: type[Episode], config: EnvConfig, seed: int) -> None:
-        first = (1 + seed) * INDEX_STRIDE
-        super().__init__(
-            {
-                TRAIN: _seeds(range(first, first + config.train_size)),
-                "held_out": _seeds(range(config.held_out_size)),
-            }
-        )
+        super().__init__(seed_splits(config, seed))
         self.max_turns: int = getattr(made, "max_turns", config.max_turns)
         self.tools: list[dict[str, Any]] | None = getattr(made, "tools", None)
         self._class, self._options = made, config.options
@@ -46,16 +40,12 @@ class ClassSuite(SplitTable):
     def episode(self, instance_id: str, attempt: int = 0) -> Episode:
         """Make an object of the class."""
         arguments = {
-            "seed": int(instance_id.partition(":")[2]),
+            "seed": seed_of(instance_id),
             "attempt": attempt,
             "instance_id": instance_id,
             "options": self._options,
         }
         return self._class(**named_by(self._class, **arguments))
-
-
-def _seeds(numbers: range) -> list[str]:
-    return [f"seed:{number}" for number in numbers]
 
 
 def _is_episode_class(made: object) -> bool:

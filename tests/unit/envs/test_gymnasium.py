@@ -66,28 +66,31 @@ def play(episode, actions):
 
 
 def test_the_route_around_the_holes_reaches_the_goal_and_the_map_shows_where_the_player_is():
-    episode = make_suite(config()).episode("0")
+    episode = make_suite(config()).episode("seed:0")
     (message,) = episode.messages()
     assert message["content"].startswith("[S]FFF\nFHFH\nFFFH\nHFFG\n")
     assert message["content"].endswith("Answer with one of left, down, right, up.")
 
     steps = play(episode, ROUTE)
     assert steps[0].observation == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
-    assert [step.done for step in steps] == [False] * 5 + [True] and steps[-1].reward == 1.0
+    assert [step.done for step in steps] == [False] * 5 + [True]
+    assert [step.reward for step in steps] == [0.0] * 5 + [1.0]
+    assert steps[-1].info == {"score": 1.0, "invalid_turns": 0, "submitted": True}
 
 
 def test_a_turn_without_an_action_says_what_to_write_costs_its_penalty_and_moves_nobody():
-    episode = make_suite(config(invalid_reward=-0.25)).episode("0")
+    episode = make_suite(config(invalid_reward=-0.25)).episode("seed:0")
     steps = play(episode, ["left or right", *ROUTE])
     assert steps[0].observation.endswith("Answer with one of left, down, right, up.")
     assert "[S]FFF" in steps[0].observation and not steps[0].done
-    assert sum(step.reward or 0.0 for step in steps) == 0.75
+    assert [step.reward for step in steps] == [-0.25, *[0.0] * 5, 1.0]
+    assert steps[-1].info["invalid_turns"] == 1 and steps[-1].info["score"] == 1.0
 
 
 def test_gymnasiums_time_limit_ends_an_episode():
-    episode = make_suite(config(kwargs=LAKE | {"max_episode_steps": 3})).episode("0")
+    episode = make_suite(config(kwargs=LAKE | {"max_episode_steps": 3})).episode("seed:0")
     last = play(episode, ["left"] * 3)[-1]
-    assert last.done and last.reward == 0.0 and last.info["submitted"] is False
+    assert last.done and last.truncated and last.reward == 0.0 and last.info["submitted"] is False
 
 
 def test_an_instance_is_a_seed_so_siblings_start_alike_and_held_out_seeds_are_never_trained_on():
@@ -105,17 +108,18 @@ def test_observations_of_other_environments_are_numbers_and_a_rehearsal_accepts_
     settings = config(name, kwargs={})
     check_environment(settings)
     suite = make_suite(settings)
-    first = suite.episode("0").messages()[0]["content"].splitlines()
+    first = suite.episode("seed:0").messages()[0]["content"].splitlines()
     assert np.isfinite([float(number) for line in first[:-1] for number in line.split()]).all()
-    assert rehearse(suite, name, episodes=2) > 0
+    assert rehearse(suite, name, episodes=2).steps > 0
 
 
-def test_a_class_of_the_users_is_taken_by_its_module(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["games:Fine", "games.py:Fine"])
+def test_a_class_of_the_users_is_taken_by_its_module_or_file(form, tmp_path, monkeypatch):
     (tmp_path / "games.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
-    settings = config("games:Fine", kwargs={"bonus": 0.5})
+    settings = config(form, kwargs={"bonus": 0.5})
     check_environment(settings)
-    episode = make_suite(settings).episode("3")
+    episode = make_suite(settings).episode("seed:3")
     hint, what = episode.messages()[0]["content"].splitlines()
     assert what == "Answer with one of even, odd."
     assert episode.step(["even", "odd"][int(hint[-1])]).reward == 1.5

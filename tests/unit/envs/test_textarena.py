@@ -68,7 +68,7 @@ def test_bisection_always_guesses_the_number_and_each_answer_is_only_what_is_new
 
 
 def test_a_refused_turn_may_be_repeated_once_and_then_ends_the_game():
-    episode = make_suite(numbers()).episode("0")
+    episode = make_suite(numbers()).episode("seed:0")
     assert "invalid move" in episode.step("no idea").observation
     last = episode.step("still none")
     assert last.done and last.info["invalid_move"] == 1.0
@@ -77,25 +77,25 @@ def test_a_refused_turn_may_be_repeated_once_and_then_ends_the_game():
 def test_the_seeds_parity_decides_who_begins_and_the_reward_is_that_of_the_models_side():
     suite = make_suite(config("TicTacToe-v0", "first"))
     for seed, opened in (("0", False), ("1", True)):
-        episode = suite.episode(seed)
+        episode = suite.episode(f"seed:{seed}")
         rules = episode.messages()[0]["content"]
         assert rules.startswith(f"You are Player {seed}") and ("[Player 0] [0]" in rules) is opened
 
     # The opponent fills cells from the first on; 4, 6, 2 is a diagonal that it never crosses in time.
-    episode = suite.episode("0")
+    episode = suite.episode("seed:0")
     episode.messages()
     won = [episode.step(move) for move in ("[4]", "[6]", "[2]")]
     assert [step.done for step in won] == [False, False, True] and won[-1].reward == 1.0
     assert "[Player 1] [0]" in won[0].observation and "[Player 0]" not in won[0].observation
 
-    episode = suite.episode("1")
+    episode = suite.episode("seed:1")
     episode.messages()
     lost = [episode.step(move) for move in ("[8]", "[7]")]
     assert lost[-1].done and lost[-1].reward == -1.0
 
 
 def test_an_opponent_that_breaks_the_rules_loses():
-    episode = make_suite(config("TicTacToe-v0", "cheat")).episode("0")
+    episode = make_suite(config("TicTacToe-v0", "cheat")).episode("seed:0")
     episode.messages()
     assert episode.step("[4]").reward == 1.0
 
@@ -109,7 +109,7 @@ def test_the_random_opponent_plays_any_legal_move_and_repeats_its_moves_with_the
 
 
 def _first_answer(suite, seed):
-    episode = suite.episode(seed)
+    episode = suite.episode(f"seed:{seed}")
     episode.messages()
     return episode.step("[4]").observation.split("[Player 1] ")[1][:3]
 
@@ -118,7 +118,7 @@ def test_games_at_once_have_their_own_luck_and_leave_pythons_generator_alone():
     suite = make_suite(config("PigDice-v0", "random"))
 
     def play(seed, out):
-        episode = suite.episode(seed)
+        episode = suite.episode(f"seed:{seed}")
         out[seed] = [
             episode.messages()[0]["content"],
             *(episode.step("[roll]").observation for _ in range(3)),
@@ -144,7 +144,7 @@ def test_other_games_pass_the_check_and_a_rehearsal(name):
     alone = name.split("-")[0] in ("Mastermind", "TowerOfHanoi")
     settings = config(name, "" if alone else "first" if "Four" in name else "random")
     check_environment(settings)
-    assert rehearse(make_suite(settings), name, episodes=2) > 0
+    assert rehearse(make_suite(settings), name, episodes=2).steps > 0
 
 
 @pytest.mark.parametrize(
