@@ -6,17 +6,27 @@ advantage zero (there is nothing to compare with). The estimator itself is verl'
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from rlpipe.algo import verl_door
+from rlpipe.algo.user_functions import (
+    ADVANTAGE,
+    ARGUMENTS,
+    accepted,
+    check_grid,
+    rehearsed,
+    required_arguments,
+    user_function,
+)
 from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.user_code import is_user_code
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
-_ARGUMENTS = ("token_level_rewards", "response_mask", "index", "norm_adv_by_std_in_grpo")
+_ARGUMENTS = ARGUMENTS[ADVANTAGE]
 
 
 def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.ndarray]:
@@ -50,6 +60,10 @@ def check_estimator(config: AlgoConfig) -> None:
 
     Raises ValueError with the reason and the estimators that can be used.
     """
+    if is_user_code(config.advantage):
+        rehearsed(ADVANTAGE, config.advantage, lambda: _rehearse(config))
+        return
+
     reason = _obstacle(config)
     if reason:
         names = sorted(verl_door.core_algos().ADV_ESTIMATOR_REGISTRY)
@@ -63,9 +77,7 @@ def _obstacle(config: AlgoConfig) -> str:
     Its signature shows arguments without a default. Some estimators refuse the default of another argument
     (`config=None`), which shows only in a call, here on a group of two.
     """
-    parameters = inspect.signature(verl_door.advantage_estimator(config.advantage)).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
+    required = required_arguments(verl_door.advantage_estimator(config.advantage))
     if missing := sorted(required - set(_ARGUMENTS)):
         return f"needs {', '.join(missing)}, but rlpipe passes {', '.join(_ARGUMENTS)} only"
 
@@ -77,17 +89,34 @@ def _obstacle(config: AlgoConfig) -> str:
     return ""
 
 
+def _rehearse(config: AlgoConfig) -> None:
+    """Compute a user's advantages of two groups, one with equal rewards, of answers of two lengths."""
+    mask = np.array([[1, 1, 1], [1, 0, 0], [0, 1, 1], [1, 1, 0]], dtype=np.float32)
+    rewards = np.zeros_like(mask)
+    rewards[0, 2], rewards[2, 2], rewards[3, 1] = 1.0, 0.5, 0.5
+    _estimate(rewards, mask, uids=["a", "a", "b", "b"], config=config)
+
+
+def _estimator(name: str) -> Callable[..., Any]:
+    return user_function(ADVANTAGE, name) if is_user_code(name) else verl_door.advantage_estimator(name)
+
+
 def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config: AlgoConfig) -> np.ndarray:
     """Estimate advantages of responses in groups `uids`, [B, S] as rewards and mask are."""
     import torch
 
-    estimator = verl_door.advantage_estimator(config.advantage)
-    values = (torch.from_numpy(rewards), torch.from_numpy(mask), np.array(uids, dtype=object))
+    # A user's function may write into its arguments.
+    grids = (torch.from_numpy(rewards.copy()), torch.from_numpy(mask.copy()))
+    arguments = dict(
+        zip(_ARGUMENTS, (*grids, np.array(uids, dtype=object), config.normalize_std), strict=True)
+    )
 
-    arguments = dict(zip(_ARGUMENTS, (*values, config.normalize_std), strict=True))
-    accepted = inspect.signature(estimator).parameters
-    advantages, _ = estimator(**{name: value for name, value in arguments.items() if name in accepted})
-    return advantages.float().numpy() * mask
+    estimator = _estimator(config.advantage)
+    returned = estimator(**accepted(estimator, arguments))
+    advantages = returned[0] if isinstance(returned, tuple) and returned else returned
+    if is_user_code(config.advantage):
+        advantages = check_grid(ADVANTAGE, config.advantage, advantages, torch.from_numpy(mask))
+    return advantages.detach().float().numpy() * mask
 
 
 def _comparable(groups: Sequence[Group]) -> tuple[list[int], list[str]]:

@@ -17,12 +17,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlpipe.algo import verl_door
 from rlpipe.algo.advantage import check_estimator
 from rlpipe.algo.correction import Corrected, add_sample_size, correct, make_rule
-from rlpipe.config.algo import AlgoConfig, Proximal
+from rlpipe.algo.user_functions import (
+    POLICY_LOSS,
+    accepted,
+    check_grid,
+    rehearsed,
+    reload,
+    user_function,
+)
+from rlpipe.config.algo import AlgoConfig, Correction, LossAgg, Proximal
+from rlpipe.config.user_code import is_user_code
 from rlpipe.metrics.values import Max, Mean, Sum, Value
 
 if TYPE_CHECKING:
@@ -128,16 +137,20 @@ def _loss(
     mask, mode = corrected.mask, config.loss_agg.value
     tokens = mask.sum().item()
 
-    loss, verl_metrics = verl_door.policy_loss(config.policy_loss)(
-        old_log_prob=proximal,
-        log_prob=inputs.logprobs,
-        advantages=inputs.advantages,
-        response_mask=mask,
-        loss_agg_mode=mode,
-        config=verl_door.actor_config(config, verl_totals),
-        rollout_is_weights=corrected.weights,
-    )
-    metrics: dict[str, Value] = {name: Mean(value * tokens, tokens) for name, value in verl_metrics.items()}
+    arguments = {
+        "old_log_prob": proximal,
+        "log_prob": inputs.logprobs,
+        "advantages": inputs.advantages,
+        "response_mask": mask,
+        "loss_agg_mode": mode,
+        "config": verl_door.actor_config(config, verl_totals),
+        "rollout_is_weights": corrected.weights,
+    }
+    if is_user_code(config.policy_loss):
+        loss, loss_metrics = _user_loss(config, arguments, verl_totals)
+    else:
+        loss, loss_metrics = verl_door.policy_loss(config.policy_loss)(**arguments)
+    metrics: dict[str, Value] = {name: Mean(value * tokens, tokens) for name, value in loss_metrics.items()}
     metrics["actor/pg_loss"] = _share(loss, totals)
 
     if config.entropy_coef:
@@ -150,6 +163,91 @@ def _loss(
         loss = loss + config.kl_coef * kl_loss
         metrics["actor/kl_loss"] = _share(kl_loss, totals)
     return loss, metrics
+
+
+def _user_loss(
+    config: AlgoConfig, arguments: dict[str, Any], totals: dict[str, float | None]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Call a user's loss; return the aggregated loss, and its metrics under `actor/user/`.
+
+    Raises ValueError for something else than losses of tokens, or an aggregated loss.
+    """
+    import torch
+
+    name, weights = config.policy_loss, arguments["rollout_is_weights"]
+    function = user_function(POLICY_LOSS, name)
+    chosen = accepted(function, arguments)
+    returned = function(**chosen)
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+
+    # An aggregated loss is verl's form, which applies the correction's weights itself.
+    if isinstance(loss, torch.Tensor) and not loss.shape:
+        if weights is not None and "rollout_is_weights" not in chosen:
+            raise ValueError(
+                f"{POLICY_LOSS}={name!r} returns an aggregated loss and does not take rollout_is_weights, so "
+                f"algo.correction={config.correction} would have no effect: return the losses of tokens, "
+                "take it and multiply the losses by it, or set algo.correction=none."
+            )
+    else:
+        losses = check_grid(POLICY_LOSS, name, loss, arguments["response_mask"])
+        if weights is not None and "rollout_is_weights" not in chosen:
+            losses = losses * weights
+        loss = verl_door.agg_loss(losses, arguments["response_mask"], config.loss_agg.value, **totals)
+
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"{POLICY_LOSS}={name!r} returned metrics of type {type(metrics).__name__}, not dict."
+        )
+    return loss, {f"actor/user/{key.removeprefix('actor/')}": float(value) for key, value in metrics.items()}
+
+
+def _rehearse(config: AlgoConfig) -> None:
+    """Call a user's loss on four answers, and check its gradient and its normalisation. Raises ValueError."""
+    import torch
+
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 1]])
+    old = -torch.arange(1.0, 13).reshape(4, 3) / 8 * mask
+    where = f"{POLICY_LOSS}={config.policy_loss!r}"
+    losses = []
+
+    # The same tokens in a batch of their own, and in one that is twice as large.
+    for factor in (1, 2):
+        logprobs = (old + 0.05 * mask).requires_grad_()
+        totals = LossTotals(tokens=8.0 * factor, sequences=4.0 * factor, dp_size=1).for_verl(config)
+        arguments = {
+            "old_log_prob": old.clone(),
+            "log_prob": logprobs,
+            "advantages": torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]) * mask,
+            "response_mask": mask.clone(),
+            "loss_agg_mode": config.loss_agg.value,
+            "config": verl_door.actor_config(config, totals),
+            "rollout_is_weights": mask.clone() if config.correction is not Correction.NONE else None,
+        }
+        loss, _ = _user_loss(config, arguments, totals)
+        losses.append(loss.item())
+
+    if not torch.isfinite(loss):
+        raise ValueError(f"{where} returned {loss.item()}: return a finite loss.")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{where} returned a loss without a gradient: compute it from log_prob, not detached."
+        )
+    loss.backward()
+    if logprobs.grad is None or not logprobs.grad.any():
+        raise ValueError(f"{where} has the gradient 0 on log_prob: compute the loss from log_prob.")
+    if not torch.isfinite(logprobs.grad).all():
+        raise ValueError(f"{where} has a gradient that is not finite: check logarithms, roots and divisions.")
+    if (logprobs.grad * (1 - mask)).any():
+        raise ValueError(
+            f"{where} has a gradient on tokens where response_mask is 0: multiply the losses by the mask."
+        )
+
+    if config.loss_agg is not LossAgg.TOKEN_SUM and abs(losses[0] - 2 * losses[1]) > 1e-4 * abs(losses[0]):
+        raise ValueError(
+            f"{where} does not divide by the totals of the batch, so that an answer would weigh more in a "
+            "small micro-batch: return the losses of tokens [B, S], or aggregate them by verl's "
+            "agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)."
+        )
 
 
 def distillation_loss(
@@ -211,8 +309,13 @@ def _probability_gap(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
 def check_names(config: AlgoConfig) -> None:
     """Refuse names of algorithms that are unknown or cannot be used, at launch.
 
-    Raises ValueError with the registered names, or with the reason why a user's correction does not import.
+    Raises ValueError with the registered names, or with the reason why a user's function cannot be used.
     """
-    verl_door.policy_loss(config.policy_loss)
+    # A user's files may have changed since the last run of this process.
+    reload()
+    if is_user_code(config.policy_loss):
+        rehearsed(POLICY_LOSS, config.policy_loss, lambda: _rehearse(config))
+    else:
+        verl_door.policy_loss(config.policy_loss)
     check_estimator(config)
     make_rule(config)

@@ -1,6 +1,6 @@
 """The RL algorithm: advantage, policy loss, correction. Names are verl's. Imports no torch.
 
-`advantage` and `policy_loss` name entries of verl's registries, to which users can add, so they are strings;
+`advantage` and `policy_loss` name entries of verl's registries or functions of the user, so they are strings;
 the trainer refuses an unknown one at launch and lists what is registered.
 """
 
@@ -135,13 +135,13 @@ class AlgoConfig:
     """Settings of the algorithm; the defaults are GRPO."""
 
     advantage: str = "grpo"
-    """A verl advantage estimator."""
+    """A verl advantage estimator, or a function of the user: path/to/file.py:NAME or module:NAME."""
 
     normalize_std: bool = True
     """Divide by the group's standard deviation (off: Dr. GRPO); only the grpo family reads it."""
 
     policy_loss: str = "vanilla"
-    """A verl policy loss."""
+    """A verl policy loss, or a function of the user; both in `rlpipe.algo.user_functions`."""
 
     clip_low: float = 0.2
     """Clip the ratio to at least 1 - clip_low."""
@@ -209,6 +209,7 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         self.correction = Correction(self.correction)
+        self.advantage, self.policy_loss = absolute(self.advantage), absolute(self.policy_loss)
         self.user_correction = absolute(self.user_correction)
         positive(self, "algo", "clip_low", "clip_high", "correction_threshold", "correction_low")
         if self.clip_dual <= 1:
@@ -226,7 +227,7 @@ class AlgoConfig:
             raise ValueError(
                 f"algo.correction={self.correction} with algo.user_correction={self.user_correction!r}: a "
                 "correction of yours needs both algo.correction=user and "
-                "algo.user_correction=module:function."
+                "algo.user_correction=my_code.py:NAME."
             )
 
         if self.correction is Correction.ICEPOP and self.correction_low > self.correction_threshold:

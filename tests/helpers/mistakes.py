@@ -147,7 +147,7 @@ algo.clip_low=0 | must be positive
 algo.clip_dual=1 | 3.0 is usual
 algo.kl_coef=-1 | 0 keeps no reference
 algo.loss_agg=seq-mean-token-sum-norm | set it, for example
-algo.correction=user | algo.user_correction=module:function
+algo.correction=user | algo.user_correction=my_code.py:NAME
 algo.user_correction=m:f | algo.correction=user
 algo.correction=icepop algo.correction_low=3 | swap them
 algo.proximal=rollout | set algo.correction=none

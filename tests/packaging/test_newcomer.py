@@ -113,12 +113,13 @@ def test_the_page_alone_leads_to_a_run_with_an_own_environment_and_reward(tmp_pa
     assert "backwards" in json.dumps(trajectory)
 
 
-def test_the_page_alone_leads_to_a_run_with_a_user_correction(tmp_path):
-    """Ray, whose workers import the file from the folder the run was started in."""
+def test_the_page_alone_leads_to_a_run_with_an_own_advantage_loss_and_correction(tmp_path):
+    """Ray, whose workers load the file by its absolute path."""
     given = ["metrics.wandb=off", "val.every=0", "injection.stale_steps=1", "pipeline.max_staleness=2"]
-    run = play(tmp_path, "user_correction.md", "my_correction.py", *given) / "runs" / "bounded"
+    run = play(tmp_path, "your_algorithm.md", "my_algorithm.py", *given) / "runs" / "mine"
     steps = [r for r in metrics(run) if "timing_s/step" in r]
     assert len(steps) == 2
+    assert any(0 <= r.get("actor/user/clipped", -1) <= 1 for r in steps)
     trained = [r for r in steps if "rollout_corr/far_tokens" in r]
     assert trained
     for record in trained:
