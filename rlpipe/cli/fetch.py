@@ -1,18 +1,23 @@
 """`rlpipe fetch NAME [--out DIR] [--force]`: obtains a released model for `model.path=NAME`.
 
+`rlpipe fetch ORG/NAME[@REVISION]` downloads a model of the Hugging Face hub into its cache, where
+`model.path=ORG/NAME` finds it without a network; `--out DIR` copies it.
 `rlpipe fetch FILE.gguf --out DIR` converts a GGUF file: weights in bfloat16, tokenizer, chat template.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlpipe.cli.suggestions import did_you_mean
+from rlpipe.config.paths import resolve_model
 from rlpipe.models.checkpoint import gguf_file
+from rlpipe.models.hub import hub_id
 from rlpipe.models.released import RELEASED
 
 
@@ -29,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"Released models:\n{table}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="NAME", help="a released model, or a GGUF file to convert")
+    parser.add_argument(
+        "model",
+        metavar="NAME",
+        help="a released model, ORG/NAME of the Hugging Face hub, or a GGUF file to convert",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory to create (the user's cache)")
     parser.add_argument("--force", action="store_true", help="make it again even if it is there")
     options = parser.parse_args(arguments)
@@ -55,13 +64,23 @@ def _fetch(model: str, out: Path | None, *, force: bool) -> str:
         directory = fetch(release, out, force=force)
         return str(directory) if out else release.name
 
+    if hub_id(model):
+        directory = resolve_model(model, "NAME")
+        if out is None:
+            return model
+
+        if out.exists() and not force:
+            raise ValueError(f"{out} exists: name a new directory, or add --force to replace it.")
+        with staged(out) as partial:
+            shutil.copytree(directory, partial, dirs_exist_ok=True)
+        return str(out)
+
     gguf = gguf_file(Path(model).expanduser())
     if gguf is None:
         names = list(RELEASED)
         raise ValueError(
-            f"{model!r} is neither a released model nor a GGUF file.{did_you_mean(model, names)} Choose one "
-            f"of {', '.join(names)}, or name a file. A model of the Hugging Face hub: hf download ORG/NAME "
-            "--local-dir DIR, then model.path=DIR."
+            f"{model!r} is neither a released model, nor ORG/NAME of the Hugging Face hub, nor a GGUF file."
+            f"{did_you_mean(model, names)} Choose one of {', '.join(names)}, or name a model or a file."
         )
     if out is None:
         raise ValueError(f"where to write the converted {gguf.name}: add --out DIR.")

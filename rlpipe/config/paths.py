@@ -2,13 +2,14 @@
 
 `shipped("configs")` returns `rlpipe/_data/configs` (a wheel) or the checkout's `configs` (a clone);
 `resolve("shipped:models/tiny")` reads the form in which settings name such files, and `resolve_model` the
-names of released models too.
+names of released models and the ids of the Hugging Face hub too.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from rlpipe.models.hub import hub_directory, hub_id
 from rlpipe.models.released import RELEASED, cache_directory
 
 PREFIX = "shipped:"
@@ -39,17 +40,20 @@ def resolve(path: str) -> Path:
 
 
 def resolve_model(path: str, setting: str = "model.path") -> Path:
-    """Return the directory of a model: as `resolve`, or where the released model of that name is.
+    """Return the directory of a model: as `resolve`, or where a released model or one of the hub is stored.
 
     Args:
-        path: value of a setting that names a model. A name of `RELEASED` is that model, `./NAME` a folder.
+        path: value of a setting that names a model. A name of `RELEASED` is that model; `org/name` or
+            `org/name@revision`, if no such path exists, one of the hub, which is downloaded if it is not in
+            the cache. `./NAME` is always a folder.
         setting: its name, for messages.
 
     Raises:
-        ValueError: the released model has not been fetched.
+        ValueError: the released model has not been fetched, or that of the hub cannot be.
     """
     if path not in RELEASED:
-        return resolve(path)
+        hub = hub_id(path)
+        return resolve(path) if hub is None else hub_directory(*hub, setting)
 
     directory = cache_directory(path)
     if not (directory / "config.json").is_file():

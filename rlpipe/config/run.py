@@ -109,8 +109,8 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = "shipped:models/tiny"
-    """A Hugging Face checkpoint directory, `shipped:models/tiny`, or the name of a model that `rlpipe fetch`
-    has stored (`smollm2`)."""
+    """A Hugging Face checkpoint directory, `shipped:models/tiny`, the name of a model that `rlpipe fetch` has
+    stored (`smollm2`), or the id of a model of the Hugging Face hub (`org/name`, `org/name@revision`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -200,6 +200,7 @@ rollout=sglang spec.drafter=suffix | rollout=embedded
 decoupled.path=/no/model | Point decoupled.path
 model.path=/no/model | Point model.path
 model.path=Qwen/Qwen2.5-0.5B | hf download Qwen/Qwen2.5-0.5B
+model.path=Qwen/Qwen2.5-0.5B@main | set HF_ENDPOINT to a mirror
 run.dir=/dev/null/x | set run.dir
 rollout.max_running=100000000 | Lower it
 pipeline.group_size=100000000 | Lower it

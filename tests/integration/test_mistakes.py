@@ -57,6 +57,7 @@ def _command(folder, given, module):
     os.environ.pop("WANDB_API_KEY", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["NETRC"] = str(folder / "netrc")
+    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there
     try:
         return sys.modules[module].main() or 0
     except SystemExit as left:
