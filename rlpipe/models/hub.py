@@ -1,8 +1,9 @@
 """Models of the Hugging Face hub by their id, `org/name` or `org/name@revision`: found, downloaded, cached.
 
-huggingface_hub downloads, resuming where a connection broke, into its own cache (HF_HOME), with its own token (HF_TOKEN, `hf auth
-login`) and address (HF_ENDPOINT). Owns which files are needed, what is refused before a download, and the
-messages. Without a network, or with HF_HUB_OFFLINE=1, the copy in the cache is used. Imports no torch.
+huggingface_hub downloads, and resumes where a connection broke, into its own cache (HF_HOME), with its own
+token (HF_TOKEN, `hf auth login`) and address (HF_ENDPOINT). Owns which files are needed, what is refused
+before a download, and the messages. Without a network, or with HF_HUB_OFFLINE=1, the copy in the cache is
+used. Imports no torch.
 """
 
 from __future__ import annotations
