@@ -31,7 +31,7 @@ from rlpipe.config.run import (
     with_weight_transfer,
 )
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.envs.base import Suite, suite_tools
+from rlpipe.envs.base import TRAIN, Suite, suite_tools
 from rlpipe.envs.rehearsal import Prompts, rehearse
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller, first_cause
@@ -258,10 +258,21 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
             print(f"rlpipe: {note}", file=sys.stderr)
 
     _check_instances(config.val, suite)
+    _note_few_instances(len(suite.instance_ids(TRAIN)), config.pipeline.prompts_per_step)
     if directory is not None:
         Dump.check_new(directory, config)
 
     return [suite]
+
+
+def _note_few_instances(instances: int, prompts: int) -> None:
+    """Print a line when a step trains on an instance more than once."""
+    if instances < prompts:
+        print(
+            f"rlpipe: there are {instances} training instances and pipeline.prompts_per_step={prompts}, so a "
+            "step repeats instances: lower it, or give more instances.",
+            file=sys.stderr,
+        )
 
 
 def _prompts(config: Config, suite: Suite) -> Prompts:

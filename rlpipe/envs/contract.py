@@ -14,6 +14,7 @@ from typing import Any
 from rlpipe.envs.base import StepResult
 
 _SHOWN = 120  # characters of a value in a message
+_MAX_INFO = 64_000  # characters of an info that are recorded
 _OPENING = ("system", "user", "assistant", "tool")  # roles of opening messages
 _OBSERVED = ("user", "tool", "system")  # roles of observations
 _RETURN = "return an observation (a string), a reward (a number, which ends the episode), or StepResult(...)"
@@ -37,12 +38,12 @@ def messages_of(returned: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def step_of(returned: Any, *, last: bool = False) -> StepResult:
+def step_of(returned: Any, *, last: bool = False, rehearsed: bool = False) -> StepResult:
     """Return the result with its reward as a float and its info as JSON values.
 
     A number is the reward of a last step, a text an observation. The observation of the result is a text or
-    a list of messages. last: the result is of `finish`. Raises ValueError for anything that `envs.base` does
-    not allow.
+    a list of messages. last: the result is of `finish`. rehearsed: refuse an info that is too long to be
+    recorded, which is cut otherwise. Raises ValueError for anything that `envs.base` does not allow.
     """
     where = "finish()" if last else "step()"
     plain = _plain(returned)
@@ -68,16 +69,7 @@ def step_of(returned: Any, *, last: bool = False) -> StepResult:
     if not isinstance(returned.info, Mapping):
         raise ValueError(f"{where} returned info={shown(returned.info)}: give a dict, {{}} for none.")
 
-    info = {key: _plain(value) for key, value in returned.info.items()}
-
-    # Checked now, so that the records of the run can be written later.
-    for key, value in info.items():
-        if not isinstance(key, str):
-            raise ValueError(
-                f"{where} returned info with the key {shown(key)}: name what you record by strings."
-            )
-        _text(f"{where} returned info[{key!r}]", value)
-
+    info = _recorded(where, returned.info, cuts=not rehearsed)
     return StepResult(observation=observation, done=done, reward=reward, truncated=truncated, info=info)
 
 
@@ -142,6 +134,36 @@ def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
             "[{'role': 'tool', 'content': TEXT}]."
         )
     return _messages(where, returned, _OBSERVED)
+
+
+def _recorded(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[str, Any]:
+    """Return what is recorded of an info, checked now so that the records of the run can be written later.
+
+    cuts: replace what is too long by its beginning, rather than raise. Raises ValueError for what JSON cannot
+    hold.
+    """
+    recorded: dict[str, Any] = {}
+    left = _MAX_INFO
+    for key, value in info.items():
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{where} returned info with the key {shown(key)}: name what you record by strings."
+            )
+        recorded[key] = plain = _text(f"{where} returned info[{key!r}]", _plain(value))
+
+        # Numbers are short, and become metrics.
+        if isinstance(plain, (int, float)):
+            continue
+        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+        if len(text) > left:
+            if not cuts:
+                raise ValueError(
+                    f"{where} returned info of which {key!r} has {len(text)} characters: every trajectory "
+                    f"records it, so give at most {_MAX_INFO} in all (a longer one is cut)."
+                )
+            recorded[key] = text = f"{text[:_SHOWN]}... ({len(text)} characters, cut)"
+        left -= len(text)
+    return recorded
 
 
 def _flag(where: str, name: str, value: Any) -> bool:

@@ -21,10 +21,11 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 from rlpipe.config.user_code import described, raised_at
-from rlpipe.envs.base import TRAIN, Episode, InfrastructureError, Suite, named_by
+from rlpipe.envs.base import TRAIN, Episode, InfrastructureError, StepResult, Suite, named_by
 from rlpipe.envs.contract import messages_of, step_of
 
 T = TypeVar("T")
+_LARGE = 10_000.0  # a reward beyond it is noted
 _WORDS = 8  # a random answer has fewer words than this
 
 
@@ -128,7 +129,7 @@ class _Rehearsal:
                     return tokens
 
                 action = " ".join(self._random.choices(vocabulary, k=self._random.randrange(_WORDS)))
-                step = call_user(step_of, episode.step, action)
+                step = call_user(self._checked, episode.step, action)
                 self._done.steps += 1
                 done = step.done
                 if done:
@@ -137,13 +138,24 @@ class _Rehearsal:
                     call_user.check(self._prompts.observation, step.observation)
 
             if not done and (finish := getattr(episode, "finish", None)):
-                call_user(lambda returned: step_of(returned, last=True), finish)
+                call_user(lambda returned: step_of(returned, last=True, rehearsed=True), finish)
         finally:
             # An error of `close` must not hide the one that is on its way.
             close = getattr(episode, "close", None)
             if close is not None and sys.exc_info()[0] is None:
                 call_user(_unchanged, close)
         return tokens
+
+    def _checked(self, returned: Any) -> StepResult:
+        """Return a checked result; a reward of unusual size is noted once."""
+        result = step_of(returned, rehearsed=True)
+        if abs(result.reward or 0.0) > _LARGE and not any("rewards of" in note for note in self._done.notes):
+            self._done.notes.append(
+                f"step() of env.suite={self._name!r} returned reward={result.reward:.3g}: rewards of "
+                f"more than {_LARGE:.0f} in size hide all differences between the others in their group; "
+                "0 to 1 is usual."
+            )
+        return result
 
     def _check_lengths(self, split: str, lengths: list[int]) -> None:
         """Refuse a split none of whose prompts fits into the context; note one of which some do not."""

@@ -6,7 +6,12 @@ episode of it for each seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, cast
 
 from rlpipe.config.env import EnvConfig
@@ -16,6 +21,7 @@ from rlpipe.envs.contract import shown
 from rlpipe.envs.rehearsal import call
 from rlpipe.envs.seeded import seed_of, seed_splits
 
+_SLOW_S = 5.0
 METHODS = ("splits", "instance_ids", "episode")
 
 
@@ -48,6 +54,19 @@ class ClassSuite(SplitTable):
         return self._class(**named_by(self._class, **arguments))
 
 
+@contextmanager
+def _said_if_slow(where: str) -> Iterator[None]:
+    """Print a line when making a suite takes long, since every rollout worker makes it again."""
+    text = f"rlpipe: making {where}, which each rollout worker does as well ({_SLOW_S:.0f} s so far)"
+    timer = threading.Timer(_SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _is_episode_class(made: object) -> bool:
     """Whether it is a class of the short form: of episodes, not of suites."""
     has = [callable(getattr(made, name, None)) for name in ("messages", "step")]
@@ -61,7 +80,8 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
     if _is_episode_class(maker):
         suite = ClassSuite(cast("type[Episode]", maker), config, seed)
     else:
-        suite = call(where, lambda made: made, maker, config, seed)
+        with _said_if_slow(where):
+            suite = call(where, lambda made: made, maker, config, seed)
 
     # The user's class need not derive from `Suite`: its attributes are checked one by one.
     missing = [name for name in METHODS if not callable(getattr(suite, name, None))]
@@ -73,14 +93,43 @@ def make_user_suite(config: EnvConfig, seed: int) -> Suite:
 
     splits = call(where, lambda returned: _names("splits()", returned), suite.splits)
     for split in (TRAIN, *splits):
-        if not call(where, lambda ids: _names("instance_ids()", ids), suite.instance_ids, split):
-            raise ValueError(f"{where} has no instances in its split {split!r}: return one or more ids.")
+        call(where, lambda ids: _names("instance_ids()", ids), suite.instance_ids, split)
     if not splits:
         raise ValueError(f"{where} has no held-out split: validation needs one, as in ['held_out'].")
+    _check_ids(where, suite, splits)
 
     if isinstance(suite, CountsSandbox):
         call(where, _counts, suite.sandbox_counts)
     return suite
+
+
+def _check_ids(where: str, suite: Suite, splits: Sequence[str]) -> None:
+    """Refuse ids that are missing, repeated, in training and held out, or others at the next call."""
+    trained = set(suite.instance_ids(TRAIN))
+    for split in (TRAIN, *splits):
+        ids = list(suite.instance_ids(split))
+        if not ids:
+            raise ValueError(f"{where} has no instances in its split {split!r}: return one or more ids.")
+
+        if repeated := [name for name, count in Counter(ids).items() if count > 1]:
+            raise ValueError(
+                f"{where}: instance_ids({split!r}) has {repeated[0]!r} {ids.count(repeated[0])} times "
+                f"({len(repeated)} such ids): return each id once."
+            )
+
+        shared = sorted(trained.intersection(ids)) if split != TRAIN else []
+        if shared:
+            raise ValueError(
+                f"{where}: {len(shared)} ids of the held-out split {split!r} are trained on as well, such as "
+                f"{shared[0]!r}: leave them out of one of the two."
+            )
+
+        if (again := list(suite.instance_ids(split))) != ids:
+            differs = next(n for n, pair in enumerate(zip_longest(ids, again)) if pair[0] != pair[1])
+            raise ValueError(
+                f"{where}: instance_ids({split!r}) changes between calls, at position {differs}: return one "
+                "order, shuffled by random.Random(seed) when the suite is made."
+            )
 
 
 def _names(method: str, returned: Any) -> Sequence[str]:

@@ -41,7 +41,7 @@ from rlpipe.loop.masked import MaskedAttempts
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.worker_scaling import Growth
 from rlpipe.metrics.bus import NO_SPACE, MetricsBus
-from rlpipe.metrics.collect import trajectory_metrics, validation_metrics
+from rlpipe.metrics.collect import InfoMetrics, trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.samples import first_sample
 from rlpipe.metrics.spans import Lane, SpanLog
@@ -75,6 +75,7 @@ class Controller:
     _spans: SpanLog = field(default_factory=lambda: SpanLog("controller"), init=False)
     _lane: Lane = field(init=False)
     _monitor: Monitor = field(init=False)
+    _info: InfoMetrics = field(init=False)
     growth: Growth = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class Controller:
             spans=self._spans,
         )
         self._monitor = Monitor(self.config, self.run_dir, self.bus.event)
+        self._info = InfoMetrics(self.bus.event)
         run = self.config.run
         self._masked = MaskedAttempts(run.max_masked_share, run.masked_window, self.bus.event)
 
@@ -219,7 +221,8 @@ class Controller:
                 return
 
             waited = time.monotonic() - started
-            metrics = trajectory_metrics(groups, self.version) | self._saves.take_metrics()
+            metrics = trajectory_metrics(groups, self.version) | self._info.training(groups)
+            metrics |= self._saves.take_metrics()
             self._record_trajectories(groups[0])
 
             # The probe reads the weights that generated this batch, so it comes before the update.
@@ -314,6 +317,7 @@ class Controller:
             if number == 0:
                 self._monitor.validated(self.version, played)
             metrics |= validation_metrics(split, played, primary=number == 0)
+            metrics |= self._info.validation(split, played)
             if sample := first_sample(split, played):
                 self.bus.event("sample", step=self.version, **sample)
 

@@ -5,14 +5,15 @@ from the same trajectories, the ones of the step, so that they can be compared w
 trajectories (infrastructure failures) enter only `env/masked`, `env/retries` and `env/exit/*`.
 
 Reads from `Trajectory.info`: submitted, changed (bool), exit_reason, tamper (str), retries (int),
-sandbox_seconds (float).
+sandbox_seconds (float). Every other number there becomes a metric by its name, see `InfoMetrics`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import fsum
 
@@ -25,6 +26,8 @@ from rlpipe.types import Group, SpecCounts, Trajectory, TrajectoryStatus
 
 SOLVED = 1.0  # a reward from here on counts as solved
 _WINDOW = 16  # tokens, about a short sentence
+MAX_INFO = 32  # names of numbers in `info` that become metrics
+_OWN_INFO = ("submitted", "changed", "retries", "sandbox_seconds")  # have metrics of other names
 
 
 def trajectory_metrics(groups: Sequence[Group], trainer_version: int) -> dict[str, Value]:
@@ -127,6 +130,45 @@ def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primar
     if primary:
         result |= {"val/reward": reward, "val/reward_se": error}
     return result
+
+
+class InfoMetrics:
+    """Means of the numbers that environments give in `info`, by name: `env/info/NAME`, `val/SPLIT/info/NAME`.
+
+    The first `MAX_INFO` names of a run are taken, so that an id used as a name cannot flood the metrics; the
+    first name beyond is an event. event: as `MetricsBus.event`.
+    """
+
+    def __init__(self, event: Callable[..., None]) -> None:
+        self._event = event
+        self._names: set[str] = set()
+        self._is_full = False
+
+    def training(self, groups: Sequence[Group]) -> dict[str, Value]:
+        """Return the means over the trajectories of a training step that have a number of that name."""
+        trajectories = [t for g in groups for t in g.trajectories]
+        return {f"env/info/{name}": mean for name, mean in self._means(trajectories).items()}
+
+    def validation(self, split: str, trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+        """Return the same of a held-out set."""
+        return {f"val/{split}/info/{name}": mean for name, mean in self._means(trajectories).items()}
+
+    def _means(self, trajectories: Sequence[Trajectory]) -> dict[str, Mean]:
+        observed: dict[str, list[float]] = defaultdict(list)
+        for trajectory in _complete(trajectories):
+            for key, value in trajectory.info.items():
+                is_number = isinstance(value, (int, float)) and abs(value) < sys.float_info.max
+                if is_number and key not in _OWN_INFO:
+                    observed[re.sub(r"[^\w.\-]+", "_", key) or "_"].append(float(value))
+        return {name: Mean.of(values) for name, values in observed.items() if self._takes(name)}
+
+    def _takes(self, name: str) -> bool:
+        if name not in self._names and len(self._names) < MAX_INFO:
+            self._names.add(name)
+        if name not in self._names and not self._is_full:
+            self._is_full = True
+            self._event("info_names", name=name, limit=MAX_INFO, names=sorted(self._names))
+        return name in self._names
 
 
 def clustered_standard_error(rewards: Iterable[tuple[str, float]]) -> float | None:

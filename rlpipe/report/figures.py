@@ -7,6 +7,7 @@ per series, a page about several a colour per run, so that a colour always means
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from math import ceil
@@ -62,7 +63,7 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
 
     built = [_reward(runs), _entropy_and_acceptance(runs), *acceptance_figures(runs, by_step), _timing(runs)]
     built += adaptation_figures(runs)
-    built += [_lines(plot, runs) for plot in _plots()]
+    built += [_lines(plot, runs) for plot in [*_info_plots(runs), *_plots()]]
     if any((run.path / "rollouts").is_dir() for run in by_step):
         built += breakdown_figures(by_step)
 
@@ -176,6 +177,21 @@ def _lines(plot: dict[str, Any], runs: Sequence[RunData]) -> Figure:
         layout={"yaxis": axis},
         section=plot["section"],
     )
+
+
+def _info_plots(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Return a plot for each number that environments gave in `info`, as in plots.toml."""
+    names = sorted({name for run in runs for name in run.names()})
+    curves: dict[str, list[tuple[str, str]]] = {}
+    for metric in names:
+        if metric.startswith("env/info/"):
+            curves.setdefault(metric.removeprefix("env/info/"), []).insert(0, (metric, "training"))
+        elif match := re.fullmatch(r"val/([^/]+)/info/([^/]+)", metric):
+            curves.setdefault(match[2], []).append((metric, match[1].replace("_", " ")))
+
+    note = "Mean over trajectories of a number that the environment gives in info."
+    shared = {"note": note, "section": "Training", "unit": "mean", "from_zero": False}
+    return [{"title": name, "metrics": metrics, **shared} for name, metrics in curves.items()]
 
 
 def _timing(runs: Sequence[RunData]) -> Figure:

@@ -508,6 +508,17 @@ ENVIRONMENTS = [
     ),
     ("no held-out split", '["held_out"]', "[]", "env.suite", "no held-out split", "validation needs one"),
     ("no instances", "range(9)", "range(0)", "env.suite", "'train'", "return one or more ids"),
+    ("one id twice", "range(9)", "[0, 1, 1]", "env.suite", "'train1' 2 times", "return each id once"),
+    ("train is held out", "split + str(n)", "str(n)", "env.suite", "such as '0'", "leave them out"),
+    (
+        "ids that change",
+        "[split + str(n) for n in range(9)]",
+        "[split + str(numpy.random.rand()) for n in range(9)]",
+        "env.suite",
+        "at position 0",
+        "shuffled by random.Random(seed)",
+    ),
+    ("a log of 5 MB", "info={}", "info={'log': 'x' * 5_000_000}", "my_env.py:9", "5000000", "give at most"),
     ("numbers as ids", "split + str(n)", "n", "my_env.py:17", "[0, 1", "list of strings"),
     ("sandbox_counts None", "return 0, 0", "return None", "my_env.py:19", "None (NoneType)", "two integers"),
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.run import Config
-from rlpipe.launch import run_task
+from rlpipe.launch import _note_few_instances, run_task
 from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.unit
@@ -88,3 +88,10 @@ def test_the_first_reason_to_leave_counts():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130, ended.stderr
     assert "stopped at once" in ended.stderr and "Ray died" not in ended.stderr
+
+
+def test_a_step_that_repeats_instances_is_said(capsys):
+    _note_few_instances(8, 8)
+    assert capsys.readouterr().err == ""
+    _note_few_instances(3, 8)
+    assert "3 training instances and pipeline.prompts_per_step=8" in capsys.readouterr().err

@@ -249,3 +249,22 @@ def test_prompts_that_leave_no_token_are_refused_and_some_are_noted(folder):
     place = line('return "again"')
     with pytest.raises(ValueError, match=rf"short_form\.py:{place}: no such role"):
         rehearse(suite_of("NoArguments"), "x:y", episodes=1, prompts=Words())
+
+
+def test_a_long_info_is_refused_in_a_rehearsal_and_cut_in_a_run():
+    result = StepResult(done=True, reward=1.0, info={"n": 3, "log": "x" * 5_000_000, "short": [1, 2]})
+    with pytest.raises(ValueError, match=r"'log' has 5000000 characters: .* at most 64000 in all"):
+        step_of(result, rehearsed=True)
+    info = step_of(result).info
+    assert info == {"n": 3, "log": "x" * 120 + "... (5000000 characters, cut)", "short": [1, 2]}
+
+
+def test_a_reward_that_hides_all_others_is_noted_once():
+    class Drowned(Question):
+        def step(self, action):
+            return -1e30
+
+    suite = Sized(["a", "b"])
+    suite.episode = Drowned
+    [note] = rehearse(suite, "x:y", episodes=2).notes
+    assert "reward=-1e+30" in note and "0 to 1 is usual" in note

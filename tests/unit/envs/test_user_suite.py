@@ -38,6 +38,25 @@ class Untested(Suite):
 class Empty(Suite):
     def instance_ids(self, split): return []
 
+class Repeated(Suite):
+    def instance_ids(self, split): return [split, split, "b" + split]
+
+class Leaks(Suite):
+    def instance_ids(self, split): return ["same", split]
+
+class Shuffles(Suite):
+    calls = 0
+    def instance_ids(self, split):
+        Shuffles.calls += 1
+        return [split + str(n) for n in (range(3) if Shuffles.calls % 2 else (0, 2, 1))]
+
+def repeated(config, seed): return Repeated({}, 0)
+def leaks(config, seed): return Leaks({}, 0)
+def shuffles(config, seed): return Shuffles({}, 0)
+def slow(config, seed):
+    import time
+    time.sleep(0.05)
+    return Suite({}, 0)
 def no_episode(config, seed): return NoEpisode({}, 0)
 def untested(config, seed): return Untested({}, 0)
 def empty(config, seed): return Empty({}, 0)
@@ -85,6 +104,9 @@ def test_every_environment_has_a_row():
         ("no_episode", "made a NoEpisode without episode"),
         ("untested", "has no held-out split"),
         ("empty", "no instances in its split 'train'"),
+        ("repeated", r"instance_ids\('train'\) has 'train' 2 times \(1 such ids\)"),
+        ("leaks", "1 ids of the held-out split 'held' are trained on as well, such as 'same'"),
+        ("shuffles", r"changes between calls, at position 1: .*random\.Random\(seed\)"),
         ("miscounting", r"sandbox_counts\(\) returned None"),
     ],
 )
@@ -105,3 +127,10 @@ def test_a_suite_is_played_in_place_of_what_the_name_says():
     assert EnvConfig(name="reasoning", suite="a:b").name == "user"
     with pytest.raises(ValueError, match=r"name it by env\.suite"):
         EnvConfig(name="user")
+
+
+def test_a_suite_that_takes_long_to_make_says_so_once(folder, monkeypatch, capsys):
+    monkeypatch.setattr("rlpipe.envs.user_suite._SLOW_S", 0.01)
+    make_suite(_config("slow"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "making env.suite='env_of_mine:slow', which each rollout worker does as well" in line

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from rlpipe.metrics.collect import (
+    MAX_INFO,
+    InfoMetrics,
     clustered_standard_error,
     distinct_tokens,
     spec_metrics,
@@ -280,3 +282,32 @@ def test_changes_that_touch_the_grader_are_counted_among_graded_and_among_solved
     assert not {"env/tamper", "env/tamper_solved"} & set(
         trajectory_metrics([group(graded[4])], trainer_version=1)
     )
+
+
+def test_numbers_in_info_become_means_over_the_trajectories_that_have_them():
+    events = []
+    info = InfoMetrics(lambda kind, **fields: events.append((kind, fields)))
+    turn = [(1.0, 0)]
+    group = [
+        played(1.0, [turn], turns_left=3, format=True, note="text", submitted=True, retries=2),
+        played(0.0, [turn], turns_left=1, format=False, huge=10**400, **{"a/b c": 0.5}),
+        played(None, [turn], masked=True, turns_left=100),
+    ]
+    got = read(info.training([Group(prompt=Prompt(instance_id="i", group_id="g"), trajectories=group)]))
+    assert got == {"env/info/turns_left": 2.0, "env/info/format": 0.5, "env/info/a_b_c": 0.5}
+    assert set(read(info.validation("held", group[:1]))) == {
+        "val/held/info/turns_left",
+        "val/held/info/format",
+    }
+    assert events == []
+
+
+def test_names_beyond_the_limit_are_left_out_and_said_once():
+    events = []
+    info = InfoMetrics(lambda kind, **fields: events.append((kind, fields)))
+    many = {f"n{number:03d}": number for number in range(MAX_INFO + 3)}
+    first = info.validation("held", [played(1.0, [[(1.0, 0)]], **many)])
+    later = info.validation("held", [played(1.0, [[(1.0, 0)]], n001=1, other=2)])
+    assert len(first) == MAX_INFO and list(later) == ["val/held/info/n001"]
+    [(kind, fields)] = events
+    assert kind == "info_names" and fields["name"] == f"n{MAX_INFO:03d}" and fields["limit"] == MAX_INFO

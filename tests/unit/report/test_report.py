@@ -466,3 +466,11 @@ def test_the_primary_held_out_set_has_its_name_where_there_are_others(tmp_path) 
     [reward] = [figure for figure in figures([run]) if figure.title == "Reward"]
     names = {trace.get("name") for trace in reward.traces}
     assert {"held-out: known", "new"} <= names
+
+
+def test_numbers_of_the_environment_have_curves_of_training_and_held_out_sets(tmp_path: Path) -> None:
+    numbers = {"env/info/format": 0.5, "val/held_out/info/format": 0.25}
+    run = make_run(tmp_path / "informed", steps=3, **numbers)
+    figure = figure_of([run], "format")
+    assert [trace["name"] for trace in figure.traces] == ["training", "held out"]
+    assert figure.traces[0]["y"] == [0.5] * 3 and figure.traces[1]["y"][-1] == 0.25
