@@ -20,6 +20,7 @@ from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
 from rlpipe.actors.leftovers import watched_over
 from rlpipe.config.env import EnvName, SandboxBackend
+from rlpipe.config.metrics import WandbMode
 from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.run import (
     ClusterMode,
@@ -139,6 +140,8 @@ def run_task(
         bus.close()
         if config.metrics.report:
             print(f"report: {_write_report(run_dir)}", flush=True)
+        if config.metrics.wandb is not WandbMode.OFF:
+            _export_workspace(run_dir)
 
     return status
 
@@ -424,6 +427,16 @@ def _make_cluster(config: Config, bus: MetricsBus) -> Any:
     from rlpipe.actors.ray_cluster import RayCluster
 
     return RayCluster(config, bus.event)
+
+
+def _export_workspace(run_dir: Path) -> None:
+    """Write the spec of the W&B workspace: with a login, `rlpipe workspace --spec FILE` creates it."""
+    from rlpipe.report.workspace import NAME, export_spec
+
+    try:
+        export_spec(run_dir, run_dir / NAME)
+    except OSError as error:  # a full disk must not change the outcome of the run
+        print(f"rlpipe: {NAME} was not written: {error}", file=sys.stderr)
 
 
 def _write_report(run_dir: Path) -> Path:

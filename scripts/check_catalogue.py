@@ -36,7 +36,8 @@ from rlpipe.types import SpecCounts
 
 ROOT = Path(__file__).resolve().parents[1]
 READERS = ("rlpipe/report", "rlpipe/diagnosis", "rlpipe/config", "rlpipe/metrics/names.py")
-EMITTERS = ("rlpipe/diagnosis/probe.py",)  # within the readers' folders
+# Within the readers' folders.
+EMITTERS = ("rlpipe/diagnosis/probe.py", "rlpipe/diagnosis/acceptance_split.py")
 HOLE = "{}"
 
 

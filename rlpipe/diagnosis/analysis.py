@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlpipe.diagnosis.acceptance_split import of_run
 from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.breakdown import (
     acceptance_by,
@@ -24,12 +25,11 @@ from rlpipe.diagnosis.breakdown import (
     verified_drafts,
 )
 from rlpipe.diagnosis.comparison import compare_runs
-from rlpipe.diagnosis.decomposition import RATE, Decomposition, decompose_run
-from rlpipe.diagnosis.fixed_contexts import attribute_run, decompose_fixed
+from rlpipe.diagnosis.decomposition import RATE, Decomposition
+from rlpipe.diagnosis.fixed_contexts import decompose_fixed
 from rlpipe.diagnosis.probe import read_probes
 from rlpipe.diagnosis.seeds import name_by_settings
 from rlpipe.diagnosis.summary import summarize
-from rlpipe.diagnosis.two_slopes import split_run
 from rlpipe.metrics.rollouts import read_rollouts
 from rlpipe.metrics.runs import RunData, load_run
 from rlpipe.metrics.statistics import Estimate
@@ -41,7 +41,7 @@ def analyse(run: RunData) -> dict[str, Any]:
     drafts = verified_drafts(run, records)
     probes = read_probes(run.path)
     setup = Setup.from_settings(run.settings)
-    attributed, splits = attribute_run(run), split_run(run)
+    splits = of_run(run)
 
     return {
         "run": run.name,
@@ -60,16 +60,15 @@ def analyse(run: RunData) -> dict[str, Any]:
         # Of the last probe and its fixed contexts: the state at the end of the run.
         "boundary": boundary(probes[-1][1][: probes[-1][0]["fixed"]]) if probes else [],
         "distributions": distributions(run),
-        "decomposition": {label: _parts(parts) for label, parts in decompose_run(run).items()},
-        "splits": None if splits is None else asdict(splits),
+        "split": {
+            f"depth {depth}" if depth else "overall": asdict(split)
+            for depth in splits.depths
+            if (split := splits.at(depth))
+        },
         "fixed_contexts": {
             f"{rule}/{'overall' if depth is None else f'depth {depth}'}": _parts(changes[-1])
             for (rule, depth), changes in decompose_fixed(run).items()
         },
-        "attribution": {}
-        if attributed is None
-        else {"total": _plain(attributed.total)}
-        | {name: _plain(part) for name, part in attributed.parts().items()},
         "advice": advise(setup, run.records),
     }
 

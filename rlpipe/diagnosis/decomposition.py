@@ -11,7 +11,7 @@ too noisy to be a reference. The parts add up to the observed change exactly; th
 
 Deviation from the paper: the early regression has a linear trend in time as well, otherwise a mismatch that
 grows while entropy falls is mistaken for a slope. Assumptions: the relation is linear in the range of H, and
-the slope stays the early one. Fixed contexts can show whether it did (`attribution`).
+the slope stays the early one.
 """
 
 from __future__ import annotations
@@ -132,15 +132,6 @@ def decompose_each(
     ]
 
 
-def acceptance_names(run: RunData) -> dict[str, str]:
-    """Return label -> metric of every acceptance rate the run observed: overall, and by depth."""
-    by_depth = {
-        int(name.rpartition("_")[2]): name for name in run.names() if name.startswith(f"{RATE}/depth_")
-    }
-    names = {"overall": RATE, **{f"depth {depth}": by_depth[depth] for depth in sorted(by_depth)}}
-    return {label: name for label, name in names.items() if run.series(name)[0]}
-
-
 def paired(run: RunData, name: str, other: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the steps at which both metrics were observed, and their values there."""
     rows = [
@@ -150,22 +141,3 @@ def paired(run: RunData, name: str, other: str) -> tuple[np.ndarray, np.ndarray,
     ]
     steps, values, other_values = np.ascontiguousarray(np.array(rows, dtype=float).reshape(-1, 3).T)
     return steps, values, other_values
-
-
-def split_over_time(run: RunData, end: Decomposition, points: int = 120) -> list[Decomposition]:
-    """Decompose the overall rate up to `points` steps of a run, along the slope of `end`."""
-    series = paired(run, RATE, ENTROPY)
-    # A stride of several steps keeps the plot of a long run small; the last step is always in it.
-    count = len(series[0])
-    stride = max(1, count // points)
-    return [decompose(*series, at=at, slope=end.slope) for at in range(count - 1, 8, -stride)][::-1]
-
-
-def decompose_run(run: RunData) -> dict[str, Decomposition]:
-    """Decompose every acceptance rate the run observed.
-
-    Returns:
-        By label; {} for a run without drafts, or below 12 steps.
-    """
-    series_by_label = {label: paired(run, name, ENTROPY) for label, name in acceptance_names(run).items()}
-    return {label: decompose(*series) for label, series in series_by_label.items() if len(series[0]) >= 12}

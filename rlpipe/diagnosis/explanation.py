@@ -1,28 +1,25 @@
-"""Why acceptance moved, as one statement, from the probe set or from the split by steps.
+"""Why acceptance moved, as one statement about the split that the run emitted (`acceptance_split`).
 
-Owns the choice between the two analyses. With a probe set, fixed contexts decide between entropy and the
-draft, since their text is the same at both ends; a part is a certain cause only where it is clear of 0
-whichever slope is right. Without one, the split by steps can show that entropy moved along, never that it is
-the reason. A slope that was measured by intervention (`metrics.probe.slope`) replaces those of the run.
+Owns the words and the thresholds; every number in them is one of `acceptance_split/*` at the last step, as in
+the plots. With a probe set the statement is about depth 1, where fixed contexts tell entropy from the draft,
+and a part is a certain cause only where it is clear of 0 whichever slope is right. Without one, the split can
+show that entropy moved along, never that it is the reason. Excursions in between, which a difference of the
+ends does not show, are sentences of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from math import sqrt
 
 import numpy as np
 
+from rlpipe.diagnosis.acceptance_split import OVERALL, AcceptanceSplit, Split, of_run
 from rlpipe.diagnosis.advice import Setup
-from rlpipe.diagnosis.attribution import Evaluations
-from rlpipe.diagnosis.decomposition import Decomposition
-from rlpipe.diagnosis.fixed_contexts import decompose_fixed, probe_series, rule_of
 from rlpipe.diagnosis.problems import Finding
-from rlpipe.diagnosis.regression import contrast, thirds
-from rlpipe.diagnosis.two_slopes import LEVEL, Splits, split_run
+from rlpipe.diagnosis.regression import autocorrelation, detrended
 from rlpipe.metrics.runs import RunData
-from rlpipe.metrics.statistics import Interval
+from rlpipe.metrics.statistics import Interval, t_quantile
 
 MIN_CHANGE = 0.015  # of the acceptance rate, to be reported
 MIN_PROBES = 6
@@ -49,187 +46,122 @@ ENTROPY_HINT = (
 PROBE_HINT = "set metrics.probe.every=5"
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Parts:
-    """The change of acceptance at depth 1 between the first and the last third of the probes.
-
-    causes: its parts, by the keys of `PART_NAMES`.
-    standing: mean staleness over all probes, which no change shows.
-    """
-
-    change: Interval
-    causes: Mapping[str, Interval]
-    standing: Interval
-
-
 def explain_acceptance(run: RunData) -> Finding | None:
     """Explain the change of a run's acceptance; None for a run without drafts, or a very short one."""
-    splits = split_run(run, LEVEL)
-    measured = measured_slope(run)
-    parts = _parts(run, splits, measured)
-    if parts is not None:
-        return _explain_by_probes(run, parts, splits)
-    return _explain_by_steps(splits, measured) if splits else None
+    splits = of_run(run)
+    at_depth_1 = splits.at(1)
+    if at_depth_1 is not None and splits.probes() >= MIN_PROBES:
+        return _explain_by_probes(run, at_depth_1, splits)
+    overall = splits.at(OVERALL)
+    return None if overall is None else _explain_by_steps(overall)
 
 
-def measured_slope(run: RunData) -> Interval | None:
-    """Return the slope per nat that was measured by intervention; None where none was."""
-    slope = ((run.settings.get("metrics") or {}).get("probe") or {}).get("slope")
-    return Interval(*slope) if slope else None
+def excursion(run: RunData, split: Split) -> str:
+    """Describe where the rate at depth 1 went in between and came back from; "" where it did not."""
+    steps, values = run.series("spec/acceptance_rate/depth_1")
+    rate, count = np.array(values), len(values)
+    width = max(3, min(5, count // 6))
+    if count < 4 * width:
+        return ""
+
+    # Noise is about a line within windows, so that neither drift nor the excursion itself counts as noise.
+    residuals = [detrended(rate[k : k + width]) for k in range(0, count - width + 1, width)]
+    freedom = sum(len(r) - 2 for r in residuals)
+    r = autocorrelation(detrended(rate[: split.early[1]]))
+    variance = sum(float(e @ e) for e in residuals) / freedom * (1 + r) / (1 - r)
+    # The extreme of many windows is large by chance: the level is that of all of them together.
+    quantile = t_quantile(1 - 0.025 * width / count, freedom)
+
+    def since(mean: float, end: np.ndarray) -> Interval:
+        half_width = quantile * sqrt(variance * (1 / width + 1 / len(end)))
+        change = mean - float(end.mean())
+        return Interval(change, change - half_width, change + half_width)
+
+    spans = [rate[[low <= step <= high for step in steps]] for low, high in (split.early, split.late)]
+    means = np.convolve(rate, np.full(width, 1 / width), "valid")
+    found = []
+    for at in (int(means.argmin()), int(means.argmax())):
+        went, back = (since(float(means[at]), span) for span in spans)
+        if _is_clear(went) and _is_clear(back) and went.value * back.value > 0:
+            found.append((min(abs(went.value), abs(back.value)), at, went, back))
+    if not found:
+        return ""
+
+    _, at, went, back = max(found)
+    direction, return_ = ("fell", "rose") if went.value < 0 else ("rose", "fell")
+    return (
+        f"In between it {direction} to {means[at]:.3f} (steps {steps[at]} to {steps[at + width - 1]}, "
+        f"{points(went)} since the first span) and {return_} again ({points(back.times(-1))} to the "
+        "last): the ends do not show that."
+    )
 
 
 # --- with a probe set ------------------------------------------------------------------------------
 
 
-def _parts(run: RunData, splits: Splits | None, measured: Interval | None) -> Parts | None:
-    """Compute the parts from the probe set; None below `MIN_PROBES` probes.
-
-    With the slope that was measured by intervention; without one, each part is as wide as the two slopes of
-    the run make it.
-    """
-    series = probe_series(run)
-    changes = decompose_fixed(run, LEVEL).get((rule_of(run), 1))
-    if series is None or not changes or len(series[0].observed) < MIN_PROBES:
-        return None
-    evaluations, last = series[0], changes[-1]
-
-    slopes = [measured or last.slope.interval]
-    if not measured and splits and np.isfinite(splits.by_slope["between steps"].slope.low):
-        slopes.append(splits.by_slope["between steps"].slope)
-    # Without a measured slope, an interval must cover the part for every slope of the run.
-    by_slope = [_parts_along(evaluations, last, slope) for slope in slopes]
-    causes = {
-        name: Interval(part.value, min(p[name].low for p in by_slope), max(p[name].high for p in by_slope))
-        for name, part in by_slope[0].items()
-    }
-
-    # Engine and trainer read the same drafts, so their difference is due to the weights.
-    n = len(evaluations.observed)
-    assert evaluations.current is not None  # `probe_series` has all five series
-    staleness = evaluations.observed - evaluations.current
-    causes["staleness"] = contrast(staleness, thirds(n), level=LEVEL)
-    return Parts(
-        change=contrast(evaluations.observed, thirds(n), level=LEVEL),
-        causes=causes,
-        standing=contrast(staleness, np.full(n, 1 / n), level=LEVEL),
-    )
-
-
-def _parts_along(e: Evaluations, last: Decomposition, slope: Interval) -> dict[str, Interval]:
-    """Compute entropy, mismatch and contexts with this slope. last: the change at the last probe."""
-    assert e.current is not None and e.fixed is not None and e.fixed_entropy is not None
-    weights = thirds(len(e.observed))
-    entropy_change = float(weights @ e.entropy)
-    fixed_entropy_change = float(weights @ e.fixed_entropy)
-    other_entropy_change = float(weights @ (e.entropy - e.fixed_entropy))
-
-    # The error on fixed contexts is of the choice of contexts, which is the same in every probe.
-    error = last.total.half_width
-    fixed_change = float(weights @ e.fixed)
-    fixed = Interval(fixed_change, fixed_change - error, fixed_change + error)
-    contexts = contrast(e.current - e.fixed, weights, level=LEVEL)
-    return {
-        "entropy": slope.times(entropy_change),
-        "mismatch": fixed - slope.times(fixed_entropy_change),
-        "contexts": contexts - slope.times(other_entropy_change),
-    }
-
-
-def _explain_by_probes(run: RunData, parts: Parts, splits: Splits | None) -> Finding:
-    setup, causes = Setup.from_settings(run.settings), parts.causes
-    head = f"Acceptance at depth 1 {_moved(parts.change)} between the first and the last third of the probes"
-    notes = (_which_slope(measured_slope(run)), _disagreement(causes["mismatch"], splits))
-    remark = " ".join(filter(None, notes))
+def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> Finding:
+    setup, causes = Setup.from_settings(run.settings), split.causes()
+    head = f"Acceptance at depth 1 {_moved(split.total)} {_spans(split)}"
+    remark = " ".join(filter(None, (_which_slope(split), excursion(run, split))))
 
     clear = [name for name, part in causes.items() if _is_clear(part)]
     if not clear:
-        return _no_cause(parts, setup, head, remark=remark)
+        return _no_cause(split, splits.standing_staleness(), setup, head, remark=remark)
 
     first = max(clear, key=lambda name: abs(causes[name].value))
     part = causes[first]
     name = {"mismatch": "draft_training" if setup.online else "draft_stale"}.get(first, first)
-    lead = ":" if _is_clear(parts.change) else "; yet its parts did, and cancel:"
-    listed = "; ".join(f"{PART_NAMES[n]} {points(p)}" for n, p in causes.items())
+    lead = ":" if _is_clear(split.total) else "; yet its parts did, and cancel:"
 
     # Another part of nearly the same size makes the first one uncertain.
     rivals = [n for n in causes if n != first and abs(causes[n].value) > 0.7 * abs(part.value)]
     return Finding(
         name=name,
-        text=f"{head}{lead} {CLAIMS[name]}. In parts: {listed}. {remark}".strip(),
+        text=f"{head}{lead} {CLAIMS[name]}. {_listed(causes)} {remark}".strip(),
         hint=_hint(name, setup, _points_back(run, part, setup.gamma)) if part.value < 0 else "",
         sure=not rivals,
     )
 
 
-def _no_cause(parts: Parts, setup: Setup, head: str, *, remark: str) -> Finding:
+def _no_cause(split: Split, standing: Interval | None, setup: Setup, head: str, *, remark: str) -> Finding:
     """Return the finding without a clear part: a constant staleness, no change, or an unsettled one."""
-    standing = parts.standing
-    if standing.clear and standing.value <= -MIN_STANDING:
+    if standing is not None and standing.clear and standing.value <= -MIN_STANDING:
         text = (
             f"{head}, but throughout engines kept {points(standing)} beside what the newest weights "
             "would have: a constant staleness, which no change shows."
         )
         return Finding(name="standing_staleness", text=text, hint=_staleness_hint(setup))
 
-    if _is_clear(parts.change):
-        text = f"{head}. No single part is clear of 0, so none is named. {remark}"
-        return Finding(name="unsettled", text=text.strip(), sure=False)
-    return Finding(name="nothing", text=f"{head}. No part is clear of 0. {remark}".strip(), sure=False)
-
-
-def _disagreement(mismatch: Interval, splits: Splits | None) -> str:
-    """Write a sentence where the split by steps and the mismatch on fixed contexts differ."""
-    if splits is None:
-        return ""
-    rests = {name: split.rest for name, split in splits.by_slope.items()}
-    opposed = any(
-        _is_clear(a) and _is_clear(b) and a.value * b.value < 0 for a, b in pairwise(rests.values())
-    )
-    differ = any(
-        _is_clear(rest) and not (_is_clear(mismatch) and rest.value * mismatch.value > 0)
-        for rest in rests.values()
-    )
-    if not differ and not opposed:
-        return ""
-
-    listed = " and ".join(f"{points(rest)} {name}" for name, rest in rests.items())
-    return (
-        f"The split by steps differs: besides entropy it leaves {listed}, where fixed contexts give the "
-        f"draft {points(mismatch)}. Believe the fixed contexts: their text is the same at both ends, while "
-        "steps mix prompts, staleness and training."
-    )
+    listed = f"{_listed(split.causes())} {remark}".strip()
+    if _is_clear(split.total):
+        text = f"{head}. No single part is clear of 0, so none is named. {listed}"
+        return Finding(name="unsettled", text=text, sure=False)
+    return Finding(name="nothing", text=f"{head}. No part is clear of 0. {listed}", sure=False)
 
 
 # --- by steps only ---------------------------------------------------------------------------------
 
 
-def _explain_by_steps(splits: Splits, measured: Interval | None) -> Finding:
+def _explain_by_steps(split: Split) -> Finding:
     """Explain by steps only: entropy moved along, or it did not; never a reason."""
-    change = splits.change
-    head = (
-        f"Acceptance {_moved(change)} from steps {splits.early[0]}-{splits.early[1]} to "
-        f"{splits.late[0]}-{splits.late[1]}"
-    )
-    if not _is_clear(change):
+    head = f"Acceptance, all depths, {_moved(split.total)} {_spans(split)}"
+    if not _is_clear(split.total):
         return Finding(name="nothing", text=f"{head}: no change beyond chance.", sure=False)
 
     by_slope = "; ".join(
-        f"slope {_per_nat(split.slope)} {name} leaves {points(split.rest)}"
-        for name, split in splits.by_slope.items()
+        f"slope {_per_nat(split.slopes[name])} {name} leaves {points(rest)}"
+        for name, rest in split.rests.items()
     )
-    head += f", while entropy moved by {splits.entropy_change:+.3f} nat: {by_slope}. "
+    head += f", while entropy moved by {split.entropy_change:+.3f} nat: {by_slope}. "
 
-    # A slope from an experiment is better than those of the run, which are confounded.
-    rest, alongs = splits.hull, [split.along for split in splits.by_slope.values()]
-    if measured:
-        alongs = [measured.times(splits.entropy_change)]
-        rest = change - alongs[0]
-        head += f"{_which_slope(measured)} It leaves {points(rest)}: believe this one. "
-
-    if rest.clear:
+    if (
+        all(rest.clear for rest in split.rests.values())
+        and len({r.value > 0 for r in split.rests.values()}) == 1
+    ):
         text = head + "More changed than entropy goes along with. Steps cannot say what: probes can."
         return Finding(name="unexplained", text=text, hint=PROBE_HINT, sure=False)
-    if all(along.clear and abs(along.value) > abs(change.value) / 2 for along in alongs):
+    alongs = [slope.times(split.entropy_change) for slope in split.slopes.values()]
+    if all(along.clear and abs(along.value) > abs(split.total.value) / 2 for along in alongs):
         text = head + "Entropy may account for all of it; without probes that is not settled."
         return Finding(name="entropy", text=text, hint=ENTROPY_HINT, sure=False)
     return Finding(name="unsettled", text=head + "This run cannot settle it.", hint=PROBE_HINT, sure=False)
@@ -275,13 +207,24 @@ def length_gain(run: RunData, points_back: float, gamma: int) -> float:
     return sum(then**k for k in range(gamma + 1)) / sum(now**k for k in range(gamma + 1)) - 1
 
 
-def _which_slope(measured: Interval | None) -> str:
-    if measured is None:
+def _which_slope(split: Split) -> str:
+    name, slope = next(iter(split.slopes.items()))
+    if name != "measured by intervention":
         return ""
     return (
-        f"Entropy counts by the slope measured by intervention, {_per_nat(measured)}, not by those "
+        f"Entropy counts by the slope measured by intervention, {_per_nat(slope)}, not by those "
         "of the run, which also hold what changed with entropy."
     )
+
+
+def _spans(split: Split) -> str:
+    """Name the two spans that every number of the split is a difference of."""
+    (a, b), (c, d) = split.early, split.late
+    return f"from steps {a}-{b} to {c}-{d}"
+
+
+def _listed(causes: Mapping[str, Interval]) -> str:
+    return f"In parts (95%): {'; '.join(f'{PART_NAMES[n]} {points(p)}' for n, p in causes.items())}."
 
 
 def points(part: Interval) -> str:

@@ -1,8 +1,8 @@
-"""Decomposition and attribution from the probe set: contexts stay, target and draft move.
+"""Decomposition from the probe set: contexts stay, target and draft move.
 
 Owns what only fixed contexts allow: Eq. 16 for both rules and every depth within one run, with a slope that
-no drift has entered (across the contexts of the first probe), differences paired context by context, and the
-four-part attribution of what the engine accepted. Flow: probe/step_N.jsonl -> here -> report.
+no drift has entered (across the contexts of the first probe), and differences paired context by
+context. Flow: probe/step_N.jsonl -> here -> `acceptance_split`.
 
     D alpha = slope D H + remainder,  per context; means over contexts, errors clustered by trajectory
 
@@ -17,7 +17,6 @@ from math import hypot
 
 import numpy as np
 
-from rlpipe.diagnosis.attribution import Attribution, Evaluations, attribute
 from rlpipe.diagnosis.decomposition import LEVEL, Decomposition
 from rlpipe.diagnosis.probe import ProbeTable, read_probes
 from rlpipe.diagnosis.regression import clustered_error, cross_section
@@ -121,45 +120,3 @@ def rule_of(run: RunData) -> str:
     """Return the rule of `RULES` that predicts what the run's engine accepts."""
     mode = (run.settings.get("spec") or {}).get("mode")
     return "target_only" if mode == "target_only" else "rejection"
-
-
-def probe_series(run: RunData, level: float = LEVEL) -> tuple[Evaluations, Estimate] | None:
-    """Return every probe at depth 1 in order, and the slope across the contexts of the first.
-
-    Only probes with recorded drafts count (spec.mode rejection or target_only); None without any.
-    """
-    rule, rows, slope = rule_of(run), [], None
-    for head, tables in read_probes(run.path):
-        record = next((r for r in run.records if r["training/global_step"] == head["step"]), {})
-        rates = [record.get(f"probe/visited/{name}") for name in ("observed_rate", "current_rate")]
-        visited = tables[head["fixed"] :]
-        # Skip probes without drafts, and those of fewer than three clusters, which give no error.
-        if None in rates or not visited or head["fixed"] < 3:
-            continue
-
-        fixed = pool(tables[: head["fixed"]], rule, 1)
-        visited_entropy = pool(visited, rule, 1).entropy.mean()
-        rows.append((*rates, visited_entropy, fixed.alpha.mean(), fixed.entropy.mean()))
-        if slope is None:
-            slope = cross_section(fixed.alpha, fixed.entropy, fixed.clusters, level=level)
-    if slope is None:
-        return None
-
-    names = ("observed", "current", "entropy", "fixed", "fixed_entropy")
-    return Evaluations(**dict(zip(names, np.array(rows, dtype=float).T, strict=True))), slope
-
-
-def attribute_run(run: RunData, *, window: int = 3, level: float = LEVEL) -> Attribution | None:
-    """Attribute the change of what the engine accepted at depth 1 between the first and the last probes.
-
-    Args:
-        run: with a probe set.
-        window: probes that each end is a mean of.
-        level: of the intervals.
-    Returns:
-        None below 2 * window probes with recorded drafts.
-    """
-    series = probe_series(run, level)
-    if series is None or len(series[0].observed) < max(2 * window, 6):
-        return None
-    return attribute(*series, early=window, window=window, level=level)

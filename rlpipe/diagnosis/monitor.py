@@ -4,6 +4,7 @@ Owns their order. The controller passes every batch before its update, and every
 
     validated(trajectories) -> held-out contexts, where a draft is trained online
     before_update(groups) -> rollouts/step_N.jsonl, probe/step_N.jsonl, probe/* metrics
+    split(values)         -> acceptance_split/* metrics of the step, before it is committed
     see(record)           -> alarm and advice events; `draft_harmed`: end the draft's training
     watch()               -> the alarm of a run that commits no records
 """
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlpipe.config.alarms import DRAFT_HARMED
 from rlpipe.config.spec import SpecMode
+from rlpipe.diagnosis.acceptance_split import EARLY_STEPS, AcceptanceSplit, early_steps
 from rlpipe.diagnosis.advice import Advisor, Setup
 from rlpipe.diagnosis.alarms import Alarms
-from rlpipe.diagnosis.probe import Probe, Read
+from rlpipe.diagnosis.probe import Probe, Read, read_probes
 from rlpipe.metrics.jsonl import read_jsonl
 from rlpipe.metrics.rollouts import Recorder, RolloutFiles
+from rlpipe.metrics.statistics import Interval
 from rlpipe.metrics.values import Value
 from rlpipe.types import Group, Trajectory
 
@@ -38,6 +41,7 @@ class Monitor:
 
     def __init__(self, config: Config, run_dir: Path, event: Callable[..., None]) -> None:
         settings, spec = config.metrics, config.spec
+        self._config = config
         drafts = spec.needs_mtp and config.rollout.temperature > 0
         recorder = Recorder(event)
         self._rollouts = RolloutFiles(run_dir, settings.rollouts_per_step, recorder)
@@ -45,6 +49,7 @@ class Monitor:
         if drafts:
             self._probe = Probe(settings.probe, run_dir, last_step=config.run.steps, recorder=recorder)
         self._rule = CHAIN_RULES.get(spec.mode)
+        self._run_dir, self._split = run_dir, self._new_split(config)
         self._online = config.draft.online
 
         self._records = run_dir / "metrics.jsonl"
@@ -54,12 +59,36 @@ class Monitor:
             self._advisor = Advisor(Setup.from_settings(asdict(config)), event)
 
     def resume_after(self, step: int) -> None:
-        """Restore the alarms from the records; remove files that a run resumed after `step` rewrites."""
-        if self._records.is_file():
-            self._alarms.replay(read_jsonl(self._records)[0])
+        """Restore alarms and split from the records; remove files that a run writes again after `step`."""
         self._rollouts.remove_after(step)
         if self._probe is not None:
             self._probe.remove_after(step)
+        if not self._records.is_file():
+            return
+
+        records = read_jsonl(self._records)[0]
+        self._alarms.replay(records)
+
+        # A longer run keeps the early phase that its records are compared with.
+        known = [record[EARLY_STEPS] for record in records if record.get(EARLY_STEPS)]
+        self._split = self._new_split(self._config, early=int(known[-1]) if known else 0)
+        for record in records:
+            self._split.see(record)
+        for head, tables in read_probes(self._run_dir):
+            self._split.probed(head["step"], tables[: head["fixed"]])
+
+    def split(self, values: Mapping[str, Any]) -> dict[str, Value]:
+        """Return the split of acceptance at a step. values: of the step, all but validation."""
+        self._split.see(values)
+        return self._split.metrics()
+
+    def _new_split(self, config: Config, early: int = 0) -> AcceptanceSplit:
+        slope = config.metrics.probe.slope
+        return AcceptanceSplit(
+            early=early or early_steps(config.run.steps),
+            rule="target_only" if config.spec.mode is SpecMode.TARGET_ONLY else "rejection",
+            slope=Interval(*slope) if slope else None,
+        )
 
     @property
     def draft_harmed(self) -> bool:
@@ -88,9 +117,11 @@ class Monitor:
 
         # Staleness is measured on the recorded trajectories, the only ones with their drafts.
         visited = self._rollouts.recorded(groups)
-        return await self._probe.measure(
+        metrics = await self._probe.measure(
             step, groups, visited=visited, version=version, read=read, rule=self._rule
         )
+        self._split.probed(step, self._probe.fixed)
+        return metrics
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Evaluate alarms and advice on a committed record."""

@@ -8,7 +8,7 @@ and the probe/* metrics. The caller computes the tables.
 
 On fixed contexts acceptance moves only because target or draft moved. The visited ones are those that
 the engine has just verified, so what it accepted can be compared with what the newest version would accept:
-the difference is staleness (`attribution`). A draft that is trained online is also read on held-out contexts
+the difference is staleness. A draft that is trained online is also read on held-out contexts
 of the first validation, which are never trained on (`probe/held_out`). Cost: a forward pass over two or three
 times `metrics.probe.contexts` positions.
 """
@@ -83,13 +83,17 @@ Read = Callable[[list[Trajectory]], Awaitable[list[ProbeTable]]]
 
 
 class Probe:
-    """The probe set of one run. last_step: is probed in any case, so that a run ends with a reading."""
+    """The probe set of one run. last_step: is probed in any case, so that a run ends with a reading.
+
+    fixed: tables of the fixed contexts in the newest reading.
+    """
 
     def __init__(self, config: ProbeConfig, run_dir: Path, *, last_step: int, recorder: Recorder) -> None:
         self._recorder = recorder
         self._config, self._folder, self._last_step = config, run_dir / FOLDER, last_step
         self._fixed = self._stored(CONTEXTS)
         self._held_out = self._stored(HELD_OUT)
+        self.fixed: list[ProbeTable] = []
 
     def due(self, step: int) -> bool:
         """Return whether step (1, 2, ...) is probed."""
@@ -144,6 +148,8 @@ class Probe:
         tables = await read([*self._fixed, *visited, *self._held_out])
         num_fixed, num_recorded = len(self._fixed), len(self._fixed) + len(visited)
         of_fixed, of_visited = tables[:num_fixed], tables[num_fixed:num_recorded]
+        # As the file has them, so that who reads it computes the same numbers.
+        self.fixed = [ProbeTable.from_json(table.to_json()) for table in of_fixed]
         seconds = time.perf_counter() - started
 
         head = {"step": step, "version": version, "seconds": round(seconds, 3), "fixed": num_fixed}
@@ -268,28 +274,40 @@ def verified(
 def staleness_metrics(lines: np.ndarray) -> dict[str, Value]:
     """Compare what the engine accepted of its drafts with what the newest version would have accepted.
 
-    Only depth 1 counts: deeper ones are not quite the engine's, whose draft attends to keys of depth 1 where
-    the trainer's attends to those of the same depth.
+    The level is right at depth 1. Deeper drafts are not quite the engine's, which attend to keys of depth 1
+    where the trainer's attend to those of the same depth: of them only the change over a run counts.
 
     Args:
         lines: [m, 4] of `verified`.
     Returns:
         {} without a draft token of depth 1; no staleness_se for a single trajectory.
     """
-    lines = lines[lines[:, 1] == 1]
-    if not len(lines):
+    first = lines[lines[:, 1] == 1]
+    if not len(first):
         return {}
 
-    kept, expected, count = lines[:, 2].sum(), lines[:, 3].sum(), len(lines)
-    error = clustered_error(lines[:, 2] - lines[:, 3], lines[:, 0]) / count
+    gap, error = _gap(first)
     metrics: dict[str, Value] = {
-        "probe/visited/observed_rate": Ratio(kept, count),
-        "probe/visited/current_rate": Ratio(expected, count),
-        "probe/staleness": Last((kept - expected) / count),
+        "probe/visited/observed_rate": Ratio(first[:, 2].sum(), len(first)),
+        "probe/visited/current_rate": Ratio(first[:, 3].sum(), len(first)),
+        "probe/staleness": Last(gap),
     }
     if not isnan(error):
         metrics["probe/staleness_se"] = Last(error)
+
+    by_depth = {f"depth_{depth:.0f}": lines[lines[:, 1] == depth] for depth in np.unique(lines[:, 1])}
+    for label, chosen in ({"overall": lines} | by_depth).items():
+        gap, error = _gap(chosen)
+        metrics[f"probe/staleness/{label}"] = Last(gap)
+        if not isnan(error):
+            metrics[f"probe/staleness_se/{label}"] = Last(error)
     return metrics
+
+
+def _gap(lines: np.ndarray) -> tuple[float, float]:
+    """Return observed minus expected acceptance of verified drafts, and its error by trajectory."""
+    gaps = lines[:, 2] - lines[:, 3]
+    return float(gaps.mean()), clustered_error(gaps, lines[:, 0]) / len(lines)
 
 
 def read_probes(run_dir: Path) -> list[tuple[dict[str, Any], list[ProbeTable]]]:

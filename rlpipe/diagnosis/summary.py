@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from html import escape
 from statistics import median
 
+from rlpipe.diagnosis.acceptance_split import MIN_WINDOW, early_steps
 from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.decomposition import RATE
 from rlpipe.diagnosis.explanation import MIN_PROBES, explain_acceptance
 from rlpipe.diagnosis.held_out import HeldOut, held_out_sets
 from rlpipe.diagnosis.problems import REWARD, Finding, change_of, ends_of, late, problems_of
-from rlpipe.diagnosis.two_slopes import MIN_STEPS
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
 
@@ -116,9 +116,10 @@ def _acceptance(run: RunData, cause: Finding | None) -> str:
         return ("" if cause.sure or cause.name == "nothing" else "Not certain. ") + cause.text
     if (ends := ends_of(run, RATE)) is None:
         return ""
+    early = early_steps(run.planned_steps or run.steps)
     return (
-        f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. To say why takes {MIN_STEPS} steps with drafts, "
-        f"or {MIN_PROBES} probes (metrics.probe.every)."
+        f"Acceptance rate {ends[0]:.3f} → {ends[1]:.3f}. To say why takes an early phase of {early} steps "
+        f"with drafts, and {MIN_WINDOW} more; to be sure, {MIN_PROBES} probes (metrics.probe.every)."
     )
 
 

@@ -14,15 +14,10 @@ the same tokens serves as an instrument (`regression.instrumented_slope`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 
-from rlpipe.diagnosis.decomposition import ENTROPY, RATE, paired
-from rlpipe.diagnosis.fixed_contexts import pool, rule_of
-from rlpipe.diagnosis.probe import read_probes
-from rlpipe.diagnosis.regression import contrast, cross_section, instrumented_slope
-from rlpipe.metrics.runs import RunData
+from rlpipe.diagnosis.regression import contrast, instrumented_slope
 from rlpipe.metrics.statistics import Interval
 
 EARLY, WINDOW = 30, 15  # steps of the two spans, at most a third and a quarter of the run
@@ -121,37 +116,3 @@ def split_change(
         entropy_change=entropy_change,
         by_slope=by_slope,
     )
-
-
-def split_run(run: RunData, level: float = LEVEL) -> Splits | None:
-    """Split the change of a run's acceptance rate; None without drafts, or below 24 steps."""
-    steps, rate, entropy = paired(run, RATE, ENTROPY)
-    if len(steps) < MIN_STEPS:
-        return None
-
-    # The trainer's entropy is an instrument only if it was recorded at the same steps.
-    trainer_steps, trainer_entropy, _ = paired(run, SECOND_ENTROPY, RATE)
-    same_steps = len(trainer_steps) == len(steps) and (trainer_steps == steps).all()
-    return split_change(
-        rate,
-        entropy,
-        second=trainer_entropy if same_steps else None,
-        within=within_contexts(run, level),
-        level=level,
-        steps=steps,
-    )
-
-
-def within_contexts(run: RunData, level: float = LEVEL) -> Interval | None:
-    """Return the slope across the fixed contexts of the first probe, all depths; None without one."""
-    probes = read_probes(run.path)
-    if not probes:
-        return None
-
-    head, tables = probes[0]
-    pooled = pool(tables[: head["fixed"]], rule_of(run), None)
-    try:
-        slope = cross_section(pooled.alpha, pooled.entropy, pooled.clusters, level=level)
-    except ValueError:  # too few trajectories, or entropies that are all alike
-        return None
-    return slope.interval if isfinite(slope.half_width) else None

@@ -258,6 +258,7 @@ class Controller:
             metrics |= self._masked.metrics()
 
             self.bus.emit(self.version, metrics | self._spans.drain())
+            self.bus.emit(self.version, self._monitor.split(self.bus.peek(self.version)))
 
             # Validation adds its metrics to the record of this step, so the commit comes after it.
             if self._due(self.config.val.every):

@@ -109,6 +109,12 @@ class MetricsBus:
             for worker in self._workers:
                 worker.put("spans", spans)
 
+    def peek(self, step: int) -> Record:
+        """Return what was observed of an open step so far, as its record would have it."""
+        with self._lock:
+            values = dict(self._open.get(step, {}))
+        return {STEP: step, **dict(observed(values))}
+
     def commit(self, step: int) -> Record:
         """Close a step and send its record to every sink.
 

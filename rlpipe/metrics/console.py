@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # steps in a trend
+SPLIT_EVERY = 10  # steps between two lines on why acceptance moved
+SPLIT = "acceptance_split"
+SPLIT_PARTS = {"entropy": "entropy", "mismatch": "draft", "staleness": "staleness", "contexts": "contexts"}
 TITLES_EVERY = 24  # rows after which the column titles are repeated
 SHOWN_EVENTS = (
     "sample",
@@ -85,6 +88,20 @@ def _validated_sets(record: dict[str, Any]) -> list[str]:
     """Return the held-out sets of a record in the order of validation; [] if there is only one."""
     names = [name.split("/")[1] for name in record if re.fullmatch(r"val/[^/]+/reward", name)]
     return names if len(names) > 1 else []
+
+
+def _split(record: dict[str, Any]) -> str:
+    """Return the change of acceptance since the early phase as a sum; "" where the record has none."""
+    if (total := record.get(f"{SPLIT}/total")) is None:
+        return ""
+
+    parts = [(label, record.get(f"{SPLIT}/{part}")) for part, label in SPLIT_PARTS.items()]
+    summands = "".join(f", {label} {100 * part:+.1f}" for label, part in parts if part is not None)
+    ends = [100 * (record.get(f"{SPLIT}/total/{end}") or 0.0) for end in ("low", "high")]
+    return (
+        f"acceptance since steps 1-{record[f'{SPLIT}/early_steps']:.0f}: {100 * total:+.1f} "
+        f"[{ends[0]:+.1f}, {ends[1]:+.1f}] points{summands}"
+    )
 
 
 def _shortened(text: str) -> str:
@@ -238,6 +255,10 @@ class ConsoleSink:
         if names := _validated_sets(record):
             sets = "  ".join(f"{name} {_validation(record, f'val/{name}')}" for name in names)
             self._detail(f"held-out: {sets}", "cyan")
+
+        due = self._step % SPLIT_EVERY == 0 or self._step == self._header.total_steps
+        if due and (split := _split(record)):
+            self._detail(split, "magenta")
 
     def event(self, event: dict[str, Any]) -> None:
         """Print warnings, faults and a few other events as a line; `phase` changes the panel."""

@@ -7,15 +7,13 @@ what it writes again: the first record of every start purges the steps from its 
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rlpipe.metrics.bus import STEP
 
-SPLIT = "acceptance_split"
+SPLIT, PARTS = "acceptance_split", "(total|entropy|mismatch|staleness|contexts)"
 # {category: {title: ["Multiline", [regular expressions of tags]]}}
 LAYOUT = {
     category: {title: ["Multiline", [f"^{tag}$" for tag in tags]] for title, tags in charts.items()}
@@ -32,7 +30,8 @@ LAYOUT = {
             "Same contexts, newest draft: how it fits": ["probe/fixed/(rejection|target_entropy)/depth_1"],
             "Same drafts: engine against newest weights": ["probe/visited/(observed|current)_rate"],
             "Engines against the newest weights": ["probe/staleness"],
-            "Split of the change of the acceptance rate": [f"{SPLIT}/(total|entropy|mismatch)"],
+            "Change of the acceptance rate, and its parts": [f"{SPLIT}/{PARTS}"],
+            "Change of the acceptance rate at depth 1, and its parts": [f"{SPLIT}/{PARTS}/depth_1"],
         },
         "Time": {
             "Seconds of a step": ["timing_s/(step|wait_rollout|update_actor|update_weights|gen)"],
@@ -40,17 +39,6 @@ LAYOUT = {
         },
     }.items()
 }
-
-
-def replace_scalars(directory: Path, curves: Mapping[str, Iterable[tuple[int, float]]]) -> None:
-    """Write {tag: (step, value) ...} as a separate run, replacing the contents of the folder."""
-    from tensorboardX import SummaryWriter
-
-    shutil.rmtree(directory, ignore_errors=True)
-    with SummaryWriter(str(directory)) as writer:
-        for tag, points in curves.items():
-            for step, value in points:
-                writer.add_scalar(tag, value, step)
 
 
 class TensorBoardSink:

@@ -1,13 +1,13 @@
 """The plots of acceptance: by depth, against entropy, and why it moved (Bebop Fig. 2, 8 and 3).
 
-Owns these figures; `diagnosis` computes the decomposition and the fit. numpy is imported only if a run has
+Owns these figures; `diagnosis` computes the split and the fit. numpy is imported only if a run has
 draft tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, isfinite
+from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,13 @@ from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import ACCEPTANCE, COLOURS, DASHES, NAMES_AXIS, WHY, Figure, bars, line, short
 
 if TYPE_CHECKING:
-    from rlpipe.diagnosis.decomposition import Decomposition
-    from rlpipe.metrics.statistics import Estimate
+    from rlpipe.diagnosis.acceptance_split import AcceptanceSplit, Split
+    from rlpipe.metrics.statistics import Interval
 
-PARTS = (("total", "change", 6), ("entropy", "along the slope", 1), ("mismatch", "the rest", 2))
-CAUSES = (
+PARTS = (
     ("total", "change", 6),
     ("entropy", "entropy", 1),
-    ("mismatch", "draft mismatch", 2),
+    ("mismatch", "fit of the draft", 2),
     ("staleness", "staleness", 0),
     ("contexts", "other contexts", 3),
 )
@@ -144,100 +143,77 @@ def _accepted(runs: Sequence[RunData]) -> Figure:
 
 def _why(runs: Sequence[RunData]) -> list[Figure]:
     """Draw Fig. 3, the change since the early phase. One run: over time and by depth; several: at the end."""
-    from rlpipe.diagnosis.decomposition import decompose_run
+    from rlpipe.diagnosis.acceptance_split import OVERALL, of_run
 
-    attributed = [_attributed(runs)] if any((run.path / "probe").is_dir() for run in runs) else []
-    ends: dict[str, dict[str, Decomposition]] = {}
-    for run in runs:
-        try:
-            ends[run.name] = decompose_run(run)
-        except ValueError:
-            # The entropy does not vary, so no change can be attributed to it.
-            ends[run.name] = {}
+    splits = {run.name: of_run(run) for run in runs}
+    ends = {name: [(d, split) for d in s.depths if (split := s.at(d))] for name, s in splits.items()}
 
     if len(runs) > 1:
-        rows = {name: split["overall"] for name, split in ends.items() if "overall" in split}
-        return [*([_parts(rows, "Change of the acceptance rate, by run")] if rows else []), *attributed]
+        rows = {name: at[0][1] for name, at in ends.items() if at and at[0][0] == OVERALL}
+        return [_parts(rows, "Change of the acceptance rate, by run")] if rows else []
 
-    (split,) = ends.values()
-    if not split:
-        return attributed
-    parts = _parts(split, "Change of the acceptance rate, by depth")
-    return [_over_time(runs[0], split["overall"]), parts, *attributed]
-
-
-def _attributed(runs: Sequence[RunData]) -> Figure:
-    """Draw the change at depth 1 in four parts that add up, separated with the help of the probe set."""
-    from rlpipe.diagnosis.fixed_contexts import attribute_run
-
-    rows: dict[str, dict[str, Estimate]] = {}
-    for run in runs:
-        try:
-            attribution = attribute_run(run)
-        except ValueError:  # the entropy does not vary over the contexts
-            continue
-        if attribution is not None:
-            rows[run.name] = {"total": attribution.total, **attribution.parts()}
-
-    causes = [(name, label, colour) for name, label, colour in CAUSES if rows]
-    return Figure(
-        title="What moved acceptance",
-        note="Change at depth 1 from the first to the last probes, in parts that add up, with 99% intervals: "
-        "the target's entropy, a draft that fits its target less, the versions in between, other contexts.",
-        traces=[
-            _bars([row[name] for row in rows.values()], list(rows), label, colour=colour)
-            for name, label, colour in causes
-        ],
-        layout=_bar_layout(len(rows), len(CAUSES)),
-        section=WHY,
-    )
+    ((run, at),) = ((run, ends[run.name]) for run in runs)
+    if not at:
+        return []
+    rows = {f"depth {depth}" if depth else "overall": split for depth, split in at}
+    return [_over_time(run, splits[run.name]), _parts(rows, "Change of the acceptance rate, by depth")]
 
 
-def _over_time(run: RunData, end: Decomposition) -> Figure:
-    from rlpipe.diagnosis.decomposition import split_over_time
+def _over_time(run: RunData, splits: AcceptanceSplit) -> Figure:
+    """Draw the change of the overall rate and its parts at every step, as the run emitted them."""
+    steps = run.series(RATE)[0]
+    stride = ceil(len(steps) / DOTS)
+    drawn = [split for step in steps[::-stride][::-1] if (split := splits.at(0, step))]
 
-    windows = split_over_time(run, end)
-    steps = [window.window[1] for window in windows]
-    traces = [
-        line((steps, [getattr(window, name).value for window in windows]), label, colour)
-        for name, label, colour in PARTS
-    ]
+    traces = []
+    for name, label, colour in PARTS:
+        points = [(split.late[1], split.parts[name]) for split in drawn if name in split.parts]
+        if points:
+            values = ([step for step, _ in points], [part.value for _, part in points])
+            traces.append(line(values, label, colour))
 
-    slope = end.slope
+    last = drawn[-1]
+    source, slope = next(iter(last.slopes.items()))
     return Figure(
         title="Change of the acceptance rate since the early phase",
-        note=f"Split by Bebop Eq. 16 with a slope of {slope.value:+.3f} ± {slope.se:.3f} per nat from steps "
-        f"{end.early[0]} to {end.early[1]}, one of several: the summary says what holds whichever is "
-        "right. The rest may be the draft, staleness, or prompts whose slope is another.",
+        note=f"All depths; acceptance_split/* of the run. The mean of the last {splits.window} steps against "
+        f"steps {last.early[0]} to {last.early[1]}; entropy counts by {slope.value:+.3f} "
+        f"[{slope.low:+.3f}, {slope.high:+.3f}] per nat, {source}. Parts add up to the change.",
         traces=traces,
         layout={"yaxis": {"title": {"text": "change of the rate"}}},
         section=WHY,
     )
 
 
-def _parts(rows: dict[str, Decomposition], title: str) -> Figure:
-    """Draw horizontal bars with intervals, a group per row."""
-    labels = list(rows)
+def _parts(rows: dict[str, Split], title: str) -> Figure:
+    """Draw horizontal bars with intervals, a group per row; a part that a row lacks is left out there."""
     traces = []
     for name, label, colour in PARTS:
-        estimates = [getattr(part, name) for part in rows.values()]
-        traces.append(_bars(estimates, labels, label, colour=colour))
+        having = {row: split.parts[name] for row, split in rows.items() if name in split.parts}
+        if having:
+            traces.append(_bars(list(having.values()), list(having), label, colour=colour))
 
-    level = next(iter(rows.values())).total.level
+    split = next(iter(rows.values()))
+    spans = f"from steps {split.early[0]}-{split.early[1]} to {split.late[0]}-{split.late[1]}"
     return Figure(
         title=title,
-        note=f"Change between the early phase and the last steps, with {level:.0%} intervals.",
+        note=f"{'Change ' + spans if len({(s.early, s.late) for s in rows.values()}) == 1 else 'Change'}, "
+        "with 95% intervals: the last acceptance_split/* of the run, and the numbers of the summary. "
+        "An interval holds whichever slope is right.",
         traces=traces,
-        layout=_bar_layout(len(labels), len(PARTS)),
+        layout=_bar_layout(len(rows), len(traces)),
         section=WHY,
     )
 
 
-def _bars(estimates: Sequence[Estimate], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
-    """Draw one part of every row, with its interval."""
-    # An interval without bounds cannot be drawn.
-    errors = [e.half_width if isfinite(e.half_width) else 0.0 for e in estimates]
-    return bars(name, colour, labels, values=[e.value for e in estimates], errors=errors, across=True)
+def _bars(parts: Sequence[Interval], labels: list[str], name: str, *, colour: int) -> dict[str, Any]:
+    """Draw one part of every row, with its interval, which need not be symmetric."""
+    trace = bars(
+        name, colour, labels, values=[p.value for p in parts], errors=[0.0] * len(parts), across=True
+    )
+    above, below = [short(p.high - p.value) for p in parts], [short(p.value - p.low) for p in parts]
+    trace["error_x"] |= {"symmetric": False, "array": above, "arrayminus": below}
+    return trace
 
 
 def _bar_layout(rows: int, parts: int) -> dict[str, Any]:

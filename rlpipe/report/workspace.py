@@ -5,8 +5,7 @@ wandb-workspaces, the login to sinks.py. It works offline: `make_spec` reads run
 validates the spec by building W&B's objects from it and writes JSON, and `apply` creates both on the server
 after a login. On a machine with the login but without the runs, `--spec FILE` sends a spec written earlier.
 
-Fig. 3 needs numbers that no run logs: the slope and the means of its early phase (decomposition.py). They go
-into expressions over logged metrics, so the panel continues to update with the run.
+Fig. 3 is `acceptance_split/*`, which every run logs once its early phase is over.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpipe.diagnosis.decomposition import ENTROPY, LENGTH, RATE, decompose_run, paired
+from rlpipe.diagnosis.acceptance_split import PARTS
+from rlpipe.diagnosis.decomposition import ENTROPY, LENGTH, RATE
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.names import declared
 from rlpipe.metrics.runs import RunData
@@ -38,8 +38,8 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
 
     entity: "" is filled in before sending. project: "" takes the project of the runs. Returns
     {"title", "entity", "project", "runs": [{"name", "id"}], "sections": [{"name", "runs", "panels"}]}; a
-    panel is {"figure", "title", "x", "y"} with optional "points", "area" or "expressions". A section's "runs"
-    are the ids that it displays, [] for all.
+    panel is {"figure", "title", "x", "y"} with optional "points" or "area". A section's "runs" are
+    the ids that it displays, [] for all.
 
     Raises ValueError when the runs were logged to different projects.
     """
@@ -85,8 +85,9 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
                 _panel("", "Utilisation", ["perf/utilisation/rollout", "perf/utilisation/trainer"]),
             ],
         },
-        *(section for run in runs if (section := _why(run))),
     ]
+    if why := [_panel("Fig. 3", title, names) for title, names in _split_panels(runs) if names]:
+        sections.insert(2, {"name": "Why acceptance moved", "runs": [], "panels": why})
 
     return {
         "title": "Reward, acceptance and entropy",
@@ -95,6 +96,16 @@ def make_spec(runs: Sequence[RunData], *, entity: str = "", project: str = "") -
         "runs": [{"name": run.name, "id": run_id(run)} for run in runs],
         "sections": sections,
     }
+
+
+def _split_panels(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
+    """Yield title and metrics of the panels on the split: the change with its parts, overall and by depth."""
+    observed = {name for run in runs for name in run.names() if name.startswith("acceptance_split/total")}
+    depths = sorted(int(name.rpartition("_")[2]) for name in observed if re.search(r"/depth_\d+$", name))
+    seen = {name for run in runs for name in run.names()}
+    for label, suffix in [("all depths", ""), *((f"depth {depth}", f"/depth_{depth}") for depth in depths)]:
+        names = [f"acceptance_split/{part}{suffix}" for part in PARTS]
+        yield f"Change of acceptance since the early phase, {label}", [n for n in names if n in seen]
 
 
 def run_id(run: RunData) -> str:
@@ -108,6 +119,11 @@ def write_spec(spec: dict[str, Any], path: Path) -> None:
     build(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(spec, indent=2) + "\n")
+
+
+def export_spec(run_dir: Path, path: Path) -> None:
+    """Write the spec of one run as it ends; not checked against the schema, which takes wandb-workspaces."""
+    path.write_text(json.dumps(make_spec(load_runs([run_dir])), indent=2) + "\n")
 
 
 def apply(spec: dict[str, Any]) -> list[str]:
@@ -167,42 +183,12 @@ def _panel(figure: str, title: str, y: list[str], *, x: str = STEP, **more: Any)
     return {"figure": figure, "title": f"{figure}: {title}" if figure else title, "x": x, "y": y, **more}
 
 
-def _why(run: RunData) -> dict[str, Any] | None:
-    """Return the section of Fig. 3 for one run; None if its change cannot be split or it is not on W&B."""
-    try:
-        split = decompose_run(run).get("overall")
-    except ValueError:  # the entropy does not vary
-        return None
-    if split is None or not run_id(run):
-        return None
-
-    # Means of the early phase: every later step is compared with them.
-    steps, rate, entropy = paired(run, RATE, ENTROPY)
-    early = steps <= split.early[1]
-    a0, h0 = float(rate[early].mean()), float(entropy[early].mean())
-
-    total = f"${{{RATE}}} - {a0:.6g}"
-    by_entropy = f"{split.slope.value:.6g} * (${{{ENTROPY}}} - {h0:.6g})"
-    parts = (
-        ("change", total),
-        ("along the entropy slope", by_entropy),
-        ("the rest", f"{total} - ({by_entropy})"),
-    )
-    panels = [
-        _panel("Fig. 3", f"{run.name}: {label}", [RATE, ENTROPY], expressions=[expression])
-        for label, expression in parts
-    ]
-    return {"name": f"Why acceptance moved: {run.name}", "runs": [run_id(run)], "panels": panels}
-
-
 def _built(panel: dict[str, Any], reports: Any) -> Any:
     options: dict[str, Any] = {}
     if panel.get("points"):
         options["line_marks"] = dict.fromkeys(panel["y"], "points")
     if panel.get("area"):
         options["plot_type"] = "stacked-area"
-    if panel.get("expressions"):
-        options["custom_expressions"] = panel["expressions"]
     return reports.LinePlot(title=panel["title"], x=panel["x"], y=panel["y"], **options)
 
 

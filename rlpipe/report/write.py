@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from string import Template
@@ -61,35 +60,6 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     part = out.with_name(out.name + ".part")
     part.write_text(page(content), encoding="utf-8")
     part.replace(out)
-
-    if len(runs) == 1 and out.parent.resolve() == runs[0].path.resolve():
-        _split_for_tensorboard(runs[0])
-
-
-def _split_for_tensorboard(run: RunData) -> None:
-    """Add the split of acceptance to the TensorBoard scalars of a run, if it has any.
-
-    The split needs the end of the run, so the run itself cannot write it.
-    """
-    folder = run.path / "tensorboard"
-    if not folder.is_dir() or find_spec("tensorboardX") is None:
-        return
-
-    from rlpipe.diagnosis.decomposition import decompose_run, split_over_time
-    from rlpipe.metrics.tensorboard import SPLIT, replace_scalars
-
-    try:
-        end = decompose_run(run).get("overall")
-    except ValueError:  # the entropy does not vary
-        end = None
-
-    if end is not None:
-        windows = split_over_time(run, end)
-        curves = {
-            f"{SPLIT}/{part}": [(d.window[1], getattr(d, part).value) for d in windows]
-            for part in ("total", "entropy", "mismatch")
-        }
-        replace_scalars(folder / "split", curves)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -146,7 +146,10 @@ def _probe(
     recorder().write(step_file(directory / "probe", step), [head, *lines])
     current = float(np.mean([np.array(line["rejection"])[:, 0].mean() for line in lines[FIXED:]]))
     lag = has("staleness", 0.0) * at + has("standing", 0.0)
+    gap = lag + 0.008 * float(rng.standard_normal())
     return {
         "probe/visited/current_rate": current,
-        "probe/visited/observed_rate": current + lag + 0.008 * float(rng.standard_normal()),
+        "probe/visited/observed_rate": current + gap,
+        "probe/staleness": gap,
+        "probe/staleness_se": 0.008,
     }

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_long_run(tmp_path_factory.mktemp("runs") / "tv", steps=80, per_step=1, tokens=8)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for part in ("total", "entropy", "mismatch"):
+        lines[-1] |= {f"acceptance_split/{part}{depth}": 0.1 for depth in ("", "/depth_1")}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "wandb").mkdir()
     (path / "wandb" / "run_id").write_text("abc123\n")
     return path
@@ -42,19 +46,12 @@ def test_there_are_panels_like_the_five_figures_and_all_show_declared_metrics(ru
     assert (against["x"], against["y"]) == ("rollout/entropy", ["spec/acceptance_length"])
 
 
-def test_the_parts_of_fig_3_add_up_at_every_step(run: Path) -> None:
-    spec = make_spec([load_run(run)])
-    (change,), (by_entropy,), (by_mismatch,) = (
-        p["expressions"] for p in panels(spec) if p["figure"] == "Fig. 3"
-    )
-    for record in load_run(run).records[1:]:
-        values = [
-            eval(text.replace("${spec/acceptance_rate}", "a").replace("${rollout/entropy}", "h"))
-            for a, h in [(record["spec/acceptance_rate"], record["rollout/entropy"])]
-            for text in (change, by_entropy, by_mismatch)
-        ]
-        assert values[0] == pytest.approx(values[1] + values[2], abs=1e-12)
-    assert next(s for s in spec["sections"] if s["runs"])["runs"] == ["abc123"]
+def test_the_split_has_a_panel_for_all_depths_and_for_each_of_what_the_run_logged(run: Path) -> None:
+    (section,) = [s for s in make_spec([load_run(run)])["sections"] if s["name"] == "Why acceptance moved"]
+    assert [panel["title"].rpartition(", ")[2] for panel in section["panels"]] == ["all depths", "depth 1"]
+    overall, first = (panel["y"] for panel in section["panels"])
+    assert overall == ["acceptance_split/total", "acceptance_split/entropy", "acceptance_split/mismatch"]
+    assert first == [f"{name}/depth_1" for name in overall] and section["runs"] == []
 
 
 def test_the_spec_fits_the_schema_of_the_library(run: Path) -> None:
@@ -63,7 +60,7 @@ def test_the_spec_fits_the_schema_of_the_library(run: Path) -> None:
     document = report._to_model().model_dump_json(by_alias=True)
     for text in (view, document):
         assert "Fig. 8: Acceptance length against entropy" in text
-    assert json.dumps("abc123") in document and "Fig. 3: tv: along the entropy slope" in document
+    assert "Fig. 3: Change of acceptance since the early phase, all depths" in document
 
 
 def test_what_does_not_fit_the_schema_is_refused(run: Path, tmp_path: Path) -> None:

@@ -2,20 +2,28 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rlpipe.config.draft import DraftTrain
 from rlpipe.config.pipeline import PipelineConfig
 from rlpipe.config.run import Config, RunSettings, ValConfig
+from rlpipe.diagnosis.acceptance_split import of_run
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller
 from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import MetricsFile
-from rlpipe.metrics.values import Mean
+from rlpipe.metrics.prometheus import PrometheusSink
+from rlpipe.metrics.runs import load_run
+from rlpipe.metrics.tensorboard import TensorBoardSink
+from rlpipe.metrics.values import Mean, Ratio
 from rlpipe.types import Group, Trajectory
+from tests.helpers.recorded_runs import distributions, tables_of
+from tests.helpers.tensorboard_file import read_events
 
 pytestmark = pytest.mark.unit
 
@@ -381,3 +389,68 @@ def test_a_frozen_draft_is_not_frozen_again(tmp_path):
     cluster = Probed()
     asyncio.run(controller(tmp_path, cluster).run())
     assert cluster.frozen_at == []
+
+
+class DraftingCluster(ScriptedCluster):
+    """Engines whose acceptance falls with the steps, and a probe of contexts whose draft goes stale."""
+
+    async def collect(self, prompt, group_size):
+        group = await super().collect(prompt, group_size)
+        noise = 0.1 * np.random.default_rng(self.served).standard_normal(3)
+        longer = {  # three sampled tokens, the least that a probe takes
+            "token_ids": [1, 2, 3, 4],
+            "loss_mask": [0, 1, 1, 1],
+            "versions": [-1, *3 * [self.served]],
+            "rollout_logprobs": [0.0, -1.0, -1.0, -1.0],
+            "entropies": [0.0, *(1.0 + noise)],
+        }
+        return Group(prompt=prompt, trajectories=[replace(t, **longer) for t in group.trajectories])
+
+    async def rollout_metrics(self):
+        steps = len(self.batches) + self.first
+        kept = 90 - steps + (7 * steps) % 5
+        rates = {"": Ratio(2 * kept, 200), "/depth_1": Ratio(kept, 100)}
+        return {f"spec/acceptance_rate{depth}": rate for depth, rate in rates.items()}
+
+    async def probe(self, trajectories):
+        rng, lost = np.random.default_rng(5), 0.01 * (len(self.batches) + self.first)
+        tables = [
+            tables_of(p := distributions(rng, 6, 1), p, np.zeros((6, 1), dtype=int), t.trajectory_id)
+            for t in trajectories
+        ]
+        for table in tables:
+            table.values["rejection"] = 0.9 - 0.1 * table.values["target_entropy"] - lost
+        return tables
+
+
+def test_the_split_of_acceptance_is_the_same_in_every_sink_and_in_the_report(tmp_path):
+    scraped = {}
+    for steps in (18, 24):  # the second continues the first
+        prometheus = PrometheusSink("127.0.0.1", 0)
+        loop = controller(tmp_path, DraftingCluster(), steps=steps, save_every=3)
+        boards = TensorBoardSink(tmp_path / f"tensorboard_{steps}")
+        sinks = [MetricsFile(tmp_path / "metrics.jsonl"), boards, prometheus]
+        loop.bus = MetricsBus(sinks, events=tmp_path / "events.jsonl")
+        asyncio.run(loop.run())
+        loop.bus.close()
+        scraped = {name: value for name, value in prometheus._values.items() if "acceptance_split" in name}
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = {r["training/global_step"]: r for r in map(json.loads, lines)}
+    tags = {
+        (v.tag, e.step): v.simple_value
+        for e in read_events(tmp_path / "tensorboard_24")
+        for v in e.summary.value
+    }
+    (tmp_path / "config.yaml").write_text("run: {steps: 18}\n")
+    splits = of_run(load_run(tmp_path))
+    names = [name for name in records[24] if name.startswith("acceptance_split/")]
+    assert "acceptance_split/mismatch/depth_1/high" in names and len(names) >= 24
+    assert not [n for n in records[8] if "acceptance_split" in n] and "acceptance_split/total" in records[9]
+    for step in range(19, 25):
+        for depth, suffix in ((0, ""), (1, "/depth_1")):
+            for part, interval in splits.at(depth, step).parts.items():
+                name = f"acceptance_split/{part}{suffix}"
+                for tag, value in ((name, interval.value), (f"{name}/low", interval.low)):
+                    assert records[step][tag] == pytest.approx(value, abs=1e-9), (step, tag)
+                    assert tags[tag, step] == pytest.approx(value, abs=1e-6), (step, tag)
+    assert scraped == {name: records[24][name] for name in names}

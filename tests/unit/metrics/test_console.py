@@ -67,6 +67,20 @@ def test_every_held_out_set_is_shown_below_its_step_and_in_the_outcome() -> None
     assert lines[5].endswith(outcome)
 
 
+def test_the_split_of_acceptance_is_a_line_every_ten_steps_and_at_the_end() -> None:
+    console = plain()
+    sink = sink_on(console, steps=21)
+    split = {"total": -0.031, "total/low": -0.05, "total/high": -0.012, "entropy": 0.004, "mismatch": -0.035}
+    values = {f"acceptance_split/{name}": value for name, value in (split | {"early_steps": 7.0}).items()}
+    sink.open()
+    for step in (5, 10, 11, 20, 21):
+        sink.record(record(step, **(values if step > 9 else {})))
+    sink.close()
+    lines = [line for line in shown(console).splitlines() if "since steps" in line]
+    told = "acceptance since steps 1-7: -3.1 [-5.0, -1.2] points, entropy +0.4, draft -3.5"
+    assert lines == [f"  {told}"] * 3  # after steps 10, 20 and 21
+
+
 def test_the_only_held_out_set_is_not_repeated() -> None:
     console = plain()
     sink = sink_on(console, steps=0)

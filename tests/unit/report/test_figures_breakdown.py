@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpipe.diagnosis import fixed_contexts
-from rlpipe.diagnosis.attribution import Attribution
 from rlpipe.metrics.runs import load_run
-from rlpipe.metrics.statistics import Estimate
 from rlpipe.report import figures_breakdown
-from rlpipe.report.figures import figures
 from rlpipe.report.figures_breakdown import breakdown_figures
 from tests.helpers.long_run import make_long_run
 
@@ -54,27 +50,3 @@ def test_runs_without_recorded_drafts_have_no_cuts(run: Path) -> None:
         lines = [json.loads(line) | {"drafts": None} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert breakdown_figures([load_run(run)]) == []
-
-
-def test_causes_are_drawn_with_their_intervals_for_runs_with_probes(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def estimate(value: float) -> Estimate:
-        return Estimate(value=value, se=0.01, df=1e9, level=0.99)
-
-    parts = {"entropy": -0.03, "mismatch": -0.02, "staleness": 0.01, "contexts": 0.0}
-    found = Attribution(
-        slope=estimate(-0.5), total=estimate(-0.04), **{name: estimate(v) for name, v in parts.items()}
-    )
-    monkeypatch.setattr(fixed_contexts, "attribute_run", lambda run: found)
-    assert not [f for f in figures([load_run(run)]) if f.title == "What moved acceptance"]
-    (run / "probe").mkdir()
-    drawn = figure(figures([load_run(run)]), "What moved acceptance")
-    assert {t["name"]: t["x"] for t in drawn.traces} == {
-        "change": [-0.04],
-        "entropy": [-0.03],
-        "draft mismatch": [-0.02],
-        "staleness": [0.01],
-        "other contexts": [0.0],
-    }
-    assert drawn.traces[0]["error_x"]["array"][0] == pytest.approx(2.576 * 0.01, rel=1e-2)

@@ -21,7 +21,6 @@ from rlpipe.report import viewer
 from rlpipe.report.drawing import SECTIONS, smooth
 from rlpipe.report.figures import figures, window
 from rlpipe.report.write import write_report
-from tests.helpers.tensorboard_file import read_events
 
 pytestmark = pytest.mark.unit
 T0 = 1_700_000_000.0
@@ -336,24 +335,6 @@ def test_the_change_of_acceptance_is_split_into_parts_that_add_up(tmp_path: Path
     assert by_mismatch["x"][0] == pytest.approx(0, abs=0.01) and by_mismatch["x"][1] < -0.1
     over_time = figure_of(runs[:1], "Change of the acceptance rate since the early phase")
     assert over_time.section == "Why acceptance moved" and len(over_time.traces) == 3
-
-
-def test_the_split_stands_beside_the_scalars_of_a_run_that_has_tensorboard(tmp_path: Path) -> None:
-    run = drafting(tmp_path, drift=0.2)
-    write_report([run], run / "report.html")
-    assert not (run / "tensorboard").exists()
-    (run / "tensorboard").mkdir()
-    for _ in range(2):  # the second replaces the first
-        write_report([run], run / "report.html")
-    values = {
-        (v.tag.removeprefix("acceptance_split/"), e.step): v.simple_value
-        for e in read_events(run / "tensorboard" / "split")
-        for v in e.summary.value
-    }
-    assert len(values) == 3 * 51 and values["mismatch", 60] < -0.1
-    for step in range(10, 61):
-        parts = values["entropy", step] + values["mismatch", step]
-        assert values["total", step] == pytest.approx(parts, abs=1e-5)
 
 
 def test_depths_of_several_runs_differ_in_dash_and_runs_in_colour(tmp_path: Path) -> None:

@@ -1,0 +1,379 @@
+"""The change of acceptance since the early phase, split at every step; the one definition that a run has.
+
+    total = entropy + mismatch + staleness + contexts          (mean of the last steps - mean of the first)
+
+    entropy    slope (H_late - H_early), H of the sampled tokens
+    mismatch   what the draft lost on the fixed contexts of the probe set: D alpha* - slope D H*
+    staleness  what the engine accepted minus what the newest weights would have, of the same drafts
+    contexts   the remainder: contexts that are easier or harder to draft for than their entropy says
+
+Owns the spans, the parts and their 95% intervals, per depth and overall. The controller emits them with
+every step (`acceptance_split/*`); summary, plots, TensorBoard, W&B, Prometheus and console have these numbers
+and no others. A part that was not measured is absent: without a probe set `mismatch` is all that entropy and
+staleness leave, and there is no `contexts`.
+
+The slope: that of an intervention (`metrics.probe.slope`); else that across the fixed contexts of the first
+probe; else that between the early steps. Of the last two, an interval covers its part for either.
+
+Flow: values of a step -> `see`, tables of a probe -> `probed`; then `at` or `metrics`. `of_run` replays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import hypot, isfinite, sqrt
+from typing import Any
+
+import numpy as np
+
+from rlpipe.diagnosis.decomposition import ENTROPY, RATE, Decomposition
+from rlpipe.diagnosis.fixed_contexts import decompose_between, pool, rule_of
+from rlpipe.diagnosis.probe import ProbeTable, read_probes
+from rlpipe.diagnosis.regression import (
+    cross_section,
+    detrended,
+    error_of_mean,
+    instrumented_slope,
+    robust_slope,
+)
+from rlpipe.metrics.runs import RunData
+from rlpipe.metrics.statistics import Interval, t_quantile
+from rlpipe.metrics.values import Last, Value
+
+STEP = "training/global_step"
+LEVEL = 0.95
+EARLY_STEPS = "acceptance_split/early_steps"
+SECOND_ENTROPY = "actor/entropy"  # the trainer's, of the same tokens
+MAX_EARLY, MIN_EARLY, MIN_WINDOW = 20, 6, 3
+PARTS = ("total", "entropy", "mismatch", "staleness", "contexts")
+OVERALL = 0  # in place of a depth
+
+
+def early_steps(planned: int) -> int:
+    """Return the steps of the early phase of a run of so many: a third, at least 6 and at most 20."""
+    return max(MIN_EARLY, min(MAX_EARLY, planned // 3))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Split:
+    """The change between two spans of steps.
+
+    early, late: first and last step of each. entropy_change: nat.
+    parts: by name of `PARTS`, those that were measured; `total` is the sum of the others.
+    slopes: acceptance per nat, by where it comes from; the values of the parts are along the first.
+    rests: the change minus what goes along with entropy, by slope.
+    """
+
+    early: tuple[int, int]
+    late: tuple[int, int]
+    entropy_change: float
+    parts: dict[str, Interval]
+    slopes: dict[str, Interval]
+    rests: dict[str, Interval]
+
+    @property
+    def total(self) -> Interval:
+        """The change of the rate."""
+        return self.parts["total"]
+
+    def causes(self) -> dict[str, Interval]:
+        """Return the parts without their sum."""
+        return {name: part for name, part in self.parts.items() if name != "total"}
+
+
+@dataclass(slots=True)
+class _Fixed:
+    """Fixed contexts at one depth. slope: across those of the first probe. changes: since the first."""
+
+    slope: Interval
+    first_step: int
+    changes: list[Decomposition] = field(default_factory=list)
+
+
+class AcceptanceSplit:
+    """Takes the values of a run in order of its steps.
+
+    early: steps of the early phase. rule: column of a probe that predicts what the engine accepts. slope: of
+    an intervention, None where none was measured.
+    """
+
+    def __init__(self, *, early: int, rule: str, slope: Interval | None = None) -> None:
+        self.early, self._rule, self._slope = early, rule, slope
+        self.window = max(MIN_WINDOW, early // 2)
+        self._rows: dict[int, list[tuple[float, float, float, float]]] = {}  # step, rate, entropy, second
+        self._first: tuple[int, list[ProbeTable]] | None = None
+        self._fixed: dict[int, _Fixed] = {}
+        self._stale: dict[int, list[tuple[float, float, float]]] = {}  # step, staleness, its error
+        self._between: dict[int, Interval | None] = {}
+
+    @property
+    def depths(self) -> list[int]:
+        """OVERALL and the depths that were observed."""
+        return sorted(self._rows)
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """Take the values of a step into account."""
+        step, entropy = record[STEP], record.get(ENTROPY)
+        second = _number(record.get(SECOND_ENTROPY))
+        if isinstance(entropy, (int, float)):
+            for name, rate in record.items():
+                if name.startswith(RATE) and isinstance(rate, (int, float)):
+                    self._rows.setdefault(_depth(name), []).append((step, rate, entropy, second))
+
+        # Depth 1 has names of its own, which older runs have too.
+        if (stale := record.get("probe/staleness")) is not None:
+            self._stale.setdefault(1, []).append((step, stale, _number(record.get("probe/staleness_se"))))
+        for name, stale in record.items():
+            if name.startswith("probe/staleness/") and stale is not None and not name.endswith("/depth_1"):
+                error = record.get(name.replace("staleness/", "staleness_se/"))
+                self._stale.setdefault(_depth(name), []).append((step, stale, _number(error)))
+
+    def probed(self, step: int, tables: list[ProbeTable]) -> None:
+        """Take the fixed contexts of a probe into account."""
+        if not tables:
+            return
+        if self._first is None:
+            self._first = step, tables
+            for depth in range(tables[0].values[self._rule].shape[1] + 1 if len(tables) > 2 else 0):
+                pooled = pool(tables, self._rule, depth or None)
+                if len(pooled.alpha) > 2 and np.ptp(pooled.entropy):
+                    slope = cross_section(pooled.alpha, pooled.entropy, pooled.clusters, level=LEVEL)
+                    self._fixed[depth] = _Fixed(slope.interval, step)
+            return
+
+        first_step, first_tables = self._first
+        depths = first_tables[0].values[self._rule].shape[1]
+        same = [_with_depths(table, depths) for table in tables]
+        for depth, fixed in self._fixed.items():
+            before, after = (pool(t, self._rule, depth or None) for t in (first_tables, same))
+            if len(before.alpha) == len(after.alpha):
+                spans = (first_step, step)
+                fixed.changes.append(decompose_between(before, after, steps=spans, level=LEVEL))
+
+    def at(self, depth: int, step: float = float("inf")) -> Split | None:
+        """Split the change up to a step. None in the early phase, and where there is no slope at all."""
+        rows = np.array([row for row in self._rows.get(depth, []) if row[0] <= step]).reshape(-1, 4)
+        first = rows[: self.early]
+        late = rows[max(self.early, len(rows) - self.window) :]
+        if len(first) < self.early or len(late) < MIN_WINDOW:
+            return None
+        slopes = self._slopes(depth, first)
+        if not slopes:
+            return None
+
+        spans = [(int(span[0, 0]), int(span[-1, 0])) for span in (first, late)]
+        entropy_change = float(late[:, 2].mean() - first[:, 2].mean())
+        fixed, stale = self._fixed_change(depth, spans), self._staleness(depth, spans)
+
+        # An interval covers its part for every slope; the values are along the first.
+        by_slope = [_parts(first, late, slope, fixed=fixed, staleness=stale) for slope in slopes.values()]
+        parts = {
+            name: Interval(
+                part.value, min(p[name].low for p in by_slope), max(p[name].high for p in by_slope)
+            )
+            for name, part in by_slope[0].items()
+        }
+        rests = {
+            name: _change(first, late, slope.value).widened(
+                down=_up(slope.times(entropy_change)), up=_down(slope.times(entropy_change))
+            )
+            for name, slope in slopes.items()
+        }
+        return Split(
+            early=spans[0],
+            late=spans[1],
+            entropy_change=entropy_change,
+            parts={"total": _change(first, late, 0.0), **parts},
+            slopes=slopes,
+            rests=rests,
+        )
+
+    def metrics(self) -> dict[str, Value]:
+        """Return the split of the newest step, to be emitted with it; {} in the early phase."""
+        metrics: dict[str, Value] = {}
+        for depth in self.depths:
+            if (split := self.at(depth)) is None:
+                continue
+            for part, interval in split.parts.items():
+                ends = {"low": interval.low, "high": interval.high}
+                if depth == OVERALL:
+                    metrics[f"acceptance_split/{part}"] = Last(interval.value)
+                    for end, value in ends.items():
+                        metrics[f"acceptance_split/{part}/{end}"] = Last(value)
+                else:
+                    metrics[f"acceptance_split/{part}/depth_{depth}"] = Last(interval.value)
+                    for end, value in ends.items():
+                        metrics[f"acceptance_split/{part}/depth_{depth}/{end}"] = Last(value)
+        if metrics:
+            metrics["acceptance_split/early_steps"] = Last(self.early)
+        return metrics
+
+    def standing_staleness(self) -> Interval | None:
+        """Return the mean staleness at depth 1 over all probes, which no change shows; None below 6."""
+        readings = [r for r in self._stale.get(1, []) if isfinite(r[2])]
+        return _mean(readings) if len(readings) >= 6 else None
+
+    def probes(self) -> int:
+        """Return the number of probes with fixed contexts and staleness at depth 1."""
+        changes = self._fixed[1].changes if 1 in self._fixed else []
+        return min(len(changes) + 1 if changes else 0, len(self._stale.get(1, [])))
+
+    def _slopes(self, depth: int, first: np.ndarray) -> dict[str, Interval]:
+        if self._slope is not None:
+            return {"measured by intervention": self._slope}
+
+        slopes = {"within contexts": self._fixed[depth].slope} if depth in self._fixed else {}
+        # The early phase is over, so its slope stays.
+        if depth not in self._between:
+            self._between[depth] = _slope_between(first)
+        if (between := self._between[depth]) is not None:
+            slopes["between steps"] = between
+        return {name: slope for name, slope in slopes.items() if isfinite(slope.low + slope.high)}
+
+    def _fixed_change(self, depth: int, spans: Sequence[tuple[int, int]]) -> tuple[Interval, float] | None:
+        """Return the changes of acceptance and entropy on fixed contexts; None without a late probe."""
+        if depth not in self._fixed:
+            return None
+        fixed, (early, late) = self._fixed[depth], spans
+        readings = [(fixed.first_step, 0.0, 0.0)]
+        readings += [(c.window[0], c.total.value, c.entropy_change) for c in fixed.changes]
+        before = [r for r in readings if r[0] <= early[1]]
+        after = _late(readings, early, late)
+        if not before or not after:
+            return None
+
+        alpha, entropy = (
+            float(np.mean([r[k] for r in after]) - np.mean([r[k] for r in before])) for k in (1, 2)
+        )
+        # The error is of the choice of contexts, the same in every probe.
+        last = [c for c in fixed.changes if c.window[0] <= late[1]][-1]
+        error = last.total.half_width
+        return Interval(alpha, alpha - error, alpha + error), entropy
+
+    def _staleness(self, depth: int, spans: Sequence[tuple[int, int]]) -> Interval | None:
+        """Return the change of staleness; None without a reading, with its error, in both spans."""
+        early, late = spans
+        readings = [r for r in self._stale.get(depth, []) if isfinite(r[2])]
+        before, after = [r for r in readings if r[0] <= early[1]], _late(readings, early, late)
+        return _mean(after) - _mean(before) if before and after else None
+
+
+def of_run(run: RunData) -> AcceptanceSplit:
+    """Replay a run: the numbers are those that it emitted."""
+    recorded = run.series(EARLY_STEPS)[1]
+    slope = ((run.settings.get("metrics") or {}).get("probe") or {}).get("slope")
+    split = AcceptanceSplit(
+        early=int(recorded[-1]) if recorded else early_steps(run.planned_steps or run.steps),
+        rule=rule_of(run),
+        slope=Interval(*slope) if slope else None,
+    )
+    for record in run.records:
+        split.see(record)
+    for head, tables in read_probes(run.path) if not run.seeds else []:
+        split.probed(head["step"], tables[: head["fixed"]])
+    return split
+
+
+def _slope_between(first: np.ndarray) -> Interval | None:
+    """Return the slope between the early steps; None where their entropy does not vary.
+
+    A second measurement of the entropy keeps noise in the first from flattening the slope, where it bounds
+    one; a robust slope takes the entropy as it is.
+    """
+    rate, entropy, second = first[:, 1], first[:, 2], first[:, 3]
+    if np.isfinite(second).all():
+        slope = instrumented_slope(rate, entropy, second, early=len(first), level=LEVEL)
+        if isfinite(slope.low) and isfinite(slope.high):
+            return slope
+    try:
+        return robust_slope(entropy, rate, level=LEVEL).interval
+    except ValueError:
+        return None
+
+
+def _parts(
+    first: np.ndarray,
+    late: np.ndarray,
+    slope: Interval,
+    *,
+    fixed: tuple[Interval, float] | None,
+    staleness: Interval | None,
+) -> dict[str, Interval]:
+    """Return the parts along one slope. fixed: changes of acceptance and entropy on fixed contexts."""
+    entropy_change = float(late[:, 2].mean() - first[:, 2].mean())
+    rest = _change(first, late, slope.value)
+    parts = {"entropy": slope.times(entropy_change)}
+    known = [("staleness", staleness)] if staleness is not None else []
+
+    if fixed is not None:
+        change, fixed_entropy = fixed
+        known.append(("fixed", Interval(*(x - slope.value * fixed_entropy for x in _ends(change)))))
+        parts["mismatch"] = change - slope.times(fixed_entropy)
+        entropy_change -= fixed_entropy
+
+    # What is left has the errors of all that is taken away, and that of the slope once.
+    for _, part in known:
+        rest = rest - part
+    error = slope.times(entropy_change)
+    rest = rest.widened(down=_up(error), up=_down(error))
+    parts["contexts" if fixed is not None else "mismatch"] = rest
+    return parts if staleness is None else parts | {"staleness": staleness}
+
+
+def _change(first: np.ndarray, late: np.ndarray, slope: float) -> Interval:
+    """Return the change of acceptance minus slope times entropy; errors are about a line in each span."""
+    spans = [span[:, 1] - slope * span[:, 2] for span in (first, late)]
+    se = hypot(*(error_of_mean(detrended(span), fitted=2) for span in spans))
+    half_width = t_quantile((1 + LEVEL) / 2, len(first) + len(late) - 4) * se
+    value = float(spans[1].mean() - spans[0].mean())
+    return Interval(value, value - half_width, value + half_width)
+
+
+def _late(
+    readings: Sequence[tuple[float, float, float]], early: tuple[int, int], late: tuple[int, int]
+) -> list[tuple[float, float, float]]:
+    """Return the readings of the late span, or the last two behind the early phase."""
+    behind = [r for r in readings if early[1] < r[0] <= late[1]]
+    within = [r for r in behind if r[0] >= late[0]]
+    return within if len(within) > 1 else behind[-2:]
+
+
+def _mean(readings: Sequence[tuple[float, float, float]]) -> Interval:
+    """Average independent readings (step, value, error), whose errors have two degrees of freedom each."""
+    value = float(np.mean([r[1] for r in readings]))
+    se = sqrt(sum(r[2] ** 2 for r in readings)) / len(readings)
+    half_width = t_quantile((1 + LEVEL) / 2, 2 * len(readings)) * se
+    return Interval(value, value - half_width, value + half_width)
+
+
+def _with_depths(table: ProbeTable, depths: int) -> ProbeTable:
+    """Return a table cut to the depths of the first probe; `draft.depths` may have changed since."""
+    values = {name: column[:, :depths] for name, column in table.values.items()}
+    return ProbeTable(trajectory_id=table.trajectory_id, positions=table.positions, values=values)
+
+
+def _ends(interval: Interval) -> tuple[float, float, float]:
+    return interval.value, interval.low, interval.high
+
+
+def _down(interval: Interval) -> float:
+    return interval.value - interval.low
+
+
+def _up(interval: Interval) -> float:
+    return interval.high - interval.value
+
+
+def _depth(name: str) -> int:
+    """Return the depth that a metric is of; OVERALL for one of all.
+
+    >>> _depth("spec/acceptance_rate/depth_2"), _depth("spec/acceptance_rate")
+    (2, 0)
+    """
+    _, _, depth = name.rpartition("depth_")
+    return int(depth) if depth.isdecimal() else OVERALL
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("nan")
