@@ -42,7 +42,7 @@ from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.metrics.bus import MetricsBus
-from rlpipe.metrics.jsonl import forget_steps
+from rlpipe.metrics.jsonl import forget_steps, read_jsonl
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.rollout.prompt_check import PromptCheck
 from rlpipe.types import RunStopped
@@ -105,7 +105,15 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
 
     # The constructor refuses wrong settings, so the run is accepted from here on.
     keep_settings(run_dir, resolved)
+    earlier = 0 if done else len(read_jsonl(run_dir / "metrics.jsonl")[0])
     forget_steps(run_dir, done or 0)
+    if earlier:
+        print(
+            f"rlpipe: starting over: {run_dir} has records of {earlier} steps and no checkpoint to continue "
+            "from; the records were removed.",
+            file=sys.stderr,
+            flush=True,
+        )
     return run_task(task, config, run_dir, checkpoints, changed)
 
 

@@ -75,6 +75,13 @@ def check_arguments(arguments: Sequence[str]) -> None:
             "of the two options out."
         )
 
+    if (given.config_name or "").startswith("recipe/"):
+        name = given.config_name.removeprefix("recipe/").removesuffix(".yaml")
+        raise ValueError(
+            f"--config-name {given.config_name}: a recipe is added to the settings. Leave the option out and "
+            f"give +recipe={name}."
+        )
+
     # Hydra ignores a folder that does not exist.
     if given.config_dir and not Path(given.config_dir).is_dir():
         raise ValueError(
@@ -135,6 +142,11 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         return (
             f"{error.override!r} cannot be read ({''.join(lines[:1]).partition('expecting')[0].strip()}): "
             "write key=value, a list as [a,b], and quote what holds brackets or commas: key=\"'a, b'\"."
+        )
+    if named := re.match(r"Ambiguous value for argument '([^=]+)=(.*?)'", first):
+        return (
+            f"{named[1]}={named[2]} has several values: add --multirun for one run with each of them, or "
+            f"write a list as {named[1]}=[{named[2]}]."
         )
     if named := re.search(r"Multiple values for (\S+?)\.", str(error)):
         given = [word for word in arguments if word.lstrip("+").startswith(f"{named[1]}=")]
@@ -197,8 +209,12 @@ def _key(error: Exception, text: str) -> str:
 
 def _missing(error: MissingConfigException, arguments: Sequence[str]) -> str:
     group, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-    if not group:
-        return f"--config-name {name!r}: there is no such file. Leave the option out and choose +recipe=NAME."
+    given = get_args_parser().parse_known_args(list(arguments))[0].config_name or ""
+    if not group or given.removesuffix(".yaml") == f"{group}/{name}":
+        return (
+            f"--config-name {given or name!r}: there is no such file. Leave the option out and choose "
+            "+recipe=NAME."
+        )
 
     options = list(error.options or ())
     return (

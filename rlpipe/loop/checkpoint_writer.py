@@ -84,9 +84,13 @@ class Saving:
             await self.save(version, backlog)
             await self._written()
         if self._saved != version:
+            newest = max(self.store.steps(), default=None)
+            after = (
+                "begins anew: there is none before it" if newest is None else f"continues after step {newest}"
+            )
             raise RunStopped(
                 f"the checkpoint of step {version} could not be written (checkpoint_failed in "
-                "events.jsonl): correct the cause and run again, it continues from the one before."
+                f"events.jsonl): correct the cause and run again, it {after}."
             )
 
     async def settled(self) -> None:

@@ -80,15 +80,21 @@ def settings_changed(run_dir: Path, resolved: str, *, step: int | None, resume: 
 
     resolved: the composed configuration as YAML. step: of the checkpoint that the run continues from (None:
     it begins, so the result is empty). Settings of lossless drafting may differ. Raises ValueError when the
-    run would become another experiment, unless that is intended (run.resume=anyway), and when its LoRA
-    adapters would have another shape.
+    run would become another experiment, or what it was is not recorded, unless that is intended
+    (run.resume=anyway), and when its LoRA adapters would have another shape.
     """
-    path = run_dir / CONFIG
-    if step is None or not path.exists():
+    if step is None:
         return {}
 
+    begun = _recorded(run_dir)
+    if not begun and resume is not Resume.ANYWAY:
+        raise ValueError(
+            f"run.dir={str(run_dir)!r} holds a run at step {step}, and neither {CONFIG} nor {HISTORY}/ there "
+            "can be read, so it is not known whether the settings are the same: restore one, choose another "
+            "run.dir, or set run.resume=anyway to go on with these settings."
+        )
     new = _flat(resolved)
-    changed = differences(_flat(path.read_text()), new)
+    changed = differences(begun, new)
 
     # Weights of another shape cannot be loaded, whatever run.resume is.
     if shapes := {name: change for name, change in changed.items() if name in _SHAPES}:
@@ -115,6 +121,17 @@ def _is_lossless(name: str, settings: Mapping[str, Any]) -> bool:
     section, _, field = name.partition(".")
     drafting = name == "draft.depths" or (section == "spec" and field in _LOSSLESS)
     return drafting and settings.get("task", Task.RL) == Task.RL
+
+
+def _recorded(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of the last start by dotted name, or of the newest whose file can be read."""
+    numbered = [path for path in (run_dir / HISTORY).glob("*.yaml") if path.stem.isdigit()]
+    newest_first = sorted(numbered, key=lambda path: int(path.stem), reverse=True)
+    for path in (run_dir / CONFIG, *newest_first):
+        with suppress(OSError, UnicodeDecodeError):
+            if settings := _flat(path.read_text()):
+                return settings
+    return {}
 
 
 def keep_settings(run_dir: Path, resolved: str) -> None:

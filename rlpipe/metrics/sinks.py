@@ -26,6 +26,8 @@ from rlpipe.metrics.trace import TraceFile
 
 logger = logging.getLogger(__name__)
 
+_INIT_S = 15.0  # until W&B's server accepts a run
+
 
 def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     """Return the sinks that a run's settings name; metrics.jsonl always. The bus owns the file of events."""
@@ -110,6 +112,26 @@ class WandbSink:
         online = has_key and self.mode is not WandbMode.OFFLINE
 
         (self.run_dir / "wandb").mkdir(parents=True, exist_ok=True)
+        try:
+            self._init(online=online)
+        # W&B raises errors of its own and of its HTTP library, some of them over many lines.
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            if not online or self.mode is WandbMode.ONLINE:
+                raise ValueError(f"W&B did not start ({type(error).__name__}: {first})") from None
+            logger.warning(
+                "W&B did not accept the run (%s: %s): recording offline. Check WANDB_API_KEY and network, "
+                "and upload later with `wandb sync %s`.",
+                type(error).__name__,
+                first,
+                self.run_dir / "wandb" / "offline-run-*",
+            )
+            wandb.teardown()
+            self._init(online=False)
+
+    def _init(self, *, online: bool) -> None:
+        import wandb
+
         self._run = wandb.init(
             project=self.project,
             group=self.group or None,
@@ -119,7 +141,7 @@ class WandbSink:
             dir=self.run_dir,
             config=self.config,
             mode="online" if online else "offline",
-            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=_INIT_S),
         )
         self._run.define_metric("*", step_metric=STEP)
 

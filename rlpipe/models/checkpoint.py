@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ GRAFTED = (
     "qwen2",
     "qwen3",
 )  # dense families on which `rlpipe graft` puts MiMo's MTP layer
+_PLAIN = ("BF16", "F16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
 TOKENIZER_FILES = (
@@ -68,21 +69,39 @@ def read_config(path: str | Path, setting: str = "model.path") -> dict[str, Any]
                 f"convert it with `rlpipe fetch {gguf} --out DIR`, then set {setting}=DIR."
             )
 
-        # A path whose parent does not exist either looks like the id of a model on the hub.
-        hub, parts = "", Path(path).parts[-2:]
-        if not Path(path).parent.is_dir():
-            hub = (
-                f" Download a model of the Hugging Face hub first: hf download {'/'.join(parts)} "
-                f"--local-dir {parts[-1]}, then {setting}={parts[-1]}."
-            )
+        kind = _kind(Path(path), setting) or "is not a Hugging Face checkpoint"
         raise ValueError(
-            f"{setting}={str(path)!r} is not a Hugging Face checkpoint: {file} does not exist. "
-            f"Point {setting} at a directory with config.json and *.safetensors.{hub}"
+            f"{setting}={str(path)!r} {kind}: {file} does not exist. "
+            f"Point {setting} at a directory with config.json and *.safetensors."
         )
 
     config = read_json(file, setting)
     mtp = _holds_mtp(Path(path)) if stored.is_qwen_hybrid(config) else None
     return stored.plain_config(config, mtp=mtp)
+
+
+def _kind(path: Path, setting: str) -> str:
+    """Return what a path is that is no checkpoint, and what to name instead; empty if that is not known."""
+    if (path / "adapter_config.json").is_file():
+        base = read_json(path / "adapter_config.json", setting).get("base_model_name_or_path")
+        return (
+            f"is a PEFT adapter of {base!r}, not a model (merge it into its base with peft's "
+            "merge_and_unload() and save_pretrained(DIR), then name DIR)"
+        )
+
+    # A checkpoint of a run, its folder of checkpoints, or its directory.
+    checkpoints = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
+    newest = max((step for step in checkpoints if step.name[5:].isdigit()), key=_step_number, default=path)
+    if (newest / "hf" / "config.json").is_file():
+        what = "is a checkpoint of a run" if newest == path else "is of a run"
+        return f"{what}, not a Hugging Face checkpoint (did you mean {setting}={newest / 'hf'}?)"
+    if path.is_file():
+        return f"is a file, not a directory (did you mean {setting}={path.parent}?)"
+    return ""
+
+
+def _step_number(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -223,7 +242,9 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
     stored_weights: dict[str, torch.Tensor] = {}
     for file in files:
-        stored_weights.update(load_file(file))
+        tensors = load_file(file)
+        _check_finite(tensors, file)
+        stored_weights.update(tensors)
 
     # Experts that are fused in files become one weight each.
     config = read_json(Path(path) / "config.json", "model.path")
@@ -236,6 +257,19 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Refuse weights that are not finite. Raises ValueError with file and tensor."""
+    for name, tensor in tensors.items():
+        # The sum is fast to compute and finite only if every weight is, unless large weights overflow it.
+        if not tensor.is_floating_point() or tensor.float().sum().isfinite():
+            continue
+        if wrong := int((~tensor.isfinite()).sum()):
+            raise ValueError(
+                f"{file}: {wrong} of the {tensor.numel()} numbers of {name} are NaN or infinite. A run that "
+                "diverged may have written them: take an earlier checkpoint, or download the model again."
+            )
 
 
 def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tuple[int, ...]]:
@@ -283,6 +317,33 @@ def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tu
                 f"{file} ({size} bytes) cannot be read: {error}. Is it cut off? Download it again."
             ) from None
     return shapes
+
+
+def check_dtypes(path: str | Path, expected: Collection[str]) -> None:
+    """Refuse weights that are stored as integers or 8-bit floats, which mean nothing without their scales.
+
+    Args:
+        expected: HF names of weights; other tensors may be of any kind.
+
+    Raises:
+        ValueError: names file and tensor.
+    """
+    from safetensors import safe_open
+
+    config = read_json(Path(path) / "config.json", "model.path")
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                stored_tensor = opened.get_slice(name)
+                hf_name = read_name(name, config)
+                parts = stored.split_experts(hf_name, tuple(stored_tensor.get_shape())) if hf_name else []
+                if stored_tensor.get_dtype() in _PLAIN or not any(part in expected for part, *_ in parts):
+                    continue
+                raise ValueError(
+                    f"{file}: {name} is stored as {stored_tensor.get_dtype()}: it is quantised, and "
+                    "config.json has no quantization_config. Take the checkpoint that it was quantised "
+                    "from, in bfloat16, float16 or float32."
+                )
 
 
 def check_weights(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import socket
 import time
 import traceback
@@ -32,12 +33,20 @@ from rlpipe.config.spec import SpecMode
 from rlpipe.config.user_code import described, raised_at
 from rlpipe.metrics.sinks import logged_in
 from rlpipe.models import read_architecture
-from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_json, weight_shapes
+from rlpipe.models.checkpoint import (
+    check_dtypes,
+    check_weights,
+    is_mtp_weight,
+    read_config,
+    read_json,
+    weight_shapes,
+)
 from rlpipe.preflight.memory_estimate import conversation_bytes
 
 _CONNECT_S = 3.0
 _TRAJECTORY_BYTES = 4096  # of the shortest trajectory and its record
 _FLOPS = {"cpu": 5e10, "cuda": 1e15}  # per second of a CPU core, of a GPU: more than any reaches
+_OPEN_FILES = 512  # sockets, pipes and files of a small run with Ray, and some more
 _LONGEST_STEP_S = 86400.0
 _QUESTION, _ANSWER = "question-marker", "answer-marker"
 
@@ -66,6 +75,7 @@ def check_checkpoint(setting: str, path: str, config: Config) -> None:
     drafts = bool(arch.mtp_layers) and config.spec.needs_mtp and served
     optional = frozenset(name for name in stored if is_mtp_weight(name) and not drafts)
     expected = arch.weight_shapes(mtp=drafts)
+    check_dtypes(directory, expected)
 
     try:
         check_weights({n: SimpleNamespace(shape=shape) for n, shape in stored.items()}, expected, optional)
@@ -278,11 +288,27 @@ def check_machine(config: Config) -> None:
             "metrics.wandb=offline and upload later with `wandb sync`."
         )
 
+    check_open_files()
     ray = config.cluster.mode is ClusterMode.RAY and config.task is Task.RL
     if ray and config.cluster.address:
         check_address(config.cluster.address)
     elif config.rollout.device.startswith("cuda") or (ray and config.cluster.share_gpus):
         _check_gpus(config, ray)
+
+
+def check_open_files() -> None:
+    """Raise this process's limit of open files to what a run needs. Raises ValueError where it cannot be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _OPEN_FILES:
+        return
+
+    # A process may raise its limit as far as the hard one.
+    if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
+        raise ValueError(
+            f"a process may open {hard} files here (ulimit -n), and a run needs {_OPEN_FILES}: run "
+            f"`ulimit -n 4096` before it, or raise nofile in /etc/security/limits.conf."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
 
 
 def _check_gpus(config: Config, ray: bool) -> None:

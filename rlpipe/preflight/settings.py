@@ -171,6 +171,12 @@ def check(config: Config) -> None:
             f"longest context of {longest} tokens (max_position_embeddings, rope scaling): lower it."
         )
 
+    if config.rollout.max_new_tokens >= config.rollout.max_context:
+        raise ValueError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} is not less than rollout.max_context="
+            f"{config.rollout.max_context}, which holds prompt and answer: lower it, or raise the context."
+        )
+
     if config.rollout.max_context > config.trainer.micro_batch_tokens:
         raise ValueError(
             f"trainer.micro_batch_tokens={config.trainer.micro_batch_tokens} cannot hold one trajectory of "

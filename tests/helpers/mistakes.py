@@ -65,6 +65,9 @@ run.steps==3 | key=value | cannot be read | run.steps==3
 --multirun --cfg job | Leave one | --multirun | --cfg
 --config-dir /nowhere | name the one | --config-dir
 --config-name nope | Leave the option out | --config-name
+--config-name recipe/swe_rl | give +recipe=swe_rl | --config-name
+--config-name folder/x | choose +recipe=NAME | --config-name
+trainer.lr=1e-4,3e-4 | add --multirun
 'run.steps=${nope}' | a whole number | run.steps | nope
 spec=3 | spec.mode=VALUE
 model=foo | model.path=VALUE
@@ -143,6 +146,7 @@ trainer.beta1=1 | must be in [0, 1)
 trainer.clip_grad=-1 | at least 0
 trainer.micro_batch_tokens=100 | raise it
 rollout.max_context=100000 | lower it
+rollout.max_new_tokens=5000 | raise the context
 algo.clip_low=0 | must be positive
 algo.clip_dual=1 | 3.0 is usual
 algo.kl_coef=-1 | 0 keeps no reference
@@ -251,6 +255,41 @@ def large_token(model: Path) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
+def stored_as(dtype: str) -> Callable[[Path], None]:
+    """The shipped checkpoint with its first weight declared to be of another type of four bytes."""
+
+    def edit(model: Path) -> None:
+        file = model / "model.safetensors"
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        file.write_bytes(content[:end].replace(b'"F32"', f'"{dtype}"'.encode(), 1) + content[end:])
+
+    return checkpoint(edit)
+
+
+def renamed(*parts: str) -> Callable[[Path], None]:
+    """The shipped checkpoint in a folder of `model`, as a run directory holds it."""
+
+    def prepare(folder: Path) -> None:
+        for part in parts:
+            shutil.copytree(ROOT / "models" / "tiny", folder / "model" / part)
+
+    return prepare
+
+
+def adapter(folder: Path) -> None:
+    """A folder that peft wrote."""
+    (folder / "model").mkdir()
+    (folder / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (folder / "model" / "adapter_model.safetensors").write_text("weights")
+
+
+def quantised(folder: Path) -> None:
+    """A folder of llama.cpp's."""
+    (folder / "model").mkdir()
+    (folder / "model" / "model-Q4.gguf").write_bytes(b"GGUF")
+
+
 AGAIN = "from the checkpoint that the model comes from"
 INDEX = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
 # name, files, what, value, remedy
@@ -298,6 +337,17 @@ FILES = [
         "point",
     ),
     ("a shard is not there", text("model.safetensors.index.json", INDEX), "index.json", "00001", "Download"),
+    ("integer weights", stored_as("I32"), "model.safetensors", "stored as I32", "Take the checkpoint"),
+    ("a PEFT adapter", adapter, "is a PEFT adapter of 'org/base'", "model", "merge_and_unload()"),
+    ("a GGUF file", quantised, "llama.cpp's format", "model", "rlpipe fetch"),
+    (
+        "a run directory",
+        renamed("checkpoints/step_2/hf", "checkpoints/step_10/hf"),
+        "is of a run",
+        "model",
+        "step_10/hf?",
+    ),
+    ("a checkpoint of a run", renamed("hf"), "is a checkpoint of a run", "model", "/model/hf?"),
     ("no tokenizer", checkpoint(lambda m: (m / "tokenizer.json").unlink()), "no tokenizer", "model", "Copy"),
     ("tokenizer is no JSON", text("tokenizer.json", "<html>"), "tokenizer.json:1", "column 1", AGAIN),
     ("tokenizer is none", text("tokenizer.json", "{}"), "tokenizer.json", "no tokenizer", AGAIN),

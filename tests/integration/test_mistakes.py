@@ -48,6 +48,7 @@ def _command(folder, given, module):
 
     rlpipe.launch.run_task = lambda *_: STARTED
     os.chdir(folder)
+    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there
     sys.argv = ["rlpipe", *given]
     if module == "rlpipe.cli.doctor":  # all but what it says of the machine
         findings = list(sys.modules[module].check_run(given))
@@ -57,7 +58,6 @@ def _command(folder, given, module):
     os.environ.pop("WANDB_API_KEY", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["NETRC"] = str(folder / "netrc")
-    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there
     try:
         return sys.modules[module].main() or 0
     except SystemExit as left:

@@ -10,7 +10,7 @@ import pytest
 
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.run import Config
-from rlpipe.launch import _note_few_instances, run_task
+from rlpipe.launch import _note_few_instances, launch, run_task
 from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.unit
@@ -71,6 +71,20 @@ def test_every_way_to_end_has_one_end_event_and_closes_the_task(tmp_path, work, 
     assert [event["kind"] for event in events] == ["start", "end"]
     assert events[-1]["outcome"] == outcome
     assert closed.read_text() == f"at_once={at_once}"
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rlpipe.launch.ReinforcementLearning", lambda *_: None)
+    monkeypatch.setattr("rlpipe.launch.run_task", lambda *_: 0)
+    records = tmp_path / "metrics.jsonl"
+    records.write_text("".join(f'{{"training/global_step": {n}, "time": 1.0}}\n' for n in (1, 2)))
+    config = Config()
+    config.run.dir = str(tmp_path)
+    assert launch(config, "run: {}") == 0
+    assert f"starting over: {tmp_path} has records of 2 steps and no checkpoint" in capsys.readouterr().err
+    assert records.read_text() == ""
+    assert launch(config, "run: {}") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_first_reason_to_leave_counts():

@@ -6,8 +6,10 @@ a container image. Every error in a file is reported with its line.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -87,8 +89,10 @@ def load_instances(setting: str, name: str) -> dict[str, Instance]:
     """
     path = resolve(setting)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        # Some editors write a byte order mark first.
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={setting!r}: cannot read {path}: {error}. Give a JSONL file.") from error
 
     instances: dict[str, Instance] = {}

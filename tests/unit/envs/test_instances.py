@@ -1,5 +1,6 @@
 """Reading SWE-bench style JSONL: what is read, and what is refused with file and line."""
 
+import gzip
 import json
 
 import pytest
@@ -84,6 +85,24 @@ def test_unicode_line_separators_inside_a_record_do_not_split_it(tmp_path):
     record = json.dumps(GOOD | {"problem_statement": "a\u2028b\x85c"}, ensure_ascii=False)
     path = write(tmp_path, record)
     assert load_instances(str(path), "x")["one"].problem_statement == "a\u2028b\x85c"
+
+
+def test_a_byte_order_mark_windows_lines_and_gzip_are_read(tmp_path):
+    lines = "\r\n".join(json.dumps(GOOD | {"instance_id": name}) for name in ("one", "two"))
+    marked = lines.encode("utf-8-sig")
+    (tmp_path / "marked.jsonl").write_bytes(marked)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(marked))
+    for name in ("marked.jsonl", "packed.jsonl.gz"):
+        assert list(load_instances(str(tmp_path / name), "x")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b"x" * 99)[:-9], gzip.compress(b"x" * 99)[:12]]
+)
+def test_a_broken_gzip_file_is_refused(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"env.train_file=.*cannot read .*a\.jsonl\.gz"):
+        load_instances(str(tmp_path / "a.jsonl.gz"), "env.train_file")
 
 
 def test_an_empty_data_set_and_a_missing_file_name_the_setting(tmp_path):

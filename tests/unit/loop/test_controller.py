@@ -279,15 +279,23 @@ def test_what_fails_behind_the_steps_leaves_the_checkpoint_before(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_done(tmp_path):
+@pytest.mark.parametrize(
+    ("save_every", "after"), [(0, "begins anew: there is none before it"), (4, "continues after step 4")]
+)
+def test_a_run_whose_last_checkpoint_cannot_be_written_does_not_end_as_done(tmp_path, save_every, after):
     cluster = ScriptedCluster()
+    save = cluster.save
 
-    async def full(directory):
-        raise OSError(28, "No space left on device")
+    async def full_at_step_6(directory):
+        if directory.name == "step_6.tmp":
+            raise OSError(28, "No space left on device")
+        return await save(directory)
 
-    cluster.save = full
-    with pytest.raises(RuntimeError, match="checkpoint of step 6 could not be written"):
-        asyncio.run(controller(tmp_path, cluster).run())
+    cluster.save = full_at_step_6
+    with pytest.raises(
+        RuntimeError, match=f"checkpoint of step 6 could not be written.*run again, it {after}"
+    ):
+        asyncio.run(controller(tmp_path, cluster, save_every=save_every).run())
 
 
 def test_a_checkpoint_that_the_trainer_cannot_load_is_passed_over(tmp_path):

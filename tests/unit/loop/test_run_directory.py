@@ -125,6 +125,25 @@ def test_more_steps_are_another_experiment_where_the_learning_rate_ends_with_the
         )
 
 
+@pytest.mark.parametrize("damage", ["missing", "broken", "empty"])
+def test_a_run_without_its_config_is_compared_with_the_last_one_kept_and_refused_without_any(run_dir, damage):
+    def break_(file):
+        file.unlink() if damage == "missing" else file.write_text("a: [" if damage == "broken" else "")
+
+    break_(run_dir / "config.yaml")
+    assert settings_changed(run_dir, composed(), step=3, resume=Resume.AUTO) == {}
+    with pytest.raises(ValueError, match=r"run\.seed: 0 -> 1"):
+        settings_changed(run_dir, composed(run__seed=1), step=3, resume=Resume.AUTO)
+
+    break_(run_dir / "configs" / "0.yaml")
+    with pytest.raises(
+        ValueError, match=r"neither config\.yaml nor configs/ there can be read.*resume=anyway"
+    ):
+        settings_changed(run_dir, composed(), step=3, resume=Resume.AUTO)
+    assert settings_changed(run_dir, composed(), step=3, resume=Resume.ANYWAY) == {}
+    assert settings_changed(run_dir, composed(), step=None, resume=Resume.AUTO) == {}
+
+
 def test_settings_of_another_version_are_no_difference(run_dir):
     older = "\n".join(line for line in composed().splitlines() if "interval" not in line)
     (run_dir / "config.yaml").write_text(older + "\nwarm: 1\n")

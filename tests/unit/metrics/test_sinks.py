@@ -100,6 +100,33 @@ def test_records_go_online_only_when_wanted_and_possible(
     assert seen[0]["id"] == seen[1]["id"] and seen[0]["dir"] == tmp_path
 
 
+@pytest.mark.parametrize("mode", [WandbMode.AUTO, WandbMode.ONLINE])
+def test_a_key_that_the_server_refuses_costs_one_line_and_the_run_is_recorded_offline(
+    mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes: list[str] = []
+
+    def init(**arguments: str) -> SimpleNamespace:
+        modes.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise RuntimeError("user is not logged in\nmany more lines")
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    fake = SimpleNamespace(init=init, Settings=lambda **settings: settings, teardown=lambda: None)
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    monkeypatch.setattr("rlpipe.metrics.sinks.logged_in", lambda: True)
+    sink = WandbSink(run_dir=tmp_path, mode=mode, project="p", group="g", config={})
+    if mode is WandbMode.ONLINE:
+        with pytest.raises(ValueError, match=r"W&B did not start \(RuntimeError: user is not logged in\)$"):
+            sink.open()
+        return
+
+    sink.open()
+    assert modes == ["online", "offline"]
+    (line,) = caplog.messages
+    assert "WANDB_API_KEY" in line and f"wandb sync {tmp_path}" in line and "many more" not in line
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
