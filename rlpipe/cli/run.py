@@ -27,7 +27,7 @@ from rlpipe.config.openmp import wait_passively
 from rlpipe.config.paths import resolve, shipped
 from rlpipe.config.run import Config
 from rlpipe.preflight.memory_check import check_memory
-from rlpipe.preflight.models import fetch_models
+from rlpipe.preflight.models import prepare_models
 from rlpipe.preflight.settings import check
 from rlpipe.types import RunStopped
 
@@ -75,10 +75,10 @@ def config_of(overrides: Sequence[str]) -> tuple[Config, str]:
 def check_before(config: Config) -> None:
     """Check everything before the task itself: settings, sizes, memory, files, machine, user code.
 
-    Models of the Hugging Face hub are downloaded, and replaced by their directories in the settings.
+    Models of the Hugging Face hub are downloaded; the settings then name their directories.
     Raises ValueError with the setting, its value and a hint.
     """
-    fetch_models(config)
+    prepare_models(config)
     check(config)
 
     # Imported late, so that wrong settings are reported quickly.

@@ -112,6 +112,9 @@ class ModelConfig:
     """A Hugging Face checkpoint directory, `shipped:models/tiny`, the name of a model that `rlpipe fetch` has
     stored (`smollm2`), or the id of a model of the Hugging Face hub (`org/name`, `org/name@revision`)."""
 
+    chat_template: str = ""
+    """A Jinja file that replaces the chat template of the checkpoint; checkpoints of the run have it too."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ValConfig:

@@ -141,15 +141,22 @@ def _check_template(where: str, directory: Path, settings: dict[str, Any]) -> No
     place = file if file.is_file() else directory / "tokenizer_config.json"
     text = file.read_text(errors="replace") if file.is_file() else inside
     if not text:
-        raise ValueError(f"{where} has no chat template: use an instruction-tuned checkpoint, or add {file}.")
+        raise ValueError(
+            f"{where} has no chat template: use an instruction-tuned checkpoint, add {file}, or set "
+            "model.chat_template=FILE.jinja."
+        )
+    check_template(place, text)
 
+
+def check_template(place: Path, text: str) -> None:
+    """Refuse a chat template that fails or omits a message. place: its file. Raises ValueError."""
     try:
         said = render_template(text, bos_token="", eos_token="", tools=None)
     # A template is a program: it may raise anything.
     except Exception as error:
         line = getattr(error, "lineno", None) or _template_line(error)
         raise ValueError(
-            f"{place}{f':{line}' if line and place == file else ''}: the chat template fails with "
+            f"{place}{f':{line}' if line and place.suffix != '.json' else ''}: the chat template fails with "
             f"{described(error)}. Correct it, or copy chat_template.jinja from the checkpoint that the model "
             "comes from."
         ) from None

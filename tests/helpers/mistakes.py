@@ -203,6 +203,7 @@ rollout=sglang spec.mode=tree | rollout=embedded
 rollout=sglang spec.drafter=suffix | rollout=embedded
 decoupled.path=/no/model | Point decoupled.path
 model.path=/no/model | Point model.path
+model.chat_template=none.jinja | a relative path starts at
 model.path=Qwen/Qwen2.5-0.5B | hf download Qwen/Qwen2.5-0.5B
 model.path=Qwen/Qwen2.5-0.5B@main | set HF_ENDPOINT to a mirror
 run.dir=/dev/null/x | set run.dir

@@ -12,7 +12,7 @@ from rlpipe.config.paths import resolve_model, shipped
 from rlpipe.config.run import Config, ModelConfig
 from rlpipe.models import hub as hub_module
 from rlpipe.models.hub import hub_directory, hub_id
-from rlpipe.preflight.models import fetch_models
+from rlpipe.preflight.models import prepare_models
 from rlpipe.preflight.settings import check
 from tests.helpers.hub import TOKEN, hub_server
 
@@ -76,7 +76,7 @@ def test_a_model_is_downloaded_once_without_the_files_that_no_run_reads(hub, mod
 def test_a_launch_checks_the_downloaded_model_and_hands_its_directory_to_all_processes(hub, model):
     commit = hub.add(REPO, model)
     config = Config(model=ModelConfig(path=REPO))
-    fetch_models(config)
+    prepare_models(config)
     assert config.model.path.endswith(f"snapshots/{commit}")
     hub.requests.clear()
     check(config)
