@@ -56,8 +56,11 @@ def explain_acceptance(run: RunData) -> Finding | None:
     return None if overall is None else _explain_by_steps(overall)
 
 
-def excursion(run: RunData, split: Split) -> str:
-    """Describe where the rate at depth 1 went in between and came back from; "" where it did not."""
+def excursion(run: RunData, split: Split, splits: AcceptanceSplit) -> str:
+    """Describe where the rate at depth 1 went in between and came back from; "" where it did not.
+
+    split: of the ends. splits: has the parts of the change until then.
+    """
     steps, values = run.series("spec/acceptance_rate/depth_1")
     rate, count = np.array(values), len(values)
     width = max(3, min(5, count // 6))
@@ -92,8 +95,16 @@ def excursion(run: RunData, split: Split) -> str:
     return (
         f"In between it {direction} to {means[at]:.3f} (steps {steps[at]} to {steps[at + width - 1]}, "
         f"{points(went)} since the first span) and {return_} again ({points(back.times(-1))} to the "
-        "last): the ends do not show that."
+        f"last): the ends do not show that.{_parts_at(splits, steps[at + width - 1])}"
     )
+
+
+def _parts_at(splits: AcceptanceSplit, step: int) -> str:
+    """Name the parts of the change until a step that are clear of 0."""
+    split = splits.at(1, step)
+    clear = {n: p for n, p in split.causes().items() if _is_clear(p)} if split is not None else {}
+    listed = "; ".join(f"{PART_NAMES[name]} {points(part)}" for name, part in clear.items())
+    return f" Its parts at step {step} that are clear of 0: {listed or 'none'}." if split is not None else ""
 
 
 # --- with a probe set ------------------------------------------------------------------------------
@@ -102,7 +113,7 @@ def excursion(run: RunData, split: Split) -> str:
 def _explain_by_probes(run: RunData, split: Split, splits: AcceptanceSplit) -> Finding:
     setup, causes = Setup.from_settings(run.settings), split.causes()
     head = f"Acceptance at depth 1 {_moved(split.total)} {_spans(split)}"
-    remark = " ".join(filter(None, (_which_slope(split), excursion(run, split))))
+    remark = " ".join(filter(None, (_which_slope(split), excursion(run, split, splits))))
 
     clear = [name for name, part in causes.items() if _is_clear(part)]
     if not clear:

@@ -134,11 +134,12 @@ def test_an_excursion_inside_a_third_is_reported_and_noise_is_none(tmp_path):
     """0.976, down to 0.871 around step 14, then 0.938: its thirds differ by less than a point."""
     rates = [0.976] * 10 + [0.93, 0.90, 0.88, 0.871, 0.871, 0.88, 0.90, 0.93] + [0.96] * 12
     run = dip(rates)(tmp_path / "dip")
-    text = excursion(run, of_run(run).at(1))
+    text = excursion(run, of_run(run).at(1), of_run(run))
     assert "it fell to 0.88" in text and "(steps 12 to 16, -9." in text and "rose again" in text
+    assert "parts at step 16 that are clear of 0: fit of the draft -" in text
     flat = dip([0.95] * 30, noise=0.03)
     found = [flat(tmp_path / f"flat{n}") for n in range(20)]
-    assert sum(bool(excursion(run, of_run(run).at(1))) for run in found) <= 2
+    assert sum(bool(excursion(run, of_run(run).at(1), of_run(run))) for run in found) <= 2
 
 
 def test_a_run_without_probes_leaves_all_that_entropy_does_not_explain_to_the_draft(tmp_path):
