@@ -11,19 +11,25 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from rlpipe.metrics.bus import STEP
+from rlpipe.metrics.grafana import write_dashboard
 from rlpipe.metrics.names import declared
 
 
 class PrometheusSink:
-    """host, port: the address of the endpoint; with port 0 a free one is used, which `port` then holds."""
+    """host, port: the address of the endpoint; with port 0 a free one is used, which `port` then holds.
+
+    dashboard: file for Grafana's dashboard of these metrics; None for none.
+    """
 
     name = "prometheus"
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, dashboard: Path | None = None) -> None:
         self.port = port
+        self._dashboard = dashboard
         self._host = host
         self._values: dict[str, Any] = {}
         self._events: Counter[tuple[str, str]] = Counter()
@@ -41,6 +47,8 @@ class PrometheusSink:
             raise ValueError(
                 'metrics.prometheus_port needs prometheus_client: pip install -e ".[dashboards]".'
             ) from error
+        if self._dashboard is not None:
+            write_dashboard(self._dashboard)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server, self._thread = start_http_server(self.port, self._host, registry)

@@ -18,6 +18,7 @@ from rlpipe.config.metrics import WandbMode
 from rlpipe.config.run import Config, Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
+from rlpipe.metrics.grafana import NAME as GRAFANA
 from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
 from rlpipe.metrics.prometheus import PrometheusSink
 from rlpipe.metrics.tensorboard import TensorBoardSink
@@ -39,7 +40,8 @@ def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     if config.metrics.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if config.metrics.prometheus_port:
-        sinks.append(PrometheusSink(config.metrics.prometheus_host, config.metrics.prometheus_port))
+        host, port = config.metrics.prometheus_host, config.metrics.prometheus_port
+        sinks.append(PrometheusSink(host, port, dashboard=run_dir / GRAFANA))
     if config.metrics.wandb is not WandbMode.OFF:
         sinks.append(
             WandbSink(

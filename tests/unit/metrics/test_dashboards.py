@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import socket
@@ -62,6 +63,25 @@ def test_tensorboard_lays_out_what_runs_log(tmp_path: Path) -> None:
     logged += ["probe/visited/observed_rate", "training/off_policy/trajectory_staleness/mean"]
     for title, tags in charts.items():
         assert any(re.search(tag, name) for tag in tags for name in logged), title
+
+
+def test_every_panel_for_grafana_asks_for_metrics_that_are_served(tmp_path: Path) -> None:
+    sink = PrometheusSink("127.0.0.1", 0, dashboard=tmp_path / "grafana.json")
+    with MetricsBus([sink]) as bus:
+        commit_three(bus)
+    written = json.loads((tmp_path / "grafana.json").read_text())
+    panels = [panel for panel in written["panels"] if panel["type"] == "timeseries"]
+    assert [panel["title"] for panel in panels] == [title for group in LAYOUT.values() for title in group]
+    assert len({panel["id"] for panel in written["panels"]}) == len(written["panels"])
+
+    holes = {"{k}": "1", "{split}": "a_b", "{set}": "fixed", "{part}": "mismatch"}
+    names = [reduce(lambda name, hole: name.replace(*hole), holes.items(), m.name) for m in metrics()]
+    names += ["val/a_b/reward", "training/off_policy/trajectory_staleness/mean"]
+    served = ["rlpipe_" + re.sub(r"\W", "_", name) for name in names]  # as PrometheusSink names its gauges
+    for panel in panels:
+        for target in panel["targets"]:
+            (expression,) = re.findall(r'__name__=~"([^"]+)"', target["expr"])
+            assert "\\" not in expression and any(re.fullmatch(expression, name) for name in served), panel
 
 
 def scrape(port: int) -> dict[str, float]:
