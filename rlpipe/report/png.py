@@ -104,7 +104,7 @@ def _line(panel: Axes, trace: dict[str, Any]) -> None:
     }
 
     if "error_y" in trace:
-        panel.errorbar(trace["x"], trace["y"], yerr=trace["error_y"]["array"], capsize=2.5, **options)
+        panel.errorbar(trace["x"], trace["y"], yerr=_ends(trace["error_y"]), capsize=2.5, **options)
     else:
         panel.plot(trace["x"], trace["y"], **options)
 
@@ -127,7 +127,7 @@ def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -
             [ticks.index(label) + shift for label in trace[labels]],
             trace[values],
             thick,
-            **{base: ends if stack else 0, error[-1] + "err": trace.get(error, {}).get("array")},
+            **{base: ends if stack else 0, error[-1] + "err": _ends(trace.get(error, {}))},
             color=_colour(trace["marker"]["color"]),
             error_kw={"lw": 0.9, "capsize": 2} if across else {},
             label=trace["name"],
@@ -140,6 +140,11 @@ def _bars(panel: Axes, bars: Sequence[dict[str, Any]], layout: dict[str, Any]) -
     if across:
         panel.axvline(0, color=TEXT, lw=0.6)
         panel.invert_yaxis()
+
+
+def _ends(error: dict[str, Any]) -> Any:
+    """Return the error bars for matplotlib: [n], or [below, above] where they are not symmetric."""
+    return [error["arrayminus"], error["array"]] if "arrayminus" in error else error.get("array")
 
 
 def _style(panel: Axes, layout: dict[str, Any], axis: str) -> None:

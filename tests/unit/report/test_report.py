@@ -20,6 +20,7 @@ from rlpipe.metrics.statistics import wilson
 from rlpipe.report import viewer
 from rlpipe.report.drawing import SECTIONS, smooth
 from rlpipe.report.figures import figures, window
+from rlpipe.report.png import _ends
 from rlpipe.report.write import write_report
 
 pytestmark = pytest.mark.unit
@@ -455,3 +456,8 @@ def test_numbers_of_the_environment_have_curves_of_training_and_held_out_sets(tm
     figure = figure_of([run], "format")
     assert [trace["name"] for trace in figure.traces] == ["training", "held out"]
     assert figure.traces[0]["y"] == [0.5] * 3 and figure.traces[1]["y"][-1] == 0.25
+
+
+def test_pictures_have_both_ends_of_an_interval_that_is_not_symmetric() -> None:
+    assert _ends({"array": [0.1], "arrayminus": [0.3]}) == [[0.3], [0.1]]
+    assert _ends({"array": [0.1]}) == [0.1] and _ends({}) is None
