@@ -11,6 +11,7 @@ import pytest
 
 from rlpipe.config.run import Config
 from rlpipe.diagnosis.acceptance_split import OVERALL, STEP, early_steps, of_run
+from rlpipe.diagnosis.analysis import analyse
 from rlpipe.diagnosis.explanation import excursion, explain_acceptance, points
 from rlpipe.diagnosis.monitor import Monitor
 from rlpipe.metrics.runs import load_run
@@ -147,3 +148,10 @@ def test_a_run_without_probes_leaves_all_that_entropy_does_not_explain_to_the_dr
     split = of_run(run).at(1)
     assert set(split.parts) == {"total", "entropy", "mismatch"} and split.parts["mismatch"].high < -0.05
     assert isfinite(split.parts["mismatch"].low) and list(split.slopes) == ["between steps"]
+
+
+def test_analyse_gives_the_split_as_plain_data(planted):
+    found = json.loads(json.dumps(analyse(planted)))["split"]
+    assert list(found) == ["overall", "depth 1", "depth 2"]
+    total = of_run(planted).at(1).total
+    assert found["depth 1"]["parts"]["total"] == {"value": total.value, "low": total.low, "high": total.high}
