@@ -21,6 +21,7 @@ class EnvName(Choice):
     TOOLS = "tools"  # questions answered with tools over several turns
     GYMNASIUM = "gymnasium"  # Gymnasium's, as text
     TEXTARENA = "textarena"  # games of TextArena
+    VERIFIERS = "verifiers"  # tasksets and environments of verifiers 0.4
     USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
@@ -220,6 +221,21 @@ class TextArenaConfig:
     module:function of (text, rng), where text is what that player sees. Empty for one player."""
 
 
+@dataclass(slots=True, kw_only=True)
+class VerifiersConfig:
+    """Settings of the environment `verifiers`."""
+
+    taskset: str = ""
+    """Id of an installed taskset, or a class: module:Taskset or file.py:Taskset."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the taskset's own config."""
+
+    env: str = ""
+    """A verifiers `Env` with one agent, by module:Class or file.py:Class, that plays the tasks over several
+    turns. Empty: the installed package's own, else one answer."""
+
+
 def _shipped_held_out() -> list[str]:
     """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
@@ -278,6 +294,9 @@ class EnvConfig:
 
     textarena: TextArenaConfig = field(default_factory=TextArenaConfig)
     """Settings of the environment `textarena`."""
+
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+    """Settings of the environment `verifiers`."""
 
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class

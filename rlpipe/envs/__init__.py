@@ -87,6 +87,18 @@ def _make_textarena(config: EnvConfig, seed: int) -> Suite:
     return make_textarena(config, seed)
 
 
+def _check_verifiers(config: EnvConfig) -> None:
+    from rlpipe.envs.verifiers.suite import check_verifiers
+
+    check_verifiers(config)
+
+
+def _make_verifiers(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.verifiers.suite import VerifiersSuite
+
+    return VerifiersSuite(config)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -106,6 +118,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.TOOLS: Environment(check=_check_tools, make=_make_tools),
     EnvName.GYMNASIUM: Environment(check=_check_gymnasium, make=_make_gymnasium),
     EnvName.TEXTARENA: Environment(check=_check_textarena, make=_make_textarena),
+    EnvName.VERIFIERS: Environment(check=_check_verifiers, make=_make_verifiers),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
 }
 

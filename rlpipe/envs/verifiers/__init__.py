@@ -1,0 +1,1 @@
+"""verifiers 0.4 in process. `suite` is the environment, `agent` the model's side, `load` the library's."""

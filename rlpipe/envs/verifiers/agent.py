@@ -1,0 +1,135 @@
+"""The model as verifiers' agent. One object stands for `Agents`, the only agent, and its `Interaction`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.tools.episode import opening
+from rlpipe.envs.tools.parsers import MalformedCall, parse_turn
+from rlpipe.envs.verifiers.load import Served, serve
+
+
+class TheModel:
+    """An agent of verifiers that rlpipe generates.
+
+    said: chat messages for the model. answers: its turns, None when it gets no further one. trace: the
+    library's record, with the rewards when the exchange has ended.
+    """
+
+    def __init__(self, config: EnvConfig, env: Any) -> None:
+        self._config, self._env, self._served = config, env, Served()
+        self.said: asyncio.Queue[list[dict[str, str]]] = asyncio.Queue(1)
+        self.answers: asyncio.Queue[str | None] = asyncio.Queue(1)
+        self.trace: Any = None
+
+    def __getattr__(self, name: str) -> TheModel:
+        """Return itself, by whatever name the environment calls its agent."""
+        return self
+
+    async def run(self, task: Any) -> Any:
+        """Have one answer to the task's prompt."""
+        async with self.interaction(task):
+            await self.turn()
+        return self.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any) -> AsyncIterator[TheModel]:
+        """Open an exchange, and score it in the end."""
+        from verifiers.v1 import AgentConfig, AgentInfo, Trace, TraceTask
+        from verifiers.v1.state import state_cls
+
+        facts = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = AgentInfo(config=AgentConfig())
+        self.trace = Trace(task=facts, agent=agent, state=state_cls(type(task))())
+
+        # The hooks get no runtime: `load` has refused tasks that need one.
+        await task.setup(self.trace, None)
+        self._served = await serve(self._env.taskset, task, self.trace.state)
+        yield self
+        await task.finalize(self.trace, None)
+        await task.score(self.trace, None)
+
+    async def turn(self, message: Any = None) -> Any:
+        """Say something, or the task's prompt, and return the model's answer, after its calls of tools."""
+        from verifiers.v1 import Segment
+
+        said = self._messages(message)
+        if not self.trace.nodes:
+            self._add(*self._prompts(), *said)
+            said = [node.message for node in self.trace.nodes]
+        else:
+            self._add(*said)
+
+        start = len(self.trace.nodes)
+        while said:
+            await self.said.put([{"role": one.role, "content": _text(one)} for one in said])
+            answer = await self.answers.get()
+            if answer is None:
+                self.trace.stop("max_turns")
+                return Segment(messages=[], terminated=True)
+            said = await self._answered(answer, len(self.trace.nodes))
+        return Segment(messages=[node.message for node in self.trace.nodes[start:]])
+
+    def _prompts(self) -> list[Any]:
+        """Return one system message, of the run, of the tools and of the task, if any of them has one."""
+        from verifiers.v1.types import SystemMessage
+
+        system = [m["content"] for m in opening("", self._config, self._served.schemas)[:-1]]
+        system += [text] if (text := self.trace.task.data.system_prompt) else []
+        return [SystemMessage(content="\n\n".join(system))] if system else []
+
+    def _messages(self, message: Any) -> list[Any]:
+        """Return what is said as the library's messages; the task's prompt for None."""
+        from verifiers.v1.dialects.chat import parse_message
+        from verifiers.v1.types import UserMessage
+
+        message = self.trace.task.data.prompt if message is None else message
+        if isinstance(message, str):
+            return [UserMessage(content=message)]
+        return [parse_message(one) if isinstance(one, dict) else one for one in message or []]
+
+    async def _answered(self, text: str, number: int) -> list[Any]:
+        """Record the model's turn, and return the results of the tools that it calls; none for an answer."""
+        from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
+
+        problem, calls = "", ()
+        if self._served.servers:
+            try:
+                parsed = parse_turn(text, self._config.tools.parser)
+                text, calls = parsed.content if parsed.calls else text, parsed.calls
+            except MalformedCall as error:
+                problem = f"error: {error}"
+
+        ids = [f"call_{number}_{index}" for index in range(len(calls))]
+        made = [
+            ToolCall(id=name, name=call.name, arguments=json.dumps(call.arguments))
+            for name, call in zip(ids, calls, strict=True)
+        ]
+        self._add(AssistantMessage(content=text, tool_calls=made or None), sampled=True)
+
+        results = [
+            ToolMessage(tool_call_id=name, content=await self._served.call(call), name=call.name)
+            for name, call in zip(ids, calls, strict=True)
+        ]
+        said = [ToolMessage(tool_call_id="none", content=problem)] if problem else results
+        self._add(*said)
+        return said
+
+    def _add(self, *messages: Any, sampled: bool = False) -> None:
+        from verifiers.v1 import MessageNode
+
+        for message in messages:
+            parent = len(self.trace.nodes) - 1
+            node = MessageNode(message=message, parent=parent if parent >= 0 else None, sampled=sampled)
+            self.trace.nodes.append(node)
+
+
+def _text(message: Any) -> str:
+    from verifiers.v1.types import content_text
+
+    return content_text(message.content)

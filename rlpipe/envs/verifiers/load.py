@@ -1,0 +1,153 @@
+"""Loads a verifiers environment: its taskset, its `run`, and its tools, served in this process.
+
+Refuses what needs a harness or a runtime, which `env=verifiers` has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpipe.config.env import EnvConfig, VerifiersConfig
+from rlpipe.config.user_code import load_function
+from rlpipe.envs.base import TRAIN
+from rlpipe.envs.tools.schema import ToolCall
+
+_HARNESS = "harnesses, runtimes and containers are not part of env=verifiers, where the model itself answers"
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """Tools of an episode. schemas: OpenAI's. servers: by the model's name of a tool, with its own name."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    servers: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    async def call(self, call: ToolCall) -> str:
+        """Return a tool's result, or what was wrong with the call, as text for the model."""
+        if call.name not in self.servers:
+            return f"error: no tool {call.name!r}; there are {', '.join(self.servers) or 'none'}"
+        server, name = self.servers[call.name]
+        try:
+            result = await server.call_tool(name, call.arguments)
+        except Exception as error:  # wrong arguments, and whatever the tool raises: both go to the model
+            return f"error: {error}"
+        return "\n".join(getattr(part, "text", "") for part in result.content)
+
+
+def load_environment(config: VerifiersConfig) -> Any:
+    """Make the environment, with its taskset as `taskset`. Raises ValueError for what cannot be used."""
+    import verifiers.v1 as vf
+    from verifiers.v1.envs.single_agent import SingleAgentEnv
+    from verifiers.v1.utils import loaders
+    from verifiers.v1.utils.generic import concrete_type
+
+    where = f"env.verifiers.taskset={config.taskset!r}"
+    if not config.taskset:
+        raise ValueError(f"{where}: name a taskset, as an installed id, module:Class or file.py:Class.")
+    try:
+        if ":" in config.taskset:
+            taskset_class = load_function(config.taskset, setting="env.verifiers.taskset", takes="config")
+            env_class = SingleAgentEnv
+        else:
+            taskset_class = loaders.taskset_class(config.taskset)
+            env_class = loaders.environment_class(config.taskset)
+            if loaders.default_harness_id(config.taskset) == config.taskset:
+                raise ValueError(f"it brings a harness of its own: {_HARNESS}")
+        if config.env:
+            env_class = load_function(config.env, setting="env.verifiers.env", takes="config")
+
+        settings = concrete_type(taskset_class, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
+        taskset = taskset_class(settings.model_validate(config.config))
+        env_settings = (concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig)()
+        _check_task(taskset.task_type())
+        _check_seats(env_class, env_settings)
+    except Exception as error:  # of the library, of pydantic, of the user's code
+        if str(error).startswith("env."):
+            raise
+        reason = " ".join(str(error).split())  # pydantic's name the field on a second line
+        raise ValueError(f"{where}: {reason}.") from error
+
+    # The library's constructor loads harnesses by default.
+    env = object.__new__(env_class)
+    env.config, env.taskset = env_settings, taskset
+    return env
+
+
+def tasks_by_split(taskset: Any, config: EnvConfig) -> dict[str, dict[str, Any]]:
+    """Return tasks by id by split: `env.held_out_size` held out, then at most `env.train_size` others."""
+    ordered = taskset.shuffle(seed=0) if taskset.bounded else taskset
+    count = config.held_out_size + config.train_size
+    tasks = {f"task:{task.data.idx}": task for task in itertools.islice(ordered, count)}
+    if len(tasks) <= config.held_out_size:
+        raise ValueError(
+            f"env.verifiers.taskset={config.verifiers.taskset!r} has {len(tasks)} tasks, of which "
+            f"env.held_out_size={config.held_out_size} are held out: lower it, so that some are left."
+        )
+    names = list(tasks)
+    parts = {TRAIN: names[config.held_out_size :], "held_out": names[: config.held_out_size]}
+    return {split: {name: tasks[name] for name in ids} for split, ids in parts.items()}
+
+
+async def serve(taskset: Any, task: Any, state: Any = None) -> Served:
+    """Start the tools of a task, which share the state of its trace."""
+    from mcp.server.mcpserver import MCPServer
+
+    served = Served()
+    for toolset in (*type(taskset).toolsets(taskset.config), *type(task).toolsets(task.config)):
+
+        async def pull() -> Any:
+            return state
+
+        async def push(before: bytes) -> None:
+            """Keep nothing: the tools change the state itself."""
+
+        # The library sends the state to a server in another process; here is but one.
+        toolset._pull_state, toolset._push_state = pull, push
+        if state is not None:
+            await toolset.setup()
+            await toolset.setup_task(task.data)
+
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            served.servers[name] = server, tool.name
+            function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            served.schemas.append({"type": "function", "function": function})
+    return served
+
+
+def schemas_of(taskset: Any, task: Any) -> list[dict[str, Any]]:
+    """Return the schemas of the tools, from any thread, in an event loop or not."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, serve(taskset, task)).result().schemas
+
+
+def _check_task(task_class: Any) -> None:
+    """Raise ValueError for a task that needs what only a harness has."""
+    from verifiers.v1.utils.decorators import discover_decorated
+
+    task = object.__new__(task_class)
+    if task_class.NEEDS_CONTAINER:
+        raise ValueError(f"its tasks need a container: {_HARNESS}")
+    for kind in ("stop", "intercept"):
+        if functions := discover_decorated(task, kind):
+            raise ValueError(f"{functions[0].__name__} is a @{kind}, which a harness calls: {_HARNESS}")
+    for function in (*discover_decorated(task, "reward"), *discover_decorated(task, "metric")):
+        needed = inspect.signature(function).parameters.get("runtime")
+        if needed is not None and needed.default is inspect.Parameter.empty:
+            raise ValueError(f"{function.__name__} takes a runtime: {_HARNESS}")
+
+
+def _check_seats(env_class: Any, settings: Any) -> None:
+    """Raise ValueError for an environment of several agents: they would need a trajectory each."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    seats = list(agent_config_fields(settings))
+    if len(seats) != 1:
+        raise ValueError(f"{env_class.__name__} has the agents {', '.join(seats)}: only one can be the model")

@@ -1,0 +1,93 @@
+"""Environments of verifiers 0.4 in process: `env=verifiers env.verifiers.taskset=my_tasks.py:MyTaskset`.
+
+    Env.run(task, agents) --turn(message)--> what the model reads --step(action)--> Segment --> ... rewards
+
+The library's `run` is a coroutine that talks to an agent; here the agent is the model that is trained. A
+plain taskset is one answer, after as many turns as call tools. The task's weighted rewards are the reward;
+rewards and metrics by name are the info. Harnesses, which drive the model themselves, are refused (`load`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.envs.base import TRAIN, SplitTable, StepResult
+from rlpipe.envs.seeded import require
+from rlpipe.envs.verifiers.agent import TheModel
+from rlpipe.envs.verifiers.load import load_environment, schemas_of, tasks_by_split
+
+
+def check_verifiers(config: EnvConfig) -> None:
+    """Load the taskset and refuse what needs a harness or a runtime. Raises ValueError."""
+    require("verifiers", extra="verifiers")
+    VerifiersSuite(config)
+
+
+class VerifiersSuite(SplitTable):
+    """Tasks of a taskset, in a shuffled order that no seed changes; the first are held out."""
+
+    def __init__(self, config: EnvConfig) -> None:
+        self._config, self.max_turns = config, config.max_turns
+        self._env = load_environment(config.verifiers)
+        splits = tasks_by_split(self._env.taskset, config)
+        self._tasks = {name: task for tasks in splits.values() for name, task in tasks.items()}
+        super().__init__({split: list(tasks) for split, tasks in splits.items()})
+
+        schemas = schemas_of(self._env.taskset, next(iter(splits[TRAIN].values())))
+        self.tools: list[dict[str, Any]] | None = schemas if config.tools.in_template else None
+
+    def episode(self, instance_id: str) -> VerifiersEpisode:
+        """Start a fresh attempt."""
+        return VerifiersEpisode(self._config, self._env, self._tasks[instance_id])
+
+
+class VerifiersEpisode:
+    """One `run` of the environment."""
+
+    def __init__(self, config: EnvConfig, env: Any, task: Any) -> None:
+        self._config, self._env, self._task = config, env, task
+        self._agents = TheModel(config, env)
+        self._run: asyncio.Task[None] | None = None
+
+    async def messages(self) -> list[dict[str, str]]:
+        """Start the environment, and return what it says first."""
+        self._run = asyncio.create_task(self._env.run(self._task, self._agents))
+        if (said := await self._next()) is None:
+            raise ValueError("the environment ended before the model's first turn.")
+        return said
+
+    async def step(self, action: str) -> StepResult:
+        """Answer the environment; it says more, or ends and is scored."""
+        await self._agents.answers.put(action)
+        said = await self._next()
+        return self._scored(submitted=True) if said is None else StepResult(observation=said)
+
+    async def finish(self) -> StepResult:
+        """End at a limit of turns or context; what was said until then is scored."""
+        await self._agents.answers.put(None)
+        await self._next()
+        return self._scored(submitted=False)
+
+    async def close(self) -> None:
+        """End an environment that is still waiting for a turn."""
+        if self._run:
+            self._run.cancel()
+
+    async def _next(self) -> list[dict[str, str]] | None:
+        """Return what the environment says; None when it has ended. Raises what it raised."""
+        assert self._run, "messages() comes first"
+        said = asyncio.create_task(self._agents.said.get())
+        await asyncio.wait({said, self._run}, return_when=asyncio.FIRST_COMPLETED)
+        if said.done():
+            return said.result()
+        said.cancel()
+        self._run.result()
+        return None
+
+    def _scored(self, *, submitted: bool) -> StepResult:
+        trace = self._agents.trace
+        numbers = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        numbers |= {name: value for name, value in trace.metrics.items() if value is not None}
+        return StepResult(done=True, reward=trace.reward, info={**numbers, "submitted": submitted})

@@ -1,0 +1,34 @@
+"""Recipes of environment libraries: two steps with the shipped model, and how several seeds are summed up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.seeds import measured, summary
+from tests.helpers.cli import ROOT, SMALL, run
+
+pytestmark = pytest.mark.integration
+RECIPES = {"frozen_lake": "Answer with one of 4, 2, 6, 8.", "find_function": "Find the file that defines"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_steps_of_a_recipe_play_its_environment_and_are_rewarded(recipe: str, tmp_path: Path) -> None:
+    small = [*SMALL, "val.every=2", "val.instances=4", "metrics.wandb=off", "run.dir=out", "cluster=inline"]
+    result = run(f"+recipe={recipe}", *small, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    one = measured(tmp_path / "out")
+    assert len(one["train_reward"]) == 2 and [step for step, _, _ in one["validation"]] == [0, 2]
+    played = [json.loads(line) for line in (tmp_path / "out/trajectories.jsonl").read_text().splitlines()]
+    assert played and RECIPES[recipe] in str(played[0])
+
+
+def test_the_gain_over_seeds_has_students_interval() -> None:
+    ends = {"seed_0": 0.4, "seed_1": 0.5, "seed_2": 0.6}
+    runs = {name: {"validation": [[0, 0.1, 0.0], [9, after, 0.0]]} for name, after in ends.items()}
+    gain = summary(runs)["gain"]
+    # The standard error of 0.3, 0.4, 0.5 is 0.0577; Student's quantile of two degrees of freedom is 4.303.
+    assert gain["mean"] == 0.4 and gain["interval"] == pytest.approx([0.4 - 0.2484, 0.4 + 0.2484], abs=1e-3)
