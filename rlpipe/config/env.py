@@ -22,6 +22,7 @@ class EnvName(Choice):
     GYMNASIUM = "gymnasium"  # Gymnasium's, as text
     TEXTARENA = "textarena"  # games of TextArena
     VERIFIERS = "verifiers"  # tasksets and environments of verifiers 0.4
+    OPENENV = "openenv"  # behind an OpenEnv server
     USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
@@ -236,6 +237,29 @@ class VerifiersConfig:
     turns. Empty: the installed package's own, else one answer."""
 
 
+@dataclass(slots=True, kw_only=True)
+class OpenEnvConfig:
+    """Settings of the environment `openenv`."""
+
+    url: str = ""
+    """Address of the environment's server, such as http://127.0.0.1:8000."""
+
+    reset: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's `reset`; its `seed` is the instance."""
+
+    action: str = ""
+    """Field of an action that an answer is; empty takes the only required one, else answers are JSON."""
+
+    observation: str = ""
+    """Field of an observation that the model reads; empty takes the only one, or all of them as JSON."""
+
+    timeout_s: float = 60.0
+    """Seconds for one answer of the server."""
+
+    def __post_init__(self) -> None:
+        positive(self, "env.openenv", "timeout_s")
+
+
 def _shipped_held_out() -> list[str]:
     """Return the default held-out files."""
     return ["shipped:data/swe/held_instances.jsonl", "shipped:data/swe/held_families.jsonl"]
@@ -298,6 +322,9 @@ class EnvConfig:
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
     """Settings of the environment `verifiers`."""
 
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    """Settings of the environment `openenv`."""
+
     suite: str = ""
     """A user's environment, as module:NAME or path/to/file.py:NAME, instead of what `name` selects: a class
     with the methods `messages` and `step`, or NAME(config, seed) -> Suite, see `rlpipe.envs.base`. A module
@@ -317,6 +344,11 @@ class EnvConfig:
         # A user's suite takes precedence over the named environment.
         if self.suite:
             self.name, self.suite = EnvName.USER, absolute(self.suite)
+        elif self.name is EnvName.OPENENV and not self.openenv.url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"env.openenv.url={self.openenv.url!r} must be the address of a server, such as "
+                "http://127.0.0.1:8000."
+            )
         elif self.name is EnvName.USER:
             raise ValueError("env.name=user plays a suite of your own: name it by env.suite=my_env.py:NAME.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")

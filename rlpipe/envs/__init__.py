@@ -99,6 +99,18 @@ def _make_verifiers(config: EnvConfig, seed: int) -> Suite:
     return VerifiersSuite(config)
 
 
+def _check_openenv(config: EnvConfig) -> None:
+    from rlpipe.envs.openenv import check_openenv
+
+    check_openenv(config)
+
+
+def _make_openenv(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.openenv import make_openenv
+
+    return make_openenv(config, seed)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -119,6 +131,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.GYMNASIUM: Environment(check=_check_gymnasium, make=_make_gymnasium),
     EnvName.TEXTARENA: Environment(check=_check_textarena, make=_make_textarena),
     EnvName.VERIFIERS: Environment(check=_check_verifiers, make=_make_verifiers),
+    EnvName.OPENENV: Environment(check=_check_openenv, make=_make_openenv),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
 }
 

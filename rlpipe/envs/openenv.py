@@ -1,0 +1,122 @@
+"""Environments behind an OpenEnv server: `env=openenv env.openenv.url=http://127.0.0.1:8000`.
+
+    an episode: connect to /ws, reset(seed) -> observation, step(action) -> observation, reward, done
+
+Owns the client's side of OpenEnv's protocol (0.10), JSON over a WebSocket; no package of it is needed here.
+The server's `/schema` says what an action is: an answer is its one required field, or else a JSON object. One
+that the schema refuses is answered by the reason; any other failure of a server is an InfrastructureError.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.user_code import described
+from rlpipe.envs.base import InfrastructureError, StepResult
+from rlpipe.envs.seeded import SeededSuite, opening, require
+
+
+def check_openenv(config: EnvConfig) -> None:
+    """Read the server's schema, and play the start of an episode. Raises ValueError."""
+    require("websockets", extra="openenv")
+    try:
+        episode = make_openenv(config, 0).episode("seed:0")
+        episode.messages()
+        episode.close()
+    except InfrastructureError as error:
+        raise ValueError(f"{error}. Start the server, or correct env.openenv.url.") from error
+
+
+def make_openenv(config: EnvConfig, seed: int) -> SeededSuite:
+    """Make the suite of `env.openenv`. seed: of the run. Raises InfrastructureError without a server."""
+    return SeededSuite(config, seed, partial(OpenEnvEpisode, config, _action_schema(config)))
+
+
+class OpenEnvEpisode:
+    """One session of the server."""
+
+    def __init__(self, config: EnvConfig, schema: dict[str, Any], seed: int) -> None:
+        from websockets.sync.client import connect
+
+        self._config, self._seed = config, seed
+        only = schema["required"][0] if len(schema["required"]) == 1 else ""
+        self._field = config.openenv.action or only
+        self._kind = schema["properties"].get(self._field, {}).get("type", "object")
+        what = f"{self._field} ({self._kind})" if self._field else f"a JSON object: {json.dumps(schema)}"
+        self._hint, self._open = f"Answer with {what}.", ExitStack()
+
+        url = f"ws{config.openenv.url.rstrip('/').removeprefix('http')}/ws"
+        try:
+            opened = connect(url, open_timeout=config.openenv.timeout_s, max_size=None)
+            self._socket = self._open.enter_context(opened)
+        except Exception as error:  # OSError, a timeout, a handshake that the server refuses
+            raise InfrastructureError(f"env.openenv.url={config.openenv.url}: {described(error)}") from error
+
+    def messages(self) -> list[dict[str, str]]:
+        """Reset the environment, and return its first observation and what an action is."""
+        result = self._request("reset", {"seed": self._seed, **self._config.openenv.reset})
+        return opening(self._config, f"{self._text(result['observation'])}\n{self._hint}")
+
+    def step(self, action: str) -> StepResult:
+        """Send the action that the text is."""
+        try:
+            sent = action.strip() if self._kind == "string" else json.loads(action)
+            result = self._request("step", {self._field: sent} if self._field else sent)
+        except ValueError as refusal:  # no JSON, or not of the schema
+            limit = self._config.max_observation_chars
+            return StepResult(observation=f"error: {refusal}"[:limit] + f"\n{self._hint}")
+
+        done, facts = bool(result.get("done")), result.get("metadata") or {}
+        info = {name: one for name, one in facts.items() if isinstance(one, (int, float))} | {
+            "submitted": done
+        }
+        seen = "" if done else self._text(result["observation"])
+        return StepResult(observation=seen, done=done, reward=result.get("reward") or 0.0, info=info)
+
+    def close(self) -> None:
+        """End the session."""
+        self._open.close()
+
+    def _request(self, kind: str, data: Any) -> dict[str, Any]:
+        """Send a message and return the answer. Raises ValueError when the server refuses the action."""
+        from websockets.exceptions import ConnectionClosed
+
+        where = f"env.openenv.url={self._config.openenv.url}, {kind}"
+        try:
+            # A server without a free session says so before it closes, perhaps before it is asked.
+            with suppress(ConnectionClosed):
+                self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self._socket.recv(timeout=self._config.openenv.timeout_s))
+        except Exception as error:  # closed, timed out, no JSON
+            raise InfrastructureError(f"{where}: {described(error)}") from error
+
+        facts = answer.get("data") or {}
+        if answer.get("type") != "error":
+            return facts
+        if kind == "step" and facts.get("code") in ("VALIDATION_ERROR", "INVALID_JSON"):
+            raise ValueError(facts.get("message"))
+        raise InfrastructureError(f"{where}: {facts.get('code')}: {facts.get('message')}")
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """Return the field that the settings name, the only one, or all as JSON."""
+        shown = {name: value for name, value in observation.items() if name != "metadata"}
+        only = next(iter(shown)) if len(shown) == 1 else ""
+        value = shown.get(self._config.openenv.observation or only, shown)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _action_schema(config: EnvConfig) -> dict[str, Any]:
+    """Read the JSON schema of an action. Raises InfrastructureError."""
+    url = f"{config.openenv.url.rstrip('/')}/schema"
+    try:
+        with urllib.request.urlopen(url, timeout=config.openenv.timeout_s) as answer:
+            schema = json.load(answer)["action"]
+    except Exception as error:  # OSError, HTTP errors, another server's answer
+        raise InfrastructureError(f"{url}: {described(error)}") from error
+    return {"properties": schema.get("properties", {}), "required": schema.get("required", [])}
