@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,8 @@ def check_openenv(config: EnvConfig) -> None:
     """Read the server's schema, and play the start of an episode. Raises ValueError."""
     require("websockets", extra="openenv")
     try:
-        episode = make_openenv(config, 0).episode("seed:0")
-        episode.messages()
-        episode.close()
+        with closing(OpenEnvEpisode(config, _action_schema(config), 0)) as episode:
+            episode.messages()
     except InfrastructureError as error:
         raise ValueError(f"{error}. Start the server, or correct env.openenv.url.") from error
 
@@ -116,7 +115,6 @@ def _action_schema(config: EnvConfig) -> dict[str, Any]:
     url = f"{config.openenv.url.rstrip('/')}/schema"
     try:
         with urllib.request.urlopen(url, timeout=config.openenv.timeout_s) as answer:
-            schema = json.load(answer)["action"]
+            return {"properties": {}, "required": []} | json.load(answer)["action"]
     except Exception as error:  # OSError, HTTP errors, another server's answer
         raise InfrastructureError(f"{url}: {described(error)}") from error
-    return {"properties": schema.get("properties", {}), "required": schema.get("required", [])}

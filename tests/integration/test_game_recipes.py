@@ -11,7 +11,11 @@ from recipes.seeds import measured, summary
 from tests.helpers.cli import ROOT, SMALL, run
 
 pytestmark = pytest.mark.integration
-RECIPES = {"frozen_lake": "Answer with one of 4, 2, 6, 8.", "find_function": "Find the file that defines"}
+RECIPES = {
+    "frozen_lake": "Answer with one of 4, 2, 6, 8.",
+    "guess_number": "guess the number between 1 and 9",
+    "find_function": "Find the file that defines",
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -51,8 +51,10 @@ def load_environment(config: VerifiersConfig) -> Any:
         raise ValueError(f"{where}: name a taskset, as an installed id, module:Class or file.py:Class.")
     try:
         if ":" in config.taskset:
-            taskset_class = load_function(config.taskset, setting="env.verifiers.taskset", takes="config")
-            env_class = SingleAgentEnv
+            taskset_class: Any = load_function(
+                config.taskset, setting="env.verifiers.taskset", takes="config"
+            )
+            env_class: Any = SingleAgentEnv
         else:
             taskset_class = loaders.taskset_class(config.taskset)
             env_class = loaders.environment_class(config.taskset)
@@ -63,7 +65,8 @@ def load_environment(config: VerifiersConfig) -> Any:
 
         settings = concrete_type(taskset_class, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
         taskset = taskset_class(settings.model_validate(config.config))
-        env_settings = (concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig)()
+        env_config: Any = concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+        env_settings = env_config()
         _check_task(taskset.task_type())
         _check_seats(env_class, env_settings)
     except Exception as error:  # of the library, of pydantic, of the user's code
