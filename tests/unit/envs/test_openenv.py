@@ -52,8 +52,10 @@ def test_a_text_that_is_no_action_is_answered_by_the_reason_and_the_session_goes
     "guess, named", [("99", "EXECUTION_ERROR: boom"), ("98", "Closed"), ("97", "Timeout")]
 )
 def test_whatever_the_server_fails_at_is_a_failure_of_infrastructure(url, guess, named):
-    episode = make_suite(config(url, timeout_s=0.3)).episode("seed:2")
+    settings = config(url)
+    episode = make_suite(settings).episode("seed:2")
     episode.messages()
+    settings.openenv.timeout_s = 0.5
     with pytest.raises(InfrastructureError, match=named):
         episode.step(guess)
     episode.close()
