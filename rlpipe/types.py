@@ -275,6 +275,8 @@ class Trajectory(TokenColumns):
         None unless they were requested.
     drafts: every verify step, its position counted in token_ids; None unless they were recorded.
     routes: as in `GenerateResult`, of the first tokens (later ones have none); None unless requested.
+    turn_ends: length of token_ids after each turn. turn_rewards: of each turn, with the sum `reward`; empty
+        while masked, and where it is not recorded.
     reward: None unless status is COMPLETE. info: environment facts (submitted, turns, exit status).
     """
 
@@ -300,6 +302,8 @@ class Trajectory(TokenColumns):
     prompt_length: int = 0
     num_turns: int = 0
     truncated: bool = False
+    turn_ends: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
     reward: float | None = None
     status: TrajectoryStatus = TrajectoryStatus.COMPLETE
     spec: SpecCounts = field(default_factory=SpecCounts)
@@ -336,6 +340,7 @@ class Trajectory(TokenColumns):
         self.routes = merged_routes(self.routes, result.routes, result.routes_from)
         self.spec.add(result.spec)
         self.num_turns += 1
+        self.turn_ends.append(len(self.token_ids))
 
     def _append(self, *values: Sequence[int] | np.ndarray) -> None:
         """Lengthen every column, in the order of COLUMNS."""

@@ -159,7 +159,7 @@ def write(index: int, trajectory: Trajectory) -> dict[str, Any]:
 def read(line: dict[str, Any]) -> Trajectory:
     """Return the trajectory of a line, without versions, counts and metadata of the environment."""
     mask = np.array(line["loss_mask"], np.bool_)
-    columns = {name: np.zeros(len(mask), np.float32) for name in SAMPLED}
+    columns: dict[str, Any] = {name: np.zeros(len(mask), np.float32) for name in SAMPLED}
     for name, values in columns.items():
         values[mask] = line[name]
     return Trajectory(

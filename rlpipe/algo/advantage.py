@@ -1,5 +1,14 @@
 """Advantages of a batch of groups, through verl's registered estimators.
 
+With algo.credit=turn the tokens of turn k of trajectory i are credited with what it earned from there on,
+
+    G_ik = sum_{j >= k} r_ij,    A_ik = estimator over siblings i' of G_{i', min(k, K_i')},
+
+where K_i' is the last turn of sibling i': one that ended before turn k counts with its last turn, so that
+every turn is compared with the full group. With grpo: A_ik = (G_ik - mean) / std of these returns. When only
+last turns have a reward, all G_ik are the trajectory's reward, and this equals algo.credit=episode. Source:
+REINFORCE with baseline (Sutton & Barto 2018, 13.3 and 13.4) without discount, a turn as the step.
+
 Owns which trajectories take part: masked ones and groups with fewer than two complete siblings have
 advantage zero (there is nothing to compare with). The estimator itself is verl's.
 """
@@ -22,7 +31,7 @@ from rlpipe.algo.user_functions import (
     required_arguments,
     user_function,
 )
-from rlpipe.config.algo import AlgoConfig
+from rlpipe.config.algo import AlgoConfig, Credit
 from rlpipe.config.user_code import is_user_code
 from rlpipe.types import Group, Trajectory, TrajectoryStatus
 
@@ -32,8 +41,8 @@ _ARGUMENTS = ARGUMENTS[ADVANTAGE]
 def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.ndarray]:
     """Compute per-token advantages, one float32 array per trajectory, in the order of the groups.
 
-    Each array is parallel to `token_ids` and 0 where loss_mask is 0. The trajectory's reward is
-    placed on its last sampled token, as verl's outcome estimators expect.
+    Each array is parallel to `token_ids` and 0 where loss_mask is 0. Rewards are placed on the last sampled
+    token, as verl's outcome estimators expect.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     result = [np.zeros(len(t.token_ids), dtype=np.float32) for t in trajectories]
@@ -41,18 +50,51 @@ def compute_advantages(groups: Sequence[Group], config: AlgoConfig) -> list[np.n
     if not rows:
         return result
 
-    # Outcome estimators read the reward from the last sampled token of a padded grid.
     masks = [np.asarray(trajectories[r].loss_mask, dtype=np.float32) for r in rows]
     width = max(len(m) for m in masks)
-    mask, rewards = np.zeros((2, len(rows), width), dtype=np.float32)
-    for i, (row, row_mask) in enumerate(zip(rows, masks, strict=True)):
+    mask = np.zeros((len(rows), width), dtype=np.float32)
+    for i, row_mask in enumerate(masks):
         mask[i, : len(row_mask)] = row_mask
-        rewards[i, np.flatnonzero(row_mask)[-1]] = trajectories[row].reward
 
-    values = _estimate(rewards, mask, uids=uids, config=config)
-    for i, row in enumerate(rows):
-        result[row][:] = values[i, : len(result[row])]
+    # Turn k of every trajectory at once; by episode there is one turn.
+    turns = [_turns(trajectories[row], config.credit) for row in rows]
+    previous: list[float] | None = None
+    values = mask
+    for k in range(max(map(len, turns))):
+        returns = [of_one[min(k, len(of_one) - 1)][1] for of_one in turns]
+        if returns != previous:
+            values = _estimate(_at_last_tokens(returns, mask), mask, uids=uids, config=config)
+            previous = returns
+
+        for i, (row, of_one) in enumerate(zip(rows, turns, strict=True)):
+            if k < len(of_one):
+                tokens = of_one[k][0]
+                result[row][tokens] = values[i, : len(result[row])][tokens]
     return result
+
+
+def _turns(trajectory: Trajectory, credit: Credit) -> list[tuple[slice, float]]:
+    """Return the tokens of each turn and what was earned from there on; one turn when credited by episode."""
+    reward = trajectory.reward
+    assert reward is not None, "complete trajectories have a reward"
+    ends, rewards = trajectory.turn_ends, trajectory.turn_rewards
+    if credit is Credit.EPISODE or not ends or len(ends) != len(rewards):
+        return [(slice(None), reward)]
+
+    # The context before a turn has no advantage, so a turn may include it.
+    to_go = np.cumsum(np.asarray(rewards, np.float64)[::-1])[::-1]
+    return [
+        (slice(start, end), float(earned))
+        for start, end, earned in zip([0, *ends[:-1]], ends, to_go, strict=True)
+    ]
+
+
+def _at_last_tokens(returns: Sequence[float], mask: np.ndarray) -> np.ndarray:
+    """Return returns on the last sampled token of each row, where outcome estimators read them."""
+    rewards = np.zeros_like(mask)
+    for row, (earned, of_row) in enumerate(zip(returns, mask, strict=True)):
+        rewards[row, np.flatnonzero(of_row)[-1]] = earned
+    return rewards
 
 
 def check_estimator(config: AlgoConfig) -> None:

@@ -23,6 +23,13 @@ class LossAgg(Choice):
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
 
 
+class Credit(Choice):
+    """What the tokens of a turn are credited with; see `rlpipe.algo.advantage`."""
+
+    EPISODE = "episode"  # the reward of the whole trajectory
+    TURN = "turn"  # the rewards of this turn and the later ones
+
+
 class KlKind(Choice):
     """Estimator of KL(policy || reference) per token; `_PLUS` has the unbiased gradient of k2."""
 
@@ -140,6 +147,9 @@ class AlgoConfig:
     normalize_std: bool = True
     """Divide by the group's standard deviation (off: Dr. GRPO); only the grpo family reads it."""
 
+    credit: Credit = Credit.EPISODE
+    """See `Credit`; `turn` is for environments that reward steps."""
+
     policy_loss: str = "vanilla"
     """A verl policy loss, or a function of the user; both in `rlpipe.algo.user_functions`."""
 
@@ -208,7 +218,7 @@ class AlgoConfig:
     Ignored when kl_coef or entropy_coef is not 0."""
 
     def __post_init__(self) -> None:
-        self.correction = Correction(self.correction)
+        self.correction, self.credit = Correction(self.correction), Credit(self.credit)
         self.advantage, self.policy_loss = absolute(self.advantage), absolute(self.policy_loss)
         self.user_correction = absolute(self.user_correction)
         positive(self, "algo", "clip_low", "clip_high", "correction_threshold", "correction_low")

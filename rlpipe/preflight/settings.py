@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpipe.config.algo import Correction, Proximal
+from rlpipe.config.algo import Correction, Credit, Proximal
 from rlpipe.config.decoupled import check_actor
 from rlpipe.config.draft import check_draft
 from rlpipe.config.drafters import KINDS
@@ -98,6 +98,7 @@ def check(config: Config) -> None:
     _check_growth(config)
     check_run_dir(config.run)
     check_run_mode(config)
+    _check_credit(config)
 
     if config.task is not Task.RL and config.injection.active():
         raise ValueError(
@@ -349,6 +350,16 @@ def check_staleness(config: Config) -> None:
             f"injection.stale_steps={injected} makes every token older than pipeline.max_staleness="
             f"{pipeline.max_staleness}, and pipeline.stale=drop gives those up: nothing would ever be "
             "trained. Set pipeline.stale=wait."
+        )
+
+
+def _check_credit(config: Config) -> None:
+    """Refuse a filter that would drop groups which credit by turn learns from. Raises ValueError."""
+    if config.algo.credit is Credit.TURN and config.pipeline.filter_equal_rewards:
+        raise ValueError(
+            "pipeline.filter_equal_rewards=true drops groups whose trajectories have equal rewards, and with "
+            "algo.credit=turn those may still teach: set pipeline.filter_equal_rewards=false or "
+            "algo.credit=episode."
         )
 
 

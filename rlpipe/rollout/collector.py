@@ -302,7 +302,7 @@ class Collector:
         # A failed trajectory stays in its group, masked, so that a group always has all of its members.
         if error is not None:
             attempt.trajectory.status = TrajectoryStatus.MASKED
-            attempt.trajectory.reward = None
+            attempt.trajectory.reward, attempt.trajectory.turn_rewards = None, []
             attempt.trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
         attempt.trajectory.info |= {
             "submitted": bool(attempt.trajectory.info.get("submitted", False)),
@@ -336,7 +336,7 @@ class Collector:
             await asyncio.shield(self._call(attempt, close_episode, episode))
 
         trajectory = attempt.trajectory
-        trajectory.reward = sum(attempt.rewards)
+        trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
         # An episode may end well on an answer that was cut off, so its own end says nothing about the limit.
         trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
         trajectory.info |= result.info | {"exit_reason": reason.value}

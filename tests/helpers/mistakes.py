@@ -158,6 +158,7 @@ algo.proximal=rollout | set algo.correction=none
 algo.mask_high=2 | choose a rule
 algo.mask=seq_mean_k3 | needs algo.mask_high > 0
 algo.mask=token_k1 algo.mask_high=2 algo.mask_low=3 | choose it from 0
+pipeline.filter_equal_rewards=true algo.credit=turn | set pipeline.filter_equal_rewards=false
 algo.obrs.lam=0 | 1.0 is usual
 algo.advantage=grppo | Use one of
 algo.policy_loss=vanila | Use one of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlpipe.algo.advantage import check_estimator, compute_advantages
-from rlpipe.config.algo import AlgoConfig
-from rlpipe.types import TrajectoryStatus
+from rlpipe.config.algo import AlgoConfig, Credit
+from rlpipe.types import FinishReason, GenerateResult, Group, Prompt, SpecCounts, Trajectory, TrajectoryStatus
 from tests.helpers.trajectories import make_groups
 
 pytestmark = pytest.mark.unit
@@ -104,3 +104,74 @@ def test_every_estimator_that_is_offered_gives_advantages():
         check_estimator(config)
         values = compute_advantages(groups_with_rewards([1.0, 0.0, 0.0, 3.0]), config)
         assert all(np.isfinite(own).all() for own in values) and any(own.any() for own in values), name
+
+
+def group_of_turns(*rewards: list[float]) -> Group:
+    """A group whose trajectory i has a turn of two tokens, after one of context, for each of rewards[i]."""
+    trajectories = []
+    for number, earned in enumerate(rewards):
+        trajectory = Trajectory(
+            trajectory_id=f"g/{number}", group_id="g", instance_id="i", reward=sum(earned)
+        )
+        for _ in earned:
+            trajectory.append_context([1])
+            columns = {name: [0.0, 0.0] for name in ("logprobs", "entropies", "versions")}
+            finish, spec = FinishReason.STOP, SpecCounts()
+            trajectory.append_sampled(
+                GenerateResult(request_id="r", output_ids=[5, 6], finish_reason=finish, spec=spec, **columns)
+            )
+        trajectory.turn_rewards = list(earned)
+        trajectories.append(trajectory)
+    return Group(prompt=Prompt(instance_id="i", group_id="g"), trajectories=trajectories)
+
+
+def by_turn(group: Group, **settings: object) -> list[list[float]]:
+    """The advantage of each turn, after checking that all of its tokens have it and no others."""
+    turns = []
+    values = compute_advantages([group], AlgoConfig(credit=Credit.TURN, **settings))
+    for trajectory, own in zip(group.trajectories, values, strict=True):
+        assert np.all(own[~trajectory.loss_mask] == 0)
+        pairs = own[trajectory.loss_mask].reshape(-1, 2)
+        assert np.all(pairs[:, 0] == pairs[:, 1])
+        turns.append(pairs[:, 0].tolist())
+    return turns
+
+
+def test_a_turn_that_alone_earns_is_alone_credited():
+    """Two turns; only the first one earns, and half of the siblings do it right."""
+    found = by_turn(group_of_turns([1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 0.0]))
+    good, bad = found[0], found[1]
+    assert good[0] > 0.8 and bad[0] < -0.8 and good[1] == bad[1] == 0.0
+    episode = compute_advantages([group_of_turns([1.0, 0.0], [0.0, 0.0])], AlgoConfig())
+    assert episode[0][-1] != 0, "credit by episode reinforces the second turn as well"
+
+
+def test_credit_by_turn_is_the_return_to_go_over_the_siblings_at_that_turn():
+    rewards = [[1.0, 2.0, 4.0], [0.5, 0.25], [3.0], [0.0, 1.0, 0.0]]
+    to_go = [[7.0, 6.0, 4.0], [0.75, 0.25], [3.0], [1.0, 1.0, 0.0]]
+    for advantage in ("grpo", "rloo"):
+        found = by_turn(group_of_turns(*rewards), advantage=advantage)
+        for turn in range(3):
+            # A sibling that ended earlier counts with its last turn.
+            returns = np.array([own[min(turn, len(own) - 1)] for own in to_go])
+            baseline = returns - returns.mean()
+            scale = 1 / (returns.std(ddof=1) + 1e-6) if advantage == "grpo" else 4 / 3
+            here = [i for i, own in enumerate(to_go) if turn < len(own)]
+            np.testing.assert_allclose([found[i][turn] for i in here], baseline[here] * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_credit_by_turn_equals_credit_by_episode_when_only_last_turns_earn(advantage):
+    group = group_of_turns([0.0, 0.0, 2.0], [1.0], [0.0, 5.0], [0.0, 0.0])
+    by_turns, by_episode = (
+        compute_advantages([group], AlgoConfig(credit=credit, advantage=advantage)) for credit in Credit
+    )
+    for one, other in zip(by_turns, by_episode, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_trajectories_without_recorded_turns_are_credited_by_episode():
+    config = AlgoConfig(credit=Credit.TURN)
+    assert per_trajectory(groups_with_rewards([1.0, 0.0]), config) == per_trajectory(
+        groups_with_rewards([1.0, 0.0])
+    )

@@ -224,6 +224,11 @@ def test_a_text_goes_on_a_number_ends_and_rewards_of_steps_are_summed():
     suite = Steps(StepResult(observation="x", reward=0.5), "y", 2)
     [trajectory] = collect(engine, suite).trajectories
     assert (trajectory.reward, trajectory.num_turns) == (2.5, 3)
+    assert trajectory.turn_rewards == [0.5, 0.0, 2.0]
+    assert (
+        trajectory.turn_ends
+        == (1 + np.flatnonzero(np.diff([*trajectory.loss_mask.astype(int), 0]) < 0)).tolist()
+    )
     assert trajectory.info["exit_reason"] == "done" and not trajectory.truncated
 
 
@@ -232,6 +237,7 @@ def test_an_episode_without_finish_ends_with_the_rewards_of_its_steps():
     suite.max_turns = 2
     [trajectory] = collect(ScriptedEngine(["a", "b"]), suite).trajectories
     assert (trajectory.reward, trajectory.info["exit_reason"]) == (0.75, "max_turns")
+    assert trajectory.turn_rewards == [0.5, 0.25]
     assert trajectory.status is TrajectoryStatus.COMPLETE and trajectory.truncated
 
 
