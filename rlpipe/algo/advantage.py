@@ -155,7 +155,7 @@ def _estimate(rewards: np.ndarray, mask: np.ndarray, *, uids: list[str], config:
 
     estimator = _estimator(config.advantage)
     returned = estimator(**accepted(estimator, arguments))
-    advantages = returned[0] if isinstance(returned, tuple) and returned else returned
+    advantages: Any = returned[0] if isinstance(returned, tuple) and returned else returned
     if is_user_code(config.advantage):
         advantages = check_grid(ADVANTAGE, config.advantage, advantages, torch.from_numpy(mask))
     return advantages.detach().float().numpy() * mask
