@@ -52,6 +52,7 @@ def summarize(run: RunData) -> Summary:
         label = "Held-out" if held_out.name == "held-out" else f"Reward, {held_out.name}"
         lines.append((label, _held_out(held_out)))
     lines.append(("Throughput", _throughput(run)))
+    lines.append(("Settings changed", _changed(run)))
     lines.append(("Bound by", bound.text if bound else ""))
     lines.append(("Why acceptance moved", _acceptance(run, cause)))
     lines += [("Problem" if f.sure else "Look at", f.text) for f in problems]
@@ -109,6 +110,24 @@ def _throughput(run: RunData) -> str:
         text.format(median(values)) for name, text in formats.items() if (values := run.series(name)[1])
     ]
     return "Medians: " + ", ".join(medians) + "." if medians else ""
+
+
+def _changed(run: RunData) -> str:
+    """Name the settings that differ since a resume; another gamma changes what rates of all depths mean."""
+    changes, changed = [], {}
+    for event in run.events:
+        if event.get("kind") == "start":
+            changed = event.get("changed") or {}
+        elif event.get("kind") == "resumed" and changed:
+            listed = ", ".join(f"{name} {change}" for name, change in changed.items())
+            changes.append(f"after step {event.get('step')}: {listed}")
+            changed = {}
+    if not changes:
+        return ""
+
+    drafting = any("spec." in change for change in changes)
+    caution = " Read acceptance by depth then: the rate of all depths is of other drafts." if drafting else ""
+    return f"A{'; '.join(changes)[1:]}.{caution}"
 
 
 def _acceptance(run: RunData, cause: Finding | None) -> str:

@@ -84,3 +84,17 @@ def test_a_summary_exists_after_any_number_of_probes(tmp_path):
         names |= {f.name for f in summarize(run).findings}
         last.unlink()
     assert "entropy" in names and len(files) > 6
+
+
+def test_settings_that_changed_at_a_resume_are_named_with_the_step(tmp_path):
+    run = planted_run(tmp_path / "run", 0)
+    assert "Settings changed" not in dict(summarize(run).lines)
+    run.events += [
+        {"kind": "start", "changed": {"spec.gamma": "3 -> 4"}},
+        {"kind": "resumed", "step": 40},
+        {"kind": "start"},
+        {"kind": "resumed", "step": 50},
+    ]
+    (text,) = (text for label, text in summarize(run).lines if label == "Settings changed")
+    assert text.startswith("After step 40: spec.gamma 3 -> 4. Read acceptance by depth")
+    assert "50" not in text
