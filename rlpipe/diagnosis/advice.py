@@ -32,9 +32,10 @@ class Setup:
     mtp: drafts come from the checkpoint's MTP layer.
     online: the draft is trained during the run.
     max_staleness, filter_equal_rewards, filter_limit: of `pipeline`.
-    workers: of `rollout`.
+    workers, max_new_tokens, max_context: of `rollout`.
     draft_cost: of one draft pass, in plain decode steps.
     env_threads: of a rollout worker.
+    max_turns: of `env`.
     """
 
     mode: str
@@ -47,8 +48,11 @@ class Setup:
     filter_equal_rewards: bool
     filter_limit: int
     workers: int
+    max_new_tokens: int
+    max_context: int
     draft_cost: float
     env_threads: int
+    max_turns: int
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Setup:
@@ -70,8 +74,11 @@ class Setup:
             filter_equal_rewards=config["pipeline"]["filter_equal_rewards"],
             filter_limit=config["pipeline"]["filter_limit"],
             workers=config["rollout"]["workers"],
+            max_new_tokens=config["rollout"]["max_new_tokens"],
+            max_context=config["rollout"]["max_context"],
             draft_cost=advice["draft_cost"],
             env_threads=config["env"]["threads"],
+            max_turns=config["env"]["max_turns"],
         )
 
 
@@ -310,6 +317,18 @@ def few_workers(setup: Setup, records: Records) -> str | None:
     )
 
 
+def cut_answers(setup: Setup, records: Records) -> str | None:
+    """Find attempts that mostly end at a limit, so that their reward is that of an unfinished answer."""
+    share = _mean(records, "env/truncated")
+    if share is None or share < 0.5:
+        return None
+    return (
+        f"{share:.0%} of the attempts were cut off by a limit before they ended: raise "
+        f"rollout.max_new_tokens={setup.max_new_tokens} (of a turn), rollout.max_context={setup.max_context} (of prompt and "
+        f"answers) or env.max_turns={setup.max_turns}, unless the task is meant to be that short"
+    )
+
+
 RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "better_rule": better_rule,
     "better_gamma": better_gamma,
@@ -320,4 +339,5 @@ RULES: dict[str, Callable[[Setup, Records], str | None]] = {
     "few_env_threads": few_env_threads,
     "equal_groups": equal_groups,
     "few_workers": few_workers,
+    "cut_answers": cut_answers,
 }

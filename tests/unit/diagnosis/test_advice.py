@@ -11,6 +11,7 @@ from rlpipe.diagnosis.advice import (
     advise,
     better_gamma,
     better_rule,
+    cut_answers,
     equal_groups,
     few_workers,
 )
@@ -52,6 +53,14 @@ def rates(*by_depth):
 def test_the_better_rule_is_named_when_it_gains_enough(mode, found, said):
     text = better_rule(setup(mode=mode, gamma=3), [lengths(*found)])
     assert (said in text) if said else text is None
+
+
+@pytest.mark.parametrize(("share", "speaks"), [(0.6, True), (0.4, False), (None, False)])
+def test_answers_that_are_mostly_cut_off_name_the_limits(share, speaks):
+    records = [{} if share is None else {"env/truncated": share}] * 3
+    text = cut_answers(from_settings({"rollout": {"max_context": 64}}), records)
+    assert (text is not None) == speaks
+    assert not speaks or ("60% of the attempts" in text and "rollout.max_context=64" in text)
 
 
 @pytest.mark.parametrize(
