@@ -324,8 +324,9 @@ def cut_answers(setup: Setup, records: Records) -> str | None:
         return None
     return (
         f"{share:.0%} of the attempts were cut off by a limit before they ended: raise "
-        f"rollout.max_new_tokens={setup.max_new_tokens} (of a turn), rollout.max_context={setup.max_context} (of prompt and "
-        f"answers) or env.max_turns={setup.max_turns}, unless the task is meant to be that short"
+        f"rollout.max_new_tokens={setup.max_new_tokens} (of a turn), "
+        f"rollout.max_context={setup.max_context} (of prompt and answers) or "
+        f"env.max_turns={setup.max_turns}, unless the task is meant to be that short"
     )
 
 
