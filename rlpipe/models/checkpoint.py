@@ -39,6 +39,12 @@ GRAFTED = (
     "qwen3",
 )  # dense families on which `rlpipe graft` puts MiMo's MTP layer
 _PLAIN = ("BF16", "F16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
+_EXPONENTS = {  # dtype of safetensors -> of its bits, and those of the exponent
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F800000),
+    "F64": ("<u8", 0x7FF0000000000000),
+}
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 DRAFT_VOCAB = "draft_vocab.json"  # tokens that the MTP layer drafts among, see `config.draft_vocab`
 TOKENIZER_FILES = (
@@ -263,13 +269,37 @@ def _check_finite(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Refuse weights that are not finite. Raises ValueError with file and tensor."""
     for name, tensor in tensors.items():
         # The sum is fast to compute and finite only if every weight is, unless large weights overflow it.
-        if not tensor.is_floating_point() or tensor.float().sum().isfinite():
-            continue
-        if wrong := int((~tensor.isfinite()).sum()):
-            raise ValueError(
-                f"{file}: {wrong} of the {tensor.numel()} numbers of {name} are NaN or infinite. A run that "
-                "diverged may have written them: take an earlier checkpoint, or download the model again."
-            )
+        if tensor.is_floating_point() and not tensor.float().sum().isfinite():
+            _require_finite(file, name, int((~tensor.isfinite()).sum()), tensor.numel())
+
+
+def check_finite(path: str | Path) -> None:
+    """Refuse weights that are not finite, without torch, from the bits of the files.
+
+    Raises:
+        ValueError: names file and tensor.
+    """
+    import numpy as np
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        content = np.memmap(file, mode="r", dtype=np.uint8)
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        for name, tensor in json.loads(content[8:start].tobytes()).items():
+            kind, exponent = _EXPONENTS.get(tensor.get("dtype", ""), ("", 0))
+            if kind:
+                begin, end = (start + offset for offset in tensor["data_offsets"])
+                bits = np.frombuffer(content[begin:end], dtype=kind)
+                # An exponent of ones is that of NaN and of the infinities.
+                wrong = int(np.count_nonzero((bits & exponent) == exponent))
+                _require_finite(file, name, wrong, bits.size)
+
+
+def _require_finite(file: Path, name: str, wrong: int, total: int) -> None:
+    if wrong:
+        raise ValueError(
+            f"{file}: {wrong} of the {total} numbers of {name} are NaN or infinite. A run that diverged may "
+            "have written them: take an earlier checkpoint, or download the model again."
+        )
 
 
 def weight_shapes(path: str | Path, setting: str = "model.path") -> dict[str, tuple[int, ...]]:

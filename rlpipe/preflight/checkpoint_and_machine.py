@@ -35,6 +35,7 @@ from rlpipe.metrics.sinks import logged_in
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import (
     check_dtypes,
+    check_finite,
     check_weights,
     is_mtp_weight,
     read_config,
@@ -46,6 +47,7 @@ from rlpipe.preflight.memory_estimate import conversation_bytes
 _CONNECT_S = 3.0
 _TRAJECTORY_BYTES = 4096  # of the shortest trajectory and its record
 _FLOPS = {"cpu": 5e10, "cuda": 1e15}  # per second of a CPU core, of a GPU: more than any reaches
+_READ_AT_LAUNCH = 4 << 30  # bytes of weights that are read before the start
 _OPEN_FILES = 512  # sockets, pipes and files of a small run with Ray, and some more
 _LONGEST_STEP_S = 86400.0
 _QUESTION, _ANSWER = "question-marker", "answer-marker"
@@ -86,6 +88,9 @@ def check_checkpoint(setting: str, path: str, config: Config) -> None:
             f"{setting}={path!r}: {what} Its config.json and its *.safetensors are not of one model: "
             "download the checkpoint again."
         ) from None
+    # Reading larger ones takes long; the engines and the trainer check what they load.
+    if sum(file.stat().st_size for file in directory.glob("*.safetensors")) <= _READ_AT_LAUNCH:
+        check_finite(directory)
     check_tokenizer(setting, directory, arch.vocab)
 
 

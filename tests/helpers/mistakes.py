@@ -269,6 +269,12 @@ def stored_as(dtype: str) -> Callable[[Path], None]:
     return checkpoint(edit)
 
 
+def diverged(model: Path) -> None:
+    """The shipped checkpoint with a NaN as its last number."""
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\xc0\x7f")
+
+
 def renamed(*parts: str) -> Callable[[Path], None]:
     """The shipped checkpoint in a folder of `model`, as a run directory holds it."""
 
@@ -340,6 +346,7 @@ FILES = [
     ),
     ("a shard is not there", text("model.safetensors.index.json", INDEX), "index.json", "00001", "Download"),
     ("integer weights", stored_as("I32"), "model.safetensors", "stored as I32", "Take the checkpoint"),
+    ("a NaN in the weights", checkpoint(diverged), "model.safetensors", "1 of the", "are NaN"),
     ("a PEFT adapter", adapter, "is a PEFT adapter of 'org/base'", "model", "merge_and_unload()"),
     ("a GGUF file", quantised, "llama.cpp's format", "model", "rlpipe fetch"),
     (

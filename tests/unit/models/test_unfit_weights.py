@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpipe.config.paths import shipped
-from rlpipe.models.checkpoint import check_dtypes, read_weights, weight_shapes
+from rlpipe.models.checkpoint import check_dtypes, check_finite, read_weights, weight_shapes
 from rlpipe.preflight.checkpoint_and_machine import check_open_files
 
 pytestmark = pytest.mark.unit
@@ -30,11 +30,14 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
     weight[2, 3] = value
     with pytest.raises(ValueError, match=rf"model\.safetensors: 1 of the 16 numbers of {NAME} are NaN"):
         read_weights(save(tmp_path / "m", **{NAME: weight}))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: 1 of the 16 numbers of {NAME} are NaN"):
+        check_finite(tmp_path / "m")
 
 
 def test_large_weights_with_a_sum_that_overflows_are_read(tmp_path):
     weight = torch.full((4, 4), 3e38)
     assert read_weights(save(tmp_path / "m", **{NAME: weight}))[NAME].equal(weight)
+    check_finite(tmp_path / "m")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
