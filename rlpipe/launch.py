@@ -33,6 +33,8 @@ from rlpipe.config.run import (
 )
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import TRAIN, Suite, suite_tools
+from rlpipe.envs.function.rehearsal import rehearse_rewards
+from rlpipe.envs.function.suite import FunctionSuite
 from rlpipe.envs.rehearsal import Prompts, rehearse
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller, first_cause
@@ -49,6 +51,7 @@ from rlpipe.types import RunStopped
 
 _LEAVING_S = 5.0
 _REHEARSAL_S = 5.0  # time limit of the rehearsal of an environment at a launch
+_LONG_REHEARSAL_S = 30.0  # the same for reward functions, in `rlpipe check`
 
 
 class RunTask(Protocol):
@@ -268,6 +271,9 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
         for note in outcome.notes:
             print(f"rlpipe: {note}", file=sys.stderr)
 
+    if isinstance(suite, FunctionSuite):
+        _check_rows(suite, config, _REHEARSAL_S if rehearsal is None else _LONG_REHEARSAL_S)
+
     _check_instances(config.val, suite)
     _note_few_instances(len(suite.instance_ids(TRAIN)), config.pipeline.prompts_per_step)
     if directory is not None:
@@ -288,6 +294,20 @@ def _note_few_instances(instances: int, prompts: int) -> None:
 
 def _prompts(config: Config, suite: Suite) -> Prompts:
     return PromptCheck(resolve_model(config.model.path), config.rollout.max_context, suite_tools(suite))
+
+
+def _check_rows(suite: FunctionSuite, config: Config, budget_s: float) -> None:
+    """Check a data set and its reward functions, and print what should be known of them. Raises ValueError.
+
+    Leaves prompts out that are too long for the context.
+    """
+    context, answer = config.rollout.max_context, config.rollout.max_new_tokens
+    limit = config.data.max_prompt_tokens or max(context - answer, 1)
+    suite.drop_long(_prompts(config, suite).opening, min(limit, context - 1))
+
+    suite.notes += rehearse_rewards(suite, budget_s=budget_s)
+    for note in suite.notes:
+        print(f"rlpipe: {note}", flush=True)
 
 
 def check_run_directory(config: Config, resolved: str) -> None:
@@ -312,10 +332,12 @@ class ReinforcementLearning:
         self._config, self._run_dir = for_run_mode(config), run_dir
         config, run_mode = self._config, config.run.half
         self._held_out: dict[str, list[str]] = {}
+        self._notes: list[str] = []
 
         suites = check_task(config)
         if run_mode.generates:
             (suite,) = suites
+            self._notes = list(getattr(suite, "notes", []))
             if run_mode.trains:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
@@ -332,6 +354,9 @@ class ReinforcementLearning:
         config = self._config
         if injected := config.injection.active():
             bus.event("injection", **injected)
+
+        if self._notes:
+            bus.event("data", notes=self._notes)
 
         self._ledger = Ledger(self._run_dir / "ledger.sqlite", bus.event)
         bus.event("phase", message="starting engines and trainer")

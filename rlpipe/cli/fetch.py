@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlpipe.cli.suggestions import did_you_mean
+from rlpipe.config.limits import did_you_mean
 from rlpipe.config.paths import resolve_model
 from rlpipe.models.checkpoint import gguf_file
 from rlpipe.models.hub import hub_id

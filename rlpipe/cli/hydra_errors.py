@@ -13,7 +13,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpipe.cli.suggestions import closest_setting, did_you_mean, kind_of, settings, unknown_setting
+from rlpipe.cli.suggestions import closest_setting, kind_of, settings, unknown_setting
+from rlpipe.config.limits import did_you_mean
 from rlpipe.config.paths import shipped
 
 _ALL = "`rlpipe run --cfg job +recipe=NAME` prints every setting"
@@ -41,7 +42,18 @@ def settings_first(arguments: Sequence[str]) -> list[str]:
         (first if is_setting else rest).append(word)
         value = word in options and options[word].nargs is None
 
-    return [*first, *rest]
+    return [*map(_readable_reward, first), *rest]
+
+
+def _readable_reward(word: str) -> str:
+    """Escape the colons of functions in `reward={my.py:score: 0.7}`, which Hydra takes for the end of a key.
+
+    >>> _readable_reward("reward={my.py:score: 0.7, exact_match: 0.3}")
+    'reward={my.py\\\\:score: 0.7, exact_match: 0.3}'
+    """
+    if not re.match(r"\+*reward=\s*[{\[]", word):
+        return word
+    return re.sub(r"([\w./~-]+):(\w+)(?=\s*:)", r"\1\\:\2", word)
 
 
 def refused(error: Exception) -> int:

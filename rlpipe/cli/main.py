@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def unknown_command(name: str, known: Sequence[str]) -> str:
     """Return the error message for a first word that is not a subcommand."""
-    from rlpipe.cli.suggestions import did_you_mean
+    from rlpipe.config.limits import did_you_mean
 
     # Settings without a subcommand: most likely `run` was forgotten.
     if "=" in name:

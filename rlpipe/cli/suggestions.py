@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -13,20 +13,12 @@ from rlpipe.config.renamed import outdated_setting
 from rlpipe.config.run import Config
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the closest known name as a sentence after a space; empty when none is close.
-
-    >>> did_you_mean("rejecton", ["rejection", "none"])
-    ' Did you mean rejection?'
-    """
-    found = get_close_matches(given, list(known), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
-
-
 def settings(config: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and default of every section and setting, such as "spec" and "spec.gamma"."""
     config = Config() if config is None else config
     for part in fields(config):
+        if part.metadata.get("omegaconf_ignore"):
+            continue
         name, value = f"{prefix}{part.name}", getattr(config, part.name)
         yield name, value
         if is_dataclass(value):

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rlpipe.config.choice import Choice
+from rlpipe.config.data import FunctionTask
 from rlpipe.config.limits import at_least, positive
 from rlpipe.config.user_code import absolute
 
@@ -23,6 +24,7 @@ class EnvName(Choice):
     TEXTARENA = "textarena"  # games of TextArena
     VERIFIERS = "verifiers"  # tasksets and environments of verifiers 0.4
     OPENENV = "openenv"  # behind an OpenEnv server
+    FUNCTION = "function"  # a data set and a reward function: `data` and `reward`
     USER = "user"  # a user's suite, selected by naming it in env.suite
 
 
@@ -338,6 +340,9 @@ class EnvConfig:
 
     options: dict[str, Any] = field(default_factory=dict)
     """Values for a user's suite, in any form that it reads."""
+
+    function: FunctionTask = field(default_factory=FunctionTask, metadata={"omegaconf_ignore": True})
+    """Not a setting: `data` and `reward`, which `Config` puts here for the environment `function`."""
 
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the closest known name as a sentence after a space; empty when none is close.
+
+    >>> did_you_mean("rejecton", ["rejection", "none"])
+    ' Did you mean rejection?'
+    """
+    found = get_close_matches(given, list(known), n=1)
+    return f" Did you mean {found[0]}?" if found else ""
 
 
 def at_least(least: float, settings: Any, section: str, *names: str, remedy: str = "") -> None:

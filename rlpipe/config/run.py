@@ -12,6 +12,7 @@ from typing import Any
 from rlpipe.config.adapt import AdaptConfig
 from rlpipe.config.algo import AlgoConfig
 from rlpipe.config.choice import Choice
+from rlpipe.config.data import DataConfig, FunctionTask
 from rlpipe.config.decoupled import DecoupledConfig
 from rlpipe.config.draft import DraftConfig
 from rlpipe.config.eagle3 import Eagle3Config
@@ -176,7 +177,11 @@ class ClusterConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Config:
-    """A run. `recipe` is the name of the YAML that set it up; see the component dataclasses."""
+    """A run. `recipe` is the name of the YAML that set it up; see the component dataclasses.
+
+    reward: of the environment `function`: my_reward.py:score, a ready one by its name, a list of these, or a
+    mapping to weights, as in {my_reward.py:score: 0.7, exact_match: 0.3}.
+    """
 
     recipe: str = ""
     task: Task = Task.RL
@@ -191,12 +196,18 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: Any = None
     injection: InjectionConfig = field(default_factory=InjectionConfig)
     val: ValConfig = field(default_factory=ValConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     eagle3: Eagle3Config = field(default_factory=Eagle3Config)
+
+    def __post_init__(self) -> None:
+        # The environment is made from its own settings, in workers and in mixtures too.
+        self.env.function = FunctionTask(data=self.data, reward=self.reward, model=self.rollout_model)
 
     @property
     def rollout_model(self) -> str:

@@ -111,6 +111,16 @@ def _make_openenv(config: EnvConfig, seed: int) -> Suite:
     return make_openenv(config, seed)
 
 
+def _check_function(config: EnvConfig) -> None:
+    """Nothing outside the data set and the reward is needed; making the suite checks both."""
+
+
+def _make_function(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.function.suite import FunctionSuite
+
+    return FunctionSuite(config)
+
+
 def _check_user(config: EnvConfig) -> None:
     from rlpipe.envs.user_suite import load_suite_maker
 
@@ -132,6 +142,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.TEXTARENA: Environment(check=_check_textarena, make=_make_textarena),
     EnvName.VERIFIERS: Environment(check=_check_verifiers, make=_make_verifiers),
     EnvName.OPENENV: Environment(check=_check_openenv, make=_make_openenv),
+    EnvName.FUNCTION: Environment(check=_check_function, make=_make_function),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
 }
 

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -27,6 +27,14 @@ from rlpipe.envs.contract import messages_of, step_of
 T = TypeVar("T")
 _LARGE = 10_000.0  # a reward beyond it is noted
 _WORDS = 8  # a random answer has fewer words than this
+
+
+class Runner(Protocol):
+    """Runs coroutines, as asyncio.Runner does."""
+
+    def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine."""
+        ...
 
 
 class Prompts(Protocol):
@@ -192,9 +200,18 @@ class _Call:
         return _checked(self._where, self._location, check, returned)
 
 
-def call(where: str, check: Callable[[Any], Any], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the user's and return its checked result. Raises ValueError with file and line."""
-    returned, location = _call(where, None, function, *arguments)
+def call(
+    where: str,
+    check: Callable[[Any], Any],
+    function: Callable[..., Any],
+    *arguments: Any,
+    runner: Runner | None = None,
+) -> Any:
+    """Call a function of the user's and return its checked result. Raises ValueError with file and line.
+
+    runner: awaits what the function returns, where that is allowed.
+    """
+    returned, location = _call(where, runner, function, *arguments)
     return _checked(where, location, check, returned)
 
 
@@ -206,7 +223,7 @@ def _checked(where: str, location: str, check: Callable[[Any], Any], returned: A
 
 
 def _call(
-    where: str, runner: asyncio.Runner | None, function: Callable[..., Any], *arguments: Any
+    where: str, runner: Runner | None, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, str]:
     """Return what a function of the user's returns, and the file and line that returned it."""
     location = ["?"]
@@ -243,7 +260,7 @@ def _call(
     return returned, location[0]
 
 
-def _awaited(awaitable: Awaitable[Any], runner: asyncio.Runner | None) -> Any:
+def _awaited(awaitable: Awaitable[Any], runner: Runner | None) -> Any:
     """Return the result of an `async def` function. Raises TypeError where there is no loop for it."""
     if runner is None:
         if inspect.iscoroutine(awaitable):

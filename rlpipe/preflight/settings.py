@@ -13,6 +13,7 @@ from rlpipe.config.algo import Correction, Credit, Proximal
 from rlpipe.config.decoupled import check_actor
 from rlpipe.config.draft import check_draft
 from rlpipe.config.drafters import KINDS
+from rlpipe.config.env import EnvName
 from rlpipe.config.lora import check_lora
 from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.pipeline import Stale
@@ -88,6 +89,16 @@ def _check_growth(config: Config) -> None:
         )
 
 
+def _check_function(config: Config) -> None:
+    """Refuse a data set or a reward that the environment would not use. Raises ValueError with a hint."""
+    unused = [name for name, value in (("data.train", config.data.train), ("reward", config.reward)) if value]
+    if unused and config.env.name is not EnvName.FUNCTION:
+        raise ValueError(
+            f"{' and '.join(unused)} belong to the environment function, and env.name={config.env.name} "
+            "does not use them: add env=function, or leave them out."
+        )
+
+
 def check(config: Config) -> None:
     """Refuse every setting that is certain to fail, before anything is started.
 
@@ -99,6 +110,7 @@ def check(config: Config) -> None:
     check_run_dir(config.run)
     check_run_mode(config)
     _check_credit(config)
+    _check_function(config)
 
     if config.task is not Task.RL and config.injection.active():
         raise ValueError(

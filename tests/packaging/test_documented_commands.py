@@ -1,7 +1,7 @@
 """Every shell command of README, docs and recipes is run here, or stands on a short list with the reason.
 
 the tutorial                  run as written, in order, in an empty folder
-own_environment, your_algorithm, your_model   run as written by test_newcomer
+own_environment, your_algorithm, your_model, your_data   run as written by test_newcomer
 other runs                    composed, with every check of values that a launch makes
 commands about a run          run on the tutorial's run
 NOT_RUN                       what a test machine cannot do; scripts must exist and know the options
@@ -65,7 +65,13 @@ NOT_RUN = {
     "rlpipe pool": "asks a run that is under way; tests/chaos/test_pool.py does",
 }
 TUTORIAL = "docs/tutorial.md"
-PLAYED = {TUTORIAL, "docs/own_environment.md", "docs/your_algorithm.md", "docs/your_model.md"}
+PLAYED = {
+    TUTORIAL,
+    "docs/your_data.md",
+    "docs/own_environment.md",
+    "docs/your_algorithm.md",
+    "docs/your_model.md",
+}
 ABOUT_A_RUN = ("report", "analyse", "ledger", "workspace", "export", "runs")
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from rlpipe.envs.function.ready import READY
 from rlpipe.models import FAMILIES
 from tests.helpers.cli import ROOT
 
@@ -91,6 +92,21 @@ def test_one_page_leads_from_an_empty_folder_to_an_own_model_environment_and_rew
     assert before < 0.2 and after > 0.5
     assert (folder / "runs/mine/checkpoints/step_40/hf/model.safetensors").is_file()
     assert "report.html" in reported
+
+
+def test_two_files_and_one_command_train_on_data_of_the_reader(tmp_path):
+    (folder := tmp_path / "mine").mkdir()
+    checked, ran = follow("your_data.md", folder, tmp_path / "home")
+    assert "data: 5 rows to train on and 1 held out (prompt: prompt, answer: answer)" in checked
+    assert "nothing wrong found" in checked
+    assert "finished after step 2/2" in ran
+
+
+def test_the_page_names_every_ready_reward_with_its_options():
+    page = (ROOT / "docs" / "your_data.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| .*? \|([^|]*)\|$", page, flags=re.MULTILINE))
+    for name, (_, options) in READY.items():
+        assert [option for option in options if f"`{option}`" not in rows[name]] == []
 
 
 def test_the_page_names_every_model_family(tmp_path):

@@ -1,0 +1,196 @@
+"""Reward functions that come with rlpipe, by the name that `reward` gives them.
+
+Each is made from its options (`reward={NAME: {option: value}}`), checked before anything starts, and is then
+a function of our own form. The libraries do the work: math-verify, jsonschema, reasoning-gym.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlpipe.config.data import Weighted
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.limits import did_you_mean
+from rlpipe.config.paths import resolve
+
+Score = Callable[..., float]
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+def make_ready(setting: Weighted, env: EnvConfig, columns: Sequence[str]) -> Score:
+    """Make a ready function. Raises ValueError for its options, or what it needs of data and machine."""
+    make, takes = READY[setting.name]
+    for option in setting.options:
+        if option not in takes:
+            raise ValueError(
+                f"reward={setting.name} has no option {option!r}.{did_you_mean(option, takes)} It has "
+                f"{', '.join(takes) or 'none'}, and weight."
+            )
+    return make(env, list(columns), **setting.options)
+
+
+def exact_match(env: EnvConfig, columns: list[str], *, ignore_case: bool = False) -> Score:
+    """1 where the completion is the answer; white space around them does not count."""
+
+    def score(completion: str, answer: Any) -> float:
+        got, wanted = completion.strip(), str(_required(answer, "exact_match")).strip()
+        return float(got.lower() == wanted.lower() if ignore_case else got == wanted)
+
+    return score
+
+
+def regex(env: EnvConfig, columns: list[str], *, pattern: str = "", ignore_case: bool = False) -> Score:
+    """1 where the pattern is found; with a group, where its last match captures the answer."""
+    if not pattern:
+        raise ValueError(
+            "reward=regex needs a pattern, as in 'reward={regex: {pattern: \"answer is (.+)\"}}'."
+        )
+    try:
+        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    except re.error as error:
+        raise ValueError(f"reward=regex: pattern={pattern!r} is no regular expression: {error}.") from None
+    if compiled.groups > 1:
+        raise ValueError(
+            f"reward=regex: pattern={pattern!r} has {compiled.groups} groups: use one, for the answer, and "
+            "(?:...) for others."
+        )
+
+    def found(completion: str) -> float:
+        return float(compiled.search(completion) is not None)
+
+    def captured(completion: str, answer: Any) -> float:
+        matches = compiled.findall(completion)
+        return float(bool(matches) and matches[-1].strip() == str(_required(answer, "regex")).strip())
+
+    return captured if compiled.groups else found
+
+
+def json_schema(env: EnvConfig, columns: list[str], *, schema: Any = None) -> Score:
+    """1 where the completion, or its last fenced block, is JSON that the schema allows.
+
+    schema: a file or a mapping; without, the column `schema` of each row (an object, or its JSON).
+    """
+    if schema is None and "schema" not in columns:
+        raise ValueError(
+            "reward=json_schema needs a schema: 'reward={json_schema: {schema: schema.json}}', or a column "
+            "schema."
+        )
+    fixed = None if schema is None else _validator(schema)
+
+    def score(completion: str, row: Mapping[str, Any]) -> float:
+        validator = fixed or _validator(row["schema"])
+        text = (_FENCED.findall(completion) or [completion])[-1]
+        try:
+            return float(validator.is_valid(json.loads(text)))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    return score
+
+
+def _validator(schema: Any) -> Any:
+    """Return a validator of a schema that is a mapping, a file or JSON. Raises ValueError."""
+    import jsonschema
+
+    if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+        path = resolve(schema)
+        if not path.is_file():
+            raise ValueError(f"reward=json_schema: there is no file {path}: correct the option schema.")
+        schema = path.read_text()
+    try:
+        loaded = json.loads(schema) if isinstance(schema, str) else schema
+        jsonschema.Draft202012Validator.check_schema(loaded)
+    except (ValueError, jsonschema.SchemaError) as error:
+        reason = getattr(error, "message", str(error))
+        raise ValueError(f"reward=json_schema: the schema is not valid: {reason:.200}.") from None
+    return jsonschema.Draft202012Validator(loaded)
+
+
+def math_verify(env: EnvConfig, columns: list[str]) -> Score:
+    """1 where math-verify finds the answer in the completion, in LaTeX or plain, whatever its form."""
+    try:
+        import math_verify as library
+    except ImportError:
+        raise ValueError(
+            "reward=math_verify needs the library math-verify: pip install 'rlpipe[rewards]'."
+        ) from None
+
+    # Its time limits are signals, which only the main thread can have; env.step_timeout_s bounds an episode.
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    read: Any = library.parse
+
+    def parse(text: str) -> Any:
+        return read(text, parsing_timeout=None)
+
+    def score(completion: str, answer: Any) -> float:
+        wanted = str(_required(answer, "math_verify"))
+        gold = parse(wanted) or parse(f"${wanted}$")
+        if not gold:
+            raise ValueError(
+                f"math_verify cannot read the answer {wanted!r:.80}: write it as LaTeX or a number"
+            )
+        return float(library.verify(gold, parse(completion), timeout_seconds=None))
+
+    return score
+
+
+def reasoning_gym(env: EnvConfig, columns: list[str], *, dataset: str = "") -> Score:
+    """The score of reasoning-gym for its own questions, stored as it makes them (question, answer, metadata).
+
+    dataset: its name; without, `metadata.source_dataset` of each row. The answer is what stands in the last
+    <answer> tag, or the completion where there is none.
+    """
+    if "metadata" not in columns:
+        raise ValueError(
+            "reward=reasoning_gym needs the column metadata, as reasoning_gym.create_dataset makes it: store "
+            f"whole entries. The columns are {', '.join(columns)}."
+        )
+
+    from reasoning_gym.factory import DATASETS, get_score_answer_fn
+    from reasoning_gym.utils import extract_answer
+
+    if dataset and dataset not in DATASETS:
+        raise ValueError(
+            f"reward=reasoning_gym: it has no data set {dataset!r}.{did_you_mean(dataset, DATASETS)} "
+            "Correct the option dataset."
+        )
+    scorers: dict[str, Any] = {}
+
+    def score(completion: str, row: Mapping[str, Any]) -> float:
+        entry = dict(row)
+        if isinstance(entry["metadata"], str):
+            entry["metadata"] = json.loads(entry["metadata"])
+        name = dataset or entry["metadata"]["source_dataset"]
+        if name not in scorers:
+            scorers[name] = get_score_answer_fn(name)
+        answer = extract_answer(completion)
+        try:
+            return float(scorers[name](completion.strip() if answer is None else answer, entry))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, SyntaxError):
+            return 0.0  # the scorers of 100 data sets raise all kinds on an answer that they cannot read
+
+    return score
+
+
+def _required(answer: Any, name: str) -> Any:
+    if answer is None:
+        raise ValueError(
+            f"reward={name} compares with an answer, and the row has none: set data.answer=COLUMN"
+        )
+    return answer
+
+
+# Name -> what makes the function, and its options.
+READY: dict[str, tuple[Callable[..., Score], tuple[str, ...]]] = {
+    "exact_match": (exact_match, ("ignore_case",)),
+    "regex": (regex, ("pattern", "ignore_case")),
+    "json_schema": (json_schema, ("schema",)),
+    "math_verify": (math_verify, ()),
+    "reasoning_gym": (reasoning_gym, ("dataset",)),
+}

@@ -1,0 +1,164 @@
+"""Calls every reward function before a run starts, on rows of the data set with made-up answers.
+
+Flow: rows of both splits, spread over the data, as many as a few seconds allow -> for each the right answer
+and random words as answers -> every returned value is checked. A fault is a ValueError with file and line of
+the function and the row. What is no fault but worth knowing is returned as sentences: rewards that differ
+when computed twice, and rewards that are all equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlpipe.envs.base import TRAIN, InfrastructureError
+from rlpipe.envs.function.examples import Example
+from rlpipe.envs.function.rewards import LOOP, Call, Reward, Score, total
+from rlpipe.envs.function.signature import Form
+from rlpipe.envs.function.suite import HELD_OUT, FunctionSuite
+from rlpipe.envs.rehearsal import call
+
+CALL_S = 8.0  # seconds that one call may take
+_WORDS = 8
+_ROWS = 1000  # rows of each split at most
+
+
+def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = CALL_S) -> list[str]:
+    """Score made-up answers for about `budget_s` seconds; return what a person should know.
+
+    call_s: seconds that one call may take. Raises ValueError for a function that fails or returns no reward.
+    """
+    rng, values, notes = random.Random(0), set(), []
+    end = time.monotonic() + budget_s
+    calls = 0
+    for instance_id in _spread(suite):
+        if calls and time.monotonic() > end:
+            break
+        example = suite.example(instance_id)
+        answers = _made_up(example, rng)
+
+        try:
+            scores = [_score(reward, example, answers, call_s) for reward in suite.rewards]
+            if not calls:
+                again = [_score(reward, example, answers, call_s) for reward in suite.rewards]
+                notes += _differences(suite.rewards, scores, again, example)
+        # Its code is not at fault then; rollouts will mask such an answer.
+        except InfrastructureError as error:
+            return [f"a reward function raised InfrastructureError in the rehearsal: {error}"]
+
+        totals = total(suite.rewards, scores, example.place)
+        values |= {reward for reward, _ in totals}
+        calls += 1
+
+    if len(values) == 1:
+        notes.append(
+            f"all made-up answers to {calls} prompts, the right ones among them, got the reward "
+            f"{values.pop():g}: as long as all answers to a prompt get the same, nothing is learned"
+        )
+    return notes
+
+
+def _spread(suite: FunctionSuite) -> list[str]:
+    """Return instances of both splits in turn: the first rows, then all others in a random order."""
+    ids = [list(suite.instance_ids(split)) for split in (TRAIN, HELD_OUT)]
+    for each in ids:
+        random.Random(0).shuffle(each)
+    longest = max(map(len, ids))
+    return [each[index] for index in range(min(longest, _ROWS)) for each in ids if index < len(each)]
+
+
+def _made_up(example: Example, rng: random.Random) -> list[str]:
+    """Return the right answer as a text, if there is one, and random words of the prompt."""
+    right = [str(example.answer)] if isinstance(example.answer, (str, int, float)) else []
+    words = example.text.split() or ["word"]
+    return [*right, " ".join(rng.choices(words, k=1 + rng.randrange(_WORDS))), ""]
+
+
+def _score(reward: Reward, example: Example, answers: list[str], call_s: float) -> list[Score]:
+    """Return the checked scores of answers. Raises ValueError with file and line."""
+    return [
+        score for one in reward.calls(example, answers) for score in _within(call_s, reward, example, one)
+    ]
+
+
+def _within(call_s: float, reward: Reward, example: Example, one: Call) -> list[Score]:
+    """Make a call in a thread, and wait for it only so long. Raises ValueError."""
+    where = f"{reward.where}, row {example.place}"
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call(where, one.read, one.prepared(), runner=LOOP))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="rehearsal", daemon=True)
+    thread.start()
+    thread.join(call_s)
+
+    if not outcome:
+        raise ValueError(
+            f"{_line_of(thread, reward.function)}: {reward.name} has not returned after {call_s:g} s "
+            f"({where}). Give what it waits for a timeout of its own; env.step_timeout_s is the limit in a "
+            "run."
+        )
+    if isinstance(outcome[0], BaseException):
+        raise _explained(outcome[0], one)
+    return outcome[0]
+
+
+def _explained(error: BaseException, one: Call) -> BaseException:
+    """Return an error with the function's own line where the line that returned is not known, and a hint."""
+    text = str(error)
+    if not isinstance(error, ValueError):
+        return error
+    if text.startswith("?: "):
+        text = f"{_definition(one.reward.function)}{text.removeprefix('?')}"
+
+    # The most common slip with functions that were written for TRL.
+    is_text = isinstance(one.example.prompt, str)
+    if is_text and one.reward.signature.form is Form.TRL and "string indices must be integers" in text:
+        text += (
+            " The prompts are text, so completions are text: for TRL's conversational format store a "
+            "prompt as [{'role': 'user', 'content': TEXT}]."
+        )
+    return ValueError(text)
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Return file and line where a function is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(function, "__name__", "?")
+
+
+def _line_of(thread: threading.Thread, function: Callable[..., Any]) -> str:
+    """Return the user's line at which a thread is; for a coroutine, where it is defined."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or inspect.iscoroutinefunction(function):
+        return _definition(function)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    while frame is not None and code is not None and frame.f_code.co_filename != code.co_filename:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else _definition(function)
+
+
+def _differences(
+    rewards: list[Reward], scores: list[list[Score]], again: list[list[Score]], example: Example
+) -> list[str]:
+    """Return the note of functions that gave one answer two rewards."""
+    notes = []
+    for reward, first, second in zip(rewards, scores, again, strict=True):
+        for before, after in zip(first, second, strict=True):
+            if before.value != after.value:
+                notes.append(
+                    f"{reward.name} gave one answer {before.value} and then {after.value} "
+                    f"({example.place}): it depends on more than its arguments, such as a counter, random "
+                    "numbers or the time"
+                )
+                break
+    return notes

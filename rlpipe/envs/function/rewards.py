@@ -1,0 +1,302 @@
+"""Calls reward functions on the answers to one prompt, and adds them up by their weights.
+
+A function sees all answers at once or one after another, as its form says (`signature`). Each function's own
+reward is recorded as `reward_NAME`; what else it reports (verl's dict, TRL's log_metric and log_extra) is
+recorded by its name. Coroutines run in one event loop of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from rlpipe.config.data import FunctionTask, Weighted, weighted_rewards
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.limits import did_you_mean
+from rlpipe.config.user_code import is_user_code, load_function
+from rlpipe.envs.contract import number_of, shown
+from rlpipe.envs.function.examples import Example
+from rlpipe.envs.function.signature import Form, Signature, signature_of
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Score:
+    """What one function says of one answer. value: None where it does not apply."""
+
+    value: float | None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reward:
+    """One reward function. where: the setting, for messages."""
+
+    name: str
+    weight: float
+    where: str
+    function: Callable[..., Any]
+    signature: Signature
+    encode: Encode | None = None
+
+    def calls(self, example: Example, answers: Sequence[str]) -> list[Call]:
+        """Return the calls that score the answers to one prompt."""
+        groups = [list(answers)] if self.signature.form.batched else [[answer] for answer in answers]
+        return [Call(reward=self, example=example, answers=group) for group in groups]
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a reward function. logged: what TRL's log_metric and log_extra were called with."""
+
+    reward: Reward
+    example: Example
+    answers: list[str]
+    logged: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepared(self) -> Callable[[], Any]:
+        """Return the function with its arguments."""
+        self.logged = [{} for _ in self.answers]
+        return functools.partial(self.reward.function, **self.arguments())
+
+    def invoke(self) -> Any:
+        """Call the function, and await what it returns; not checked."""
+        returned = self.prepared()()
+        return LOOP.run(returned) if inspect.isawaitable(returned) else returned
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that the function's signature names."""
+        reward, example = self.reward, self.example
+        columns: Mapping[str, Any] = example.row
+        if reward.signature.form is Form.OURS:
+            made = {
+                "completion": self.answers[0],
+                "prompt": example.text,
+                "answer": example.answer,
+                "row": dict(example.row),
+                "messages": [dict(message) for message in example.messages],
+            }
+            made = dict(columns) | made
+        elif reward.signature.form is Form.TRL:
+            made = {name: [value] * len(self.answers) for name, value in columns.items()} | self._trl()
+        else:
+            made = self._verl()
+        return {name: value for name, value in made.items() if name in reward.signature.names}
+
+    def _trl(self) -> dict[str, Any]:
+        """Return TRL's arguments; a data set with messages is conversational, and its completions are too."""
+        conversational = not isinstance(self.example.prompt, str)
+        completions: list[Any] = list(self.answers)
+        if conversational:
+            completions = [[{"role": "assistant", "content": answer}] for answer in self.answers]
+
+        encode = self.reward.encode
+        ids = [encode(answer) for answer in self.answers] if encode else []
+        return {
+            "prompts": [self.example.prompt] * len(self.answers),
+            "completions": completions,
+            "completion_ids": ids,
+            "completions_ids": ids,
+            "log_extra": self._log_extra,
+            "log_metric": self._log_metric,
+        }
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        for logged, value in zip(self.logged, values, strict=False):
+            logged[str(column)] = _recorded(value)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        for logged in self.logged:
+            logged[str(name)] = _recorded(value)
+
+    def _verl(self) -> dict[str, Any]:
+        """Return verl's arguments; without its columns, the rest of the row is `extra_info`."""
+        example, row = self.example, self.example.row
+        source = row.get("data_source", PurePath(example.place.partition(":")[0]).stem)
+        extra = row["extra_info"] if "extra_info" in row else dict(row)
+        single = {"data_source": source, "ground_truth": example.answer, "extra_info": extra}
+
+        batched = {f"{name}s": [value] * len(self.answers) for name, value in single.items()}
+        return single | batched | {"solution_str": self.answers[0], "solution_strs": list(self.answers)}
+
+    def read(self, returned: Any) -> list[Score]:
+        """Check what the function returned. Raises ValueError."""
+        form = self.reward.signature.form
+        if not form.batched:
+            return [self._score(returned, self.logged[0], optional=False)]
+
+        if type(returned).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(returned, "tolist"):
+            returned = returned.tolist()
+        if not isinstance(returned, (list, tuple)):
+            raise ValueError(
+                f"{self.reward.name} returned {shown(returned)}: return a list, one number per answer."
+            )
+        if len(returned) != len(self.answers):
+            raise ValueError(
+                f"{self.reward.name} returned {len(returned)} rewards for {len(self.answers)} answers: "
+                "return one number per answer."
+            )
+        return [
+            self._score(value, logged, optional=form is Form.TRL)
+            for value, logged in zip(returned, self.logged, strict=True)
+        ]
+
+    def _score(self, value: Any, logged: dict[str, Any], *, optional: bool) -> Score:
+        """Return the score of one answer. optional: None means that the function does not apply."""
+        name, info = self.reward.name, dict(logged)
+        if optional and value is None:
+            return Score(value=None, info=info)
+
+        if isinstance(value, Mapping) and self.reward.signature.form is not Form.OURS:
+            if "score" not in value:
+                raise ValueError(f"{name} returned {shown(value)}: the dict needs a number under 'score'.")
+            info |= {str(key): _recorded(each) for key, each in value.items() if key != "score"}
+            value = value["score"]
+        if value is None or isinstance(value, (str, list, tuple, Mapping)):
+            raise ValueError(
+                f"{name} returned {shown(value)}: return a number (True and False count as 1 and 0)."
+            )
+        return Score(value=number_of(f"{name} returned", value), info=info)
+
+
+def _recorded(value: Any) -> Any:
+    """Return a value as the run's records hold it: numbers and short texts."""
+    if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value if not isinstance(value, str) else value[:200]
+    try:
+        return number_of("", value)
+    except ValueError:
+        return str(value)[:200]
+
+
+def total(
+    rewards: Sequence[Reward], scores: Sequence[Sequence[Score]], place: str
+) -> list[tuple[float, dict[str, Any]]]:
+    """Add the scores of all functions up; return (reward, info) of each answer.
+
+    scores: for each function, one of each answer. Raises ValueError where no function applies.
+    """
+    totals = []
+    for of_answer in zip(*scores, strict=True):
+        applied = [(r, s.value) for r, s in zip(rewards, of_answer, strict=True) if s.value is not None]
+        if not applied:
+            raise ValueError(
+                f"{place}: every reward function returned None for this row, so it has no reward: leave such "
+                "rows out with data.filter."
+            )
+
+        info: dict[str, Any] = {}
+        for reward, score in zip(rewards, of_answer, strict=True):
+            # Two functions may report the same name.
+            info |= {
+                (f"{reward.name}_{key}" if key in info else key): value for key, value in score.info.items()
+            }
+        info |= {f"reward_{reward.name}": value for reward, value in applied}
+        totals.append((sum(reward.weight * value for reward, value in applied), info))
+    return totals
+
+
+def score_answers(
+    rewards: Sequence[Reward], example: Example, answers: Sequence[str]
+) -> list[tuple[float, dict[str, Any]]]:
+    """Return (reward, info) of each answer to one prompt."""
+    scores = [
+        [score for call in reward.calls(example, answers) for score in call.read(call.invoke())]
+        for reward in rewards
+    ]
+    return total(rewards, scores, example.place)
+
+
+# --- loading ----------------------------------------------------------------------------------------------
+
+
+def load_rewards(task: FunctionTask, env: EnvConfig, columns: Sequence[str], encode: Encode) -> list[Reward]:
+    """Load the functions that `reward` names, in their order. Raises ValueError.
+
+    columns: of the data set. encode: text -> token ids, for functions that read them.
+    """
+    from rlpipe.envs.function.ready import READY, make_ready
+
+    settings = weighted_rewards(task.reward)
+    names = _names(settings)
+    rewards = []
+    for setting, name in zip(settings, names, strict=True):
+        where = f"reward={setting.name}"
+        if is_user_code(setting.name):
+            function = load_function(setting.name, setting="reward", takes="completion, answer")
+            function = _with_options(function, setting) if setting.options else function
+        elif setting.name in READY:
+            function = make_ready(setting, env, columns)
+        else:
+            raise ValueError(
+                f"{where}: there is no such function.{did_you_mean(setting.name, READY)} Name yours as "
+                f"file.py:NAME, or a ready one: {', '.join(READY)}."
+            )
+        signature = signature_of(function, where, columns)
+        rewards.append(
+            Reward(
+                name=name,
+                weight=setting.weight,
+                where=where,
+                function=function,
+                signature=signature,
+                encode=encode if signature.needs_tokens else None,
+            )
+        )
+    return rewards
+
+
+def _with_options(function: Callable[..., Any], setting: Weighted) -> Callable[..., Any]:
+    """Return a function that is called with the options of its setting. Raises ValueError for other ones."""
+    try:
+        inspect.signature(function).bind_partial(**setting.options)
+    except TypeError as error:
+        raise ValueError(
+            f"reward={setting.name} has options that it does not take ({error}): its signature is "
+            f"{getattr(function, '__name__', 'score')}{inspect.signature(function)}."
+        ) from None
+    return functools.partial(function, **setting.options)
+
+
+def _names(settings: Sequence[Weighted]) -> list[str]:
+    """Return a short name for each function, which differ. Raises ValueError for one that is named twice."""
+    if len({setting.name for setting in settings}) < len(settings):
+        twice = next(s.name for s in settings if [each.name for each in settings].count(s.name) > 1)
+        raise ValueError(f"reward names {twice} twice: name it once, with its weight.")
+
+    short = [setting.name.rpartition(":")[2] for setting in settings]
+    return [
+        name if short.count(name) == 1 else f"{PurePath(setting.name.rpartition(':')[0]).stem}_{name}"
+        for name, setting in zip(short, settings, strict=True)
+    ]
+
+
+class _Loop:
+    """The event loop in which coroutines of rewards run: one, so that their clients may stay open."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def run(self, coro: Any) -> Any:
+        """Await in that loop from any other thread, and return the result."""
+
+        async def awaited() -> Any:
+            return await coro
+
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+
+
+LOOP = _Loop()

@@ -1,0 +1,170 @@
+"""Single-turn episodes over the rows of a data set, rewarded by functions.
+
+An instance is a row: "train/17" is the 17th row of the data set to train on. Rows are read when an episode
+starts; which of them exist is worked out once, where a run is launched, when `instance_ids` is first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from rlpipe.config.env import EnvConfig
+from rlpipe.config.paths import resolve_model
+from rlpipe.envs.base import TRAIN, StepResult
+from rlpipe.envs.function.examples import Example, Reader
+from rlpipe.envs.function.rewards import Reward, load_rewards, score_answers
+from rlpipe.envs.function.rows import read_rows
+from rlpipe.envs.function.splits import Checked, Splits, check_rows, make_splits
+
+HELD_OUT = "held_out"
+
+
+class FunctionEpisode:
+    """One answer to one prompt."""
+
+    def __init__(self, example: Example, rewards: Sequence[Reward]) -> None:
+        self._example, self._rewards = example, rewards
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the prompt."""
+        return self._example.messages
+
+    def step(self, action: str) -> StepResult:
+        """Score the answer."""
+        ((reward, info),) = score_answers(self._rewards, self._example, [action])
+        return StepResult(done=True, reward=reward, info=info | {"submitted": True})
+
+    def finish(self) -> StepResult:
+        """End without an answer; every first turn is an answer, so that this is not reached."""
+        return StepResult(done=True, reward=0.0, info={"submitted": False})
+
+    def close(self) -> None:
+        """Do nothing: an episode holds no resources."""
+
+
+class FunctionSuite:
+    """The rows of a data set. Splits: `train` and `held_out`. Raises ValueError.
+
+    notes: sentences on the data that a person should read, after `instance_ids` or `drop_long`.
+    """
+
+    max_turns = 1
+
+    def __init__(self, config: EnvConfig) -> None:
+        task = config.function
+        if not task.data.train:
+            raise ValueError("data.train is empty: name the rows to train on, as in data.train=train.jsonl.")
+        if task.reward is None:
+            raise ValueError(
+                "reward is empty: name a function, as in reward=my_reward.py:score, or a ready one, as in "
+                "reward=exact_match."
+            )
+        self._task = task
+        self.notes: list[str] = []
+        self._encoder: Any = None
+
+        train = read_rows(task.data, "data.train", task.data.train)
+        self._readers = {TRAIN: Reader(task.data, train)}
+        self._rows = {TRAIN: train}
+        if name := task.data.held_out_name:
+            self._rows[HELD_OUT] = read_rows(task.data, "data.held_out", name)
+            self._readers[HELD_OUT] = Reader(task.data, self._rows[HELD_OUT])
+
+        self.rewards = load_rewards(task, config, train.columns, self._encode)
+
+    def splits(self) -> Sequence[str]:
+        """Return the name of the held-out set."""
+        return [HELD_OUT]
+
+    def instance_ids(self, split: str) -> Sequence[str]:
+        """Return the ids of a split, in a fixed order."""
+        return self._ids[split]
+
+    def episode(self, instance_id: str) -> FunctionEpisode:
+        """Start a fresh attempt."""
+        return FunctionEpisode(self.example(instance_id), self.rewards)
+
+    def example(self, instance_id: str) -> Example:
+        """Return the row of an instance."""
+        table, _, number = instance_id.partition("/")
+        return self._readers[table][int(number) - 1]
+
+    def drop_long(self, count: Callable[[list[dict[str, str]]], int], limit: int) -> None:
+        """Leave prompts of more than `limit` tokens out. count: tokens of messages, template included.
+
+        Raises ValueError when none is left.
+        """
+        # A token has at least one byte, so that short prompts need not be encoded.
+        overhead = count([{"role": "user", "content": "x"}])
+
+        # A template may refuse a role, which short prompts may have as well.
+        for split in (TRAIN, HELD_OUT):
+            count(self.example(self._ids[split][0]).messages)
+
+        for split, positions in (("train", self._splits.train), (HELD_OUT, self._splits.held_out)):
+            checked = self._checked[self._table(split)]
+            ids, kept, dropped = self._ids[split], [], []
+            for position, instance_id in zip(positions, ids, strict=True):
+                tokens = 0
+                if checked.sizes[position] + 4 * overhead > limit:
+                    tokens = count(self.example(instance_id).messages)
+                (dropped if tokens > limit else kept).append((instance_id, tokens))
+
+            if not dropped:
+                continue
+            longest, most = max(dropped, key=lambda each: each[1])
+            what = (
+                f"{len(dropped)} of {len(ids)} {split} prompts have more than {limit} tokens (the longest "
+                f"{most}, {self.example(longest).place})"
+            )
+            if not kept:
+                raise ValueError(
+                    f"{what}, and none is left: raise rollout.max_context, or data.max_prompt_tokens if it "
+                    "is set."
+                )
+            self.notes.append(
+                f"{what} and are left out; rollout.max_context and rollout.max_new_tokens set the limit"
+            )
+            self._ids[split] = [instance_id for instance_id, _ in kept]
+
+    def _table(self, split: str) -> str:
+        """Return the data set that a split is of."""
+        return split if split in self._readers else TRAIN
+
+    @cached_property
+    def _checked(self) -> dict[str, Checked]:
+        data = self._task.data
+        return {name: check_rows(data, self._rows[name], reader) for name, reader in self._readers.items()}
+
+    @cached_property
+    def _splits(self) -> Splits:
+        splits = make_splits(self._task.data, self._checked[TRAIN], self._checked.get(HELD_OUT))
+        reader = self._readers[TRAIN]
+        columns = (
+            f"prompt: {reader.prompt_column or 'data.template'}, answer: {reader.answer_column or 'none'}"
+        )
+        self.notes.append(
+            f"data: {len(splits.train)} rows to train on and {len(splits.held_out)} held out ({columns})"
+        )
+        self.notes += splits.notes
+        return splits
+
+    @cached_property
+    def _ids(self) -> dict[str, list[str]]:
+        splits = self._splits
+        ids = {}
+        for split, positions in ((TRAIN, splits.train), (HELD_OUT, splits.held_out)):
+            table = self._table(split)
+            indices = self._checked[table].indices
+            ids[split] = [f"{table}/{indices[position] + 1}" for position in positions]
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, for rewards that read them."""
+        if self._encoder is None:
+            from transformers import AutoTokenizer
+
+            self._encoder = AutoTokenizer.from_pretrained(resolve_model(self._task.model))
+        return self._encoder.encode(text, add_special_tokens=False)
