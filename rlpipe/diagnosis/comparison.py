@@ -7,7 +7,7 @@ over the instances: it says how well this run was measured, not what another see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -91,6 +91,7 @@ def compare_runs(runs: Sequence[RunData]) -> Summary:
     lines = [(m.label, _sentence(m, readings)) for m in MEASURES if (readings := readings_of(m, arms))]
     if lines:
         lines.append(("Intervals", _meaning(arms)))
+    lines += [("Look at", sentence) for sentence in _incomplete(arms)]
     return Summary(lines=[line for line in lines if line[1]], findings=[])
 
 
@@ -123,7 +124,7 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
         change = reading.minus(base)
         if change is None:
             size = f"{reading.mean - base.mean:+{measure.spec}}"
-            clauses.append(f"{reading.arm} differs from {base.arm} by {size}, a single run each: no interval")
+            clauses.append(f"{reading.arm} differs from {base.arm} by {size}; a single run has no interval")
             continue
 
         opposite = {"higher": "lower", "slower": "faster"}[measure.better]
@@ -132,6 +133,15 @@ def _sentence(measure: Measure, readings: list[Reading]) -> str:
         ends = f"[{change.low:+{measure.spec}}, {change.high:+{measure.spec}}]"
         clauses.append(f"{reading.arm} {verdict}, {change.value:+{measure.spec}} {ends}")
     return f"{'; '.join(clauses)}. ({listed}.)"
+
+
+def _incomplete(arms: Sequence[RunData]) -> Iterator[str]:
+    """Yield what a reader must know before believing an arm: runs without a step, or of different lengths."""
+    if empty := [arm.name for arm in arms if not arm.steps]:
+        yield f"{', '.join(empty)}: no step was recorded, so no arm contains it."
+    for arm in arms:
+        if len(steps := sorted({run.steps for run in arm.seeds})) > 1:
+            yield f"Runs of {arm.name} end at different steps, {steps[0]} to {steps[-1]}."
 
 
 def _meaning(arms: Sequence[RunData]) -> str:

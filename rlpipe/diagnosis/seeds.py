@@ -38,13 +38,15 @@ def name_by_settings(runs: Sequence[RunData]) -> None:
 def pool_seeds(runs: Sequence[RunData]) -> list[RunData]:
     """Return the arms of a comparison: runs that differ in run.seed only become one, the mean over them.
 
-    Runs with the same seed are repeats of one draw in name only, and stay separate.
+    Runs with the same seed are repeats of one draw in name only, and stay separate; so do those that ended
+    before their first step, which have nothing to be averaged.
     """
     by_settings: dict[str, list[RunData]] = {}
     for run in runs:
         flat = flat_settings(run.settings)
         key = repr(sorted((n, str(v)) for n, v in flat.items() if n != SEED and not n.startswith(SAME)))
-        by_settings.setdefault(key if flat else f"unknown: {run.path}", []).append(run)
+        alone = not flat or not run.steps
+        by_settings.setdefault(f"alone: {run.path}" if alone else key, []).append(run)
 
     groups: list[list[RunData]] = []
     for group in by_settings.values():

@@ -70,7 +70,7 @@ def test_the_summary_says_which_arm_is_higher_and_only_beyond_chance(tmp_path: P
 def test_single_runs_have_intervals_of_their_instances_and_the_summary_says_so(tmp_path: Path) -> None:
     lines = dict(compare_runs(sweep(tmp_path, {1e-4: [0.25], 2e-4: [0.5]})).lines)
     assert "undecided, +0.250 [" in lines["Held-out reward"]
-    assert "a single run each: no interval" in lines["Training reward"]
+    assert "a single run has no interval" in lines["Training reward"]
     assert "say nothing about another seed" in lines["Intervals"]
 
 
@@ -101,3 +101,14 @@ def test_a_page_about_seeds_shows_arms_first_and_no_error_of_zero(tmp_path: Path
     (reward,) = [figure for figure in content.figures if figure.title == "Reward"]
     assert {t["line"]["color"] for t in reward.traces} == {"$0", "$1"} and len(reward.traces) == 4
     assert arms(runs[:2]).count("<tr>") == 2 and arms([runs[0], runs[3]]) == ""
+
+
+def test_a_seed_that_failed_early_does_not_cost_its_arm_and_is_named(tmp_path: Path) -> None:
+    runs = sweep(tmp_path, {1e-4: LOW, 2e-4: HIGH})
+    runs[0].records = []
+    runs[4].records = [record for record in runs[4].records if record[STEP] < 9]
+    lines = compare_runs(runs).lines
+    told = [text for label, text in lines if label == "Look at"]
+    assert "seed=0, lr=0.0001: no step was recorded" in told[0]
+    assert "lr=0.0002 (3 seeds) end at different steps, 8 to 12" in told[1]
+    assert "lr=0.0001 (2 seeds)" in dict(lines)["Training reward"]
