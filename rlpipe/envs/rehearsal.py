@@ -67,19 +67,22 @@ def rehearse(
     turns: int = 0,
     budget_s: float = 0.0,
     prompts: Prompts | None = None,
+    setting: str = "env.suite",
 ) -> Rehearsed:
     """Run `episodes` of every split, each step, finish and close.
 
-    name: what made the suite, for messages. turns: at most so many in an episode (0: max_turns). budget_s:
-    seconds after which no further call is made (0: no limit). prompts: renders what the model would read.
-    Raises ValueError.
+    name, setting: what made the suite, and its setting, for messages. turns: at most so many in an episode
+    (0: max_turns). budget_s: seconds after which no further call is made (0: no limit). prompts: renders what
+    the model would read. Raises ValueError.
     """
     turns = min(turns or suite.max_turns, suite.max_turns)
     end = time.monotonic() + budget_s if budget_s else float("inf")
+    where = f"{setting}={name!r}"
 
     def run() -> Rehearsed:
         with asyncio.Runner() as runner:
-            return _Rehearsal(suite, name, turns=turns, end=end, prompts=prompts, runner=runner).run(episodes)
+            played = _Rehearsal(suite, where, turns=turns, end=end, prompts=prompts, runner=runner)
+            return played.run(episodes)
 
     return _in_thread(run)
 
@@ -88,14 +91,14 @@ class _Rehearsal:
     def __init__(
         self,
         suite: Suite,
-        name: str,
+        where: str,
         *,
         turns: int,
         end: float,
         prompts: Prompts | None,
         runner: asyncio.Runner,
     ) -> None:
-        self._suite, self._name, self._turns, self._end = suite, name, turns, end
+        self._suite, self._where, self._turns, self._end = suite, where, turns, end
         self._prompts, self._runner = prompts, runner
         self._random = random.Random(0)
         self._done = Rehearsed()
@@ -119,7 +122,7 @@ class _Rehearsal:
         """
         if self._is_over():
             return 0
-        where = f"env.suite={self._name!r}, instance {instance!r}"
+        where = f"{self._where}, instance {instance!r}"
         call_user = _Call(where, self._runner)
 
         start = self._suite.episode
@@ -159,7 +162,7 @@ class _Rehearsal:
         result = step_of(returned, rehearsed=True)
         if abs(result.reward or 0.0) > _LARGE and not any("rewards of" in note for note in self._done.notes):
             self._done.notes.append(
-                f"step() of env.suite={self._name!r} returned reward={result.reward:.3g}: rewards of "
+                f"step() of {self._where} returned reward={result.reward:.3g}: rewards of "
                 f"more than {_LARGE:.0f} in size hide all differences between the others in their group; "
                 "0 to 1 is usual."
             )
@@ -177,7 +180,7 @@ class _Rehearsal:
             "prompts"
         )
         if len(too_long) == len(lengths):
-            raise ValueError(f"env.suite={self._name!r}: {what}.")
+            raise ValueError(f"{self._where}: {what}.")
         if too_long:
             self._done.notes.append(f"{what}. The others are trained on, these are masked.")
 

@@ -14,15 +14,17 @@ from typing import Any
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.envs.base import TRAIN, SplitTable, StepResult
+from rlpipe.envs.rehearsal import rehearse
 from rlpipe.envs.seeded import require
 from rlpipe.envs.verifiers.agent import TheModel
 from rlpipe.envs.verifiers.load import load_environment, schemas_of, tasks_by_split
 
 
 def check_verifiers(config: EnvConfig) -> None:
-    """Load the taskset and refuse what needs a harness or a runtime. Raises ValueError."""
+    """Refuse what needs a harness or a runtime, and rehearse a task of each split. Raises ValueError."""
     require("verifiers", extra="verifiers")
-    VerifiersSuite(config)
+    suite = VerifiersSuite(config)
+    rehearse(suite, config.verifiers.taskset, episodes=1, setting="env.verifiers.taskset")
 
 
 class VerifiersSuite(SplitTable):
@@ -83,7 +85,8 @@ class VerifiersEpisode:
         if said.done():
             return said.result()
         said.cancel()
-        self._run.result()
+        if error := self._run.exception():
+            raise error.__cause__ or error  # the library wraps what a task's own code raises
         return None
 
     def _scored(self, *, submitted: bool) -> StepResult:
