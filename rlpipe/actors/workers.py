@@ -231,7 +231,9 @@ class Workers:
             timeout = self._config.hang_s or None
             try:
                 return await asyncio.wait_for(wait_for_answer(answer), timeout)
-            except RayTaskError:  # it answers; Ray's error is of its cause's class too, e.g. TimeoutError
+            except RayTaskError as error:  # it answers; it is of its cause's class too, e.g. TimeoutError
+                if isinstance(error.cause, RunStopped):
+                    raise error.cause from None  # its message is for the user, without Ray's traceback
                 raise
             except TimeoutError:
                 self._on_event("rollout_worker_hung", worker=worker.number, seconds=timeout)

@@ -306,6 +306,10 @@ class EnvConfig:
     threads: int = 2
     """Commands that run at once in one rollout worker."""
 
+    step_timeout_s: float = 600.0
+    """Seconds that one call of an episode (messages, step, finish, close) may take; 0 sets no limit. A call
+    that takes longer is a failure of the environment: the attempt is repeated, then masked."""
+
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of one command."""
 
@@ -357,7 +361,7 @@ class EnvConfig:
         elif self.name is EnvName.USER:
             raise ValueError("env.name=user plays a suite of your own: name it by env.suite=my_env.py:NAME.")
         positive(self, "env", "max_turns", "max_observation_chars", "threads", "test_timeout_s")
-        at_least(0, self, "env", "retries")
+        at_least(0, self, "env", "retries", "step_timeout_s")
         _check_sizes(self, "env")
 
         if not self.held_out_files:

@@ -12,12 +12,12 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -173,16 +173,29 @@ def raised_at(error: BaseException, *, otherwise: str = "") -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
 
-    # Frames of rlpipe, the standard library and installed packages are not the user's.
     frames = traceback.extract_tb(error.__traceback__)
+    last = _last_of_user(frames)
+    if last is None and otherwise:
+        return otherwise
+
+    last = last or (frames[-1] if frames else None)
+    return f"{last.filename}:{last.lineno}" if last else "?"
+
+
+def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return "file:line `text`" of the user's code in running frames with their lines, outermost first."""
+    stack = traceback.StackSummary.extract(iter(frames))
+    last = _last_of_user(stack) or (stack[-1] if stack else None)
+    return "?" if last is None else f"{last.filename}:{last.lineno}" + (f" `{last.line}`" if last.line else "")
+
+
+def _last_of_user(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """Return the last frame that is in the user's code; None when none is."""
+    # Frames of rlpipe, the standard library and installed packages are not the user's.
     inside = (_PACKAGE, sys.prefix, sys.base_prefix, "<frozen")
     user_frames = [
         frame
         for frame in frames
         if str(Path(frame.filename).parent) in _user_folders or not frame.filename.startswith(inside)
     ]
-    if not user_frames and otherwise:
-        return otherwise
-
-    last = (user_frames or frames[-1:])[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else "?"
+    return user_frames[-1] if user_frames else None

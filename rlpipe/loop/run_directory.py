@@ -32,7 +32,7 @@ _FREE: dict[str, tuple[str, ...] | None] = {
     "run": (*_RUN, "max_masked_share", "masked_window"),
     "rollout": _ROLLOUT,
     "trainer": _TRAINER,
-    "env": ("threads", "sandbox"),
+    "env": ("threads", "sandbox", "step_timeout_s"),
     "adapt": (*_ADAPT, "eval_offset", "eval_samples"),
     "val": None,  # all of the section
     "metrics": None,

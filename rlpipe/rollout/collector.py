@@ -8,7 +8,8 @@
 |                             | steps run in one loop of a thread of its own                   |
 
 Owns the order of tokens in a trajectory, its seeds, retries and limits. A failure of the environment's
-infrastructure repeats the full trajectory with the same seeds; when retries are used up it is MASKED.
+infrastructure, a call that hangs among them (`environment_threads`), repeats the full trajectory with the
+same seeds; when retries are used up it is MASKED.
 Any other exception of an environment, or an answer that breaks its contract, masks the trajectory at once:
 only a failure of the engine leaves `collect` as an exception. An aborted turn is continued from its last
 token, so aborting never loses tokens.
@@ -22,7 +23,6 @@ import inspect
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -42,10 +42,10 @@ from rlpipe.envs.base import (
     suite_tools,
 )
 from rlpipe.envs.contract import messages_of, observation_text, step_of
-from rlpipe.envs.user_loop import UserLoop
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
+from rlpipe.rollout.environment_threads import EnvironmentHung, EnvironmentThreads
 from rlpipe.rollout.turn import joined, next_route, stream_seed
 from rlpipe.types import (
     FinishReason,
@@ -53,6 +53,7 @@ from rlpipe.types import (
     GenerateResult,
     Group,
     Prompt,
+    RunStopped,
     SamplingParams,
     Trajectory,
     TrajectoryStatus,
@@ -66,6 +67,7 @@ T = TypeVar("T")
 _MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
 _MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
 _MAX_EMPTY_ABORTS = 100  # in a row, of one turn
+_CLOSE_S = 5.0  # for an episode that hangs or is given up to close, and for all of them at the end
 
 
 class ExitReason(StrEnum):
@@ -158,7 +160,7 @@ class Collector:
 
     rollout: `temperature`, `max_new_tokens` of a turn, `max_context` of a trajectory in tokens,
         `concurrent_groups`, and `max_running`, which bounds the trajectories of an evaluation.
-    env: `threads` and `retries`. Turns are limited by the suite.
+    env: `threads`, `step_timeout_s` and `retries`. Turns are limited by the suite.
     top_logprobs: how many the engine returns with each token of `collect`; `evaluate` requests none.
     record_drafts: record the verify steps and the text of every token of each group's first trajectory.
     spans: gets "generate" and "env" of every turn, a lane for each running trajectory.
@@ -183,8 +185,7 @@ class Collector:
         self._rollout, self._env, self._top_logprobs = rollout, env, top_logprobs
         self._record_drafts = record_drafts
         self._spans = spans or SpanLog("rollout 0")
-        self._threads = ThreadPoolExecutor(env.threads, thread_name_prefix="env")
-        self._user_loop = UserLoop()
+        self._threads = EnvironmentThreads(env.threads, env.step_timeout_s)
         self._groups = asyncio.Semaphore(rollout.concurrent_groups) if rollout.concurrent_groups else None
         self._running: set[asyncio.Future[None]] = set()
         # A prompt may be rolled out again before the engine has ended its first session.
@@ -253,12 +254,15 @@ class Collector:
         self._engine = engine
 
     async def close(self) -> None:
-        """End running trajectories as masked, wait for them, and free the threads."""
+        """End running trajectories as masked, wait for them, and free the threads.
+
+        An environment that hangs is left behind.
+        """
         self._closing = True
         self._engine.abort()
-        await asyncio.gather(*self._running)
-        await asyncio.to_thread(self._threads.shutdown)
-        await self._user_loop.close()
+        if self._running:
+            await asyncio.wait(list(self._running), timeout=_CLOSE_S)
+        await self._threads.close(_CLOSE_S)
 
     async def _roll_out(self, task: _Task) -> _Attempt:
         """Roll out one trajectory, with its retries, in a new lane of the spans."""
@@ -289,6 +293,8 @@ class Collector:
             except _Masked as failure:
                 reason, error = failure.reason, failure
                 break
+            except RunStopped:
+                raise
             except Exception as failure:
                 if attempt.engine_failed:
                     raise
@@ -326,14 +332,16 @@ class Collector:
         if self._closing:
             raise _Masked(*_CLOSED)
 
-        task = attempt.task
+        task, limit = attempt.task, None
         start = partial(start_episode, seed=stream_seed(task.seed, "env"), attempt=task.number)
-        episode = await self._call(attempt, start, self._suite, task.instance_id)
+        episode = await self._call(attempt, "episode", start, self._suite, task.instance_id)
         try:
             result, reason = await self._take_turns(attempt, episode)
+        except (EnvironmentHung, asyncio.CancelledError):
+            limit = _CLOSE_S
+            raise
         finally:
-            # A cancelled attempt must still free its sandbox.
-            await asyncio.shield(self._call(attempt, close_episode, episode))
+            await self._close_episode(attempt, episode, limit)
 
         trajectory = attempt.trajectory
         trajectory.turn_rewards, trajectory.reward = attempt.rewards, sum(attempt.rewards)
@@ -341,10 +349,22 @@ class Collector:
         trajectory.truncated = attempt.cut or result.truncated or reason is not ExitReason.DONE
         trajectory.info |= result.info | {"exit_reason": reason.value}
 
+    async def _close_episode(self, attempt: _Attempt, episode: Episode, limit: float | None) -> None:
+        """Free the sandbox. limit: seconds to wait for it when the attempt has failed already; None: all.
+
+        A cancelled attempt frees its sandbox too: the call goes on when nobody waits for it any more.
+        """
+        closing = asyncio.ensure_future(self._call(attempt, "close", close_episode, episode))
+        await asyncio.wait({closing}, timeout=limit)
+        if limit is None:
+            await closing
+        else:
+            closing.add_done_callback(lambda closed: closed.cancelled() or closed.exception())
+
     async def _take_turns(self, attempt: _Attempt, episode: Episode) -> tuple[StepResult, ExitReason]:
         """Generate and step until the episode is done, or turns or context are used up."""
         trajectory, chat = attempt.trajectory, self._chat
-        opening = messages_of(await self._call(attempt, episode.messages))
+        opening = messages_of(await self._call(attempt, "messages", episode.messages))
         attempt.turns += [{"role": m["role"], "text": m["content"][:_MAX_TEXT]} for m in opening]
 
         context = chat.initial(opening, self._tools)
@@ -366,7 +386,7 @@ class Collector:
 
             turn_ids = generated.output_ids.tolist()
             action = chat.decode(turn_ids)
-            step = step_of(await self._call(attempt, episode.step, action))
+            step = step_of(await self._call(attempt, "step", episode.step, action))
             _record_turn(attempt, action, step)
             if step.done:
                 return step, ExitReason.TRUNCATED if step.truncated else ExitReason.DONE
@@ -376,7 +396,7 @@ class Collector:
 
     async def _finish(self, attempt: _Attempt, episode: Episode) -> StepResult:
         """End an episode from outside; what it returns is added to the reward of the last turn."""
-        result = step_of(await self._call(attempt, finish_episode, episode), last=True)
+        result = step_of(await self._call(attempt, "finish", finish_episode, episode), last=True)
         if attempt.rewards:
             attempt.rewards[-1] += result.reward or 0.0
         else:
@@ -449,7 +469,7 @@ class Collector:
             attempt.engine_failed = True
             raise
 
-    async def _call(self, attempt: _Attempt, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, attempt: _Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call the environment in one of the collector's threads, and return what it returns.
 
         What an `async def` returns is awaited in the loop for code of the user, without a thread.
@@ -466,9 +486,9 @@ class Collector:
         started = time.monotonic()
         try:
             with attempt.lane.span("env"):
-                returned = await asyncio.get_running_loop().run_in_executor(self._threads, timed)
+                returned = await self._threads.call(timed, name)
                 if inspect.isawaitable(returned):
-                    returned = await self._user_loop.result_of(awaited(returned))
+                    returned = await self._threads.result_of(awaited(returned), name)
                 return returned
         finally:
             attempt.env_seconds += time.monotonic() - started
@@ -477,6 +497,8 @@ class Collector:
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
     """Return the failure in one line, and the innermost line of its traceback."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
+    if isinstance(error, EnvironmentHung):
+        return {"error": text[:_MAX_ERROR], "place": error.place}
     frames = traceback.extract_tb(error.__traceback__)
     location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return {"error": text[:_MAX_ERROR], "place": location}

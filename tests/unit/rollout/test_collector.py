@@ -142,9 +142,9 @@ class EchoEpisode:
         self.closed += 1
 
 
-def collector(engine, suite, *, retries=2, threads=2, top_logprobs=0, **rollout):
+def collector(engine, suite, *, retries=2, threads=2, step_timeout_s=600, top_logprobs=0, **rollout):
     settings = RolloutConfig(**({"max_context": 200, "max_new_tokens": 20, "temperature": 0.7} | rollout))
-    env = EnvConfig(retries=retries, threads=threads)
+    env = EnvConfig(retries=retries, threads=threads, step_timeout_s=step_timeout_s)
     parts = {"engine": engine, "suite": suite, "chat": LetterChat(), "rollout": settings, "env": env}
     return Collector(**parts, top_logprobs=top_logprobs)
 
