@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,15 +42,17 @@ from rlpipe.loop.controller import Controller, first_cause
 from rlpipe.loop.dump import Dump, DumpedPrompts
 from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.loop.ledger import Ledger
+from rlpipe.loop.progress import progress_watched
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps, read_jsonl
 from rlpipe.metrics.sinks import make_sinks
 from rlpipe.rollout.prompt_check import PromptCheck
-from rlpipe.types import RunStopped
+from rlpipe.types import CONTINUES, RunStopped
 
 _LEAVING_S = 5.0
+_ANSWER_S = 10.0  # for the loop to say what it waits for
 _REHEARSAL_S = 5.0  # time limit of the rehearsal of an environment at a launch
 _LONG_REHEARSAL_S = 30.0  # the same for reward functions, in `rlpipe check`
 
@@ -59,6 +62,10 @@ class RunTask(Protocol):
 
     def prepare(self, bus: MetricsBus, checkpoints: CheckpointStore, give_up: Callable[[str], None]) -> None:
         """Start the processes of the task. give_up: ends the run at once, from any thread, with a message."""
+
+    def waits_for(self) -> str:
+        """Return what the task waits for now, in words; called in another thread."""
+        ...
 
     def run(self) -> bool:
         """Run to the end (True) or to a stop request (False), and save a checkpoint."""
@@ -136,15 +143,18 @@ def run_task(
     extra = {"changed": changed} if changed else {}
     bus.event("start", recipe=config.recipe, pid=os.getpid(), cluster=mode, half=config.run.half, **extra)
 
-    leave = _Leaving(task, bus)
+    leave = _Leaving(task, bus, checkpoints)
     # Whatever happens from here on, the `end` event is written and the processes of the task end.
     outcome, status = "failed", 1
     try:
-        task.prepare(bus, checkpoints, lambda sentence: leave(sentence, "failed", 1))
-        with _stopping(task.request_stop, leave):
-            outcome, status = "done" if task.run() else "stopped", 0
+        with progress_watched(bus, task.waits_for, config.metrics.waiting_s):
+            task.prepare(bus, checkpoints, lambda sentence: leave(sentence, "failed", 1))
+            with _stopping(task.request_stop, leave):
+                outcome, status = "done" if task.run() else "stopped", 0
     except KeyboardInterrupt:
         outcome, status = "interrupted", 130
+    except RunStopped as stop:
+        raise RunStopped(_as_continued(str(stop), checkpoints)) from stop
     finally:
         bus.event("end", outcome=outcome)
         task.close(at_once=False)
@@ -157,14 +167,21 @@ def run_task(
     return status
 
 
+def _as_continued(text: str, checkpoints: CheckpointStore) -> str:
+    """Return the message of a run that ended; without a checkpoint, it does not promise one."""
+    if checkpoints.steps():
+        return text
+    return text.replace(CONTINUES, "Run again; it starts from the beginning, as there is no checkpoint yet.")
+
+
 class _Leaving:
     """Ends this process at once, with a message, the `end` event, and no process left behind.
 
     Only the first call has an effect: when a second Ctrl-C ends Ray, the end of Ray is no second reason.
     """
 
-    def __init__(self, task: RunTask, bus: MetricsBus) -> None:
-        self._task, self._bus = task, bus
+    def __init__(self, task: RunTask, bus: MetricsBus, checkpoints: CheckpointStore) -> None:
+        self._task, self._bus, self._checkpoints = task, bus, checkpoints
         self._begun = threading.Lock()
 
     def __call__(self, sentence: str, outcome: str, status: int) -> None:
@@ -176,6 +193,7 @@ class _Leaving:
         last.start()
         last.join(_LEAVING_S)
 
+        sentence = _as_continued(sentence, self._checkpoints)
         print(f"\nrlpipe: {sentence}", file=sys.stderr, flush=True)
         os._exit(status)
 
@@ -201,7 +219,7 @@ def _stopping(request_stop: Callable[[], None], leave: Callable[[str, str, int],
         nonlocal presses
         presses += 1
         if presses > 1:
-            leave("stopped at once; the last checkpoint stands.", "interrupted", 130)
+            leave(f"stopped at once. {CONTINUES}", "interrupted", 130)
 
         print(
             "\nrlpipe: finishing what is in progress, then a checkpoint (Ctrl-C again: stop at once).",
@@ -266,6 +284,7 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
             episodes=1,
             turns=2,
             budget_s=_REHEARSAL_S,
+            timeout_s=config.env.step_timeout_s,
             prompts=_prompts(config, suite),
         )
         for note in outcome.notes:
@@ -412,6 +431,18 @@ class ReinforcementLearning:
             from rlpipe.actors.pool import serve
 
             await serve(self._pool, self._run_dir, self._controller.growth, self._event)
+
+    def waits_for(self) -> str:
+        if self._loop is None:
+            return "engines and trainer to start"
+
+        try:
+            answer = asyncio.run_coroutine_threadsafe(self._controller.waits_for(), self._loop)
+            return answer.result(_ANSWER_S)
+        except TimeoutError:
+            return "its event loop, which does not answer"
+        except (RuntimeError, CancelledError):  # the loop has ended
+            return "the end of the run"
 
     def request_stop(self) -> None:
         if self._loop is None:

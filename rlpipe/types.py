@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+# Ends the message of a run that stopped; `launch` says so when there is no checkpoint yet.
+CONTINUES = "Run again, it continues from the newest checkpoint."
+
 
 class RunStopped(RuntimeError):
     """Ends a run by a documented rule; its message is shown to the user without a traceback."""

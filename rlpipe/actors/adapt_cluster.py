@@ -23,7 +23,7 @@ from rlpipe.actors.workers import Workers, close, first_line
 from rlpipe.config.run import Config
 from rlpipe.metrics.values import Value
 from rlpipe.trainer.runtime import open_address
-from rlpipe.types import Group, Prompt, RunStopped
+from rlpipe.types import CONTINUES, Group, Prompt, RunStopped
 from rlpipe.weights.payload import WeightPayload, pack_weights, unpack_weights
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ def _get(answers: Any) -> Any:
     try:
         return ray.get(answers)
     except RayActorError as error:
-        raise RunStopped(
-            f"a rank of the trainer died ({first_line(error)}). Run again, it continues from the newest "
-            "checkpoint."
-        ) from error
+        raise RunStopped(f"a rank of the trainer died ({first_line(error)}). {CONTINUES}") from error
 
 
 @asynccontextmanager

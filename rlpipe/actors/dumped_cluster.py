@@ -66,6 +66,9 @@ class _WrappedCluster(Cluster):
     async def rollout_metrics(self) -> dict[str, Value]:
         return await self._cluster.rollout_metrics()
 
+    async def activity(self) -> list[str]:
+        return await self._cluster.activity()
+
     async def close(self) -> None:
         await self._cluster.close()
 

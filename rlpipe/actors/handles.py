@@ -49,6 +49,7 @@ class RolloutHandle(Protocol):
     membership: Remote[Member]
     receive_weights: Remote[dict[str, Value]]
     metrics: Remote[dict[str, Value]]
+    activity: Remote[str]
     take_events: Remote[list[tuple[str, dict[str, Any]]]]
     close: Remote[None]
 

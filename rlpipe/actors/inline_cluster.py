@@ -95,6 +95,9 @@ class InlineCluster(Cluster):
             return {}
         return await self._report_events(self._rollout, self._rollout.metrics())
 
+    async def activity(self) -> list[str]:
+        return [] if self._rollout is None else [await self._rollout.activity()]
+
     async def close(self) -> None:
         if self._rollout is not None:
             await self._rollout.close()

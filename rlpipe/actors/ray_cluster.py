@@ -75,6 +75,28 @@ def check_places(config: Config, nodes: Sequence[Mapping[str, Any]], driver: str
         )
 
 
+def check_capacity(config: Config, supply: Mapping[str, float]) -> None:
+    """Refuse workers and ranks for which Ray would wait without end. supply: CPU and GPU of the cluster.
+
+    Those that share GPUs are checked when their pairs are reserved. Raises ValueError.
+    """
+    if config.cluster.share_gpus:
+        return
+
+    workers = config.rollout.workers * config.run.half.generates
+    ranks = config.trainer.world_size * config.run.half.trains
+    per_worker = {"CPU": 1, "GPU": config.rollout.cards if supply.get("GPU") else 0}
+
+    for name, each in per_worker.items():
+        needed = workers * each + ranks * min(each, 1)
+        if needed > supply.get(name, 0):
+            raise ValueError(
+                f"rollout.workers={workers} and {ranks} trainer ranks need {needed} {name}s ({each} for a "
+                f"worker, {min(each, 1)} for a rank), and the Ray cluster has {supply.get(name, 0):g}: lower "
+                "rollout.workers or the trainer's tp, cp, pp and dp, or join machines to the cluster first."
+            )
+
+
 class RayCluster(Cluster):
     """Implements `Cluster`; made by `launch` after `ray.init`. on_event: receives failures (kind, fields)."""
 
@@ -82,6 +104,7 @@ class RayCluster(Cluster):
         self._config = config
         self._on_event = on_event
         run_mode = config.run.half
+        check_capacity(config, ray.cluster_resources())
         check_places(config, ray.nodes(), ray.get_runtime_context().get_node_id())
         gpus: float = 1 if ray.cluster_resources().get("GPU") else 0
         self._pairs: PlacementGroup | None = None
@@ -218,6 +241,9 @@ class RayCluster(Cluster):
 
     async def rollout_metrics(self) -> dict[str, Value]:
         return reduce(await self._workers.call_all(lambda worker: worker.metrics.remote()))
+
+    async def activity(self) -> list[str]:
+        return await self._workers.activity()
 
     async def close(self) -> None:
         await asyncio.gather(*(close(actor, self._on_event) for actor in self._actors))

@@ -28,6 +28,7 @@ import psutil
 
 from rlpipe.config.openmp import wait_choices
 from rlpipe.config.run import ClusterMode, Config
+from rlpipe.types import CONTINUES
 
 _PREFIX = "rlpipe-ray-"
 _SESSIONS = "sessions"  # file in the folder with the session ids, for a later cleanup
@@ -152,8 +153,7 @@ class RaySession:
             if dead and not self._stopped.is_set():
                 name, pid = processes[dead[0]], dead[0].pid
                 return on_death(
-                    f"Ray's process {name} (pid {pid}) died, and the run cannot go on without it. Run again: "
-                    "it continues from the newest checkpoint."
+                    f"Ray's process {name} (pid {pid}) died, and the run cannot go on without it. {CONTINUES}"
                 )
 
 

@@ -212,6 +212,11 @@ class RolloutWorker:
         self._last, self._last_time = stats, now
         return values | self._spans.drain()
 
+    async def activity(self) -> str:
+        """Return what the collectors are busy with, in words."""
+        both = [one.activity() for one in dict.fromkeys((self._collector, self._evaluator))]
+        return "; ".join(filter(None, both)) or "idle"
+
     async def take_events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the failures that the engines recorded since the last call: (kind, fields)."""
         events, self._events = self._events, []

@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlpipe.actors.handles import RolloutHandle, TrainerHandle
 from rlpipe.config.run import ClusterConfig
-from rlpipe.types import GenerateRequest, RunStopped
+from rlpipe.types import CONTINUES, GenerateRequest, RunStopped
 
 T = TypeVar("T")
 Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's actor
@@ -30,6 +30,7 @@ Call = Callable[[RolloutHandle], Awaitable[T]]  # starts a method of a worker's 
 _CLOSE_S = 30.0  # for an actor to close, its engine included
 _JOIN_S = 1800.0  # for a worker that joins: to be placed, to start its engine, to load the newest weights
 _POLL_S = 0.1
+_ACTIVITY_S = 5.0  # for a worker to say what it is busy with
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -112,6 +113,18 @@ class Workers:
                 return []
 
         return (call_worker(worker) for worker in self.members if not (serving and worker.relayed))
+
+    async def activity(self) -> list[str]:
+        """Return what each worker is busy with, in words; also of one that does not answer."""
+
+        async def ask(worker: Worker) -> str:
+            try:
+                answer = wait_for_answer(worker.actor.activity.remote())
+                return f"worker {worker.number}: {await asyncio.wait_for(answer, _ACTIVITY_S)}"
+            except (RayError, TimeoutError) as error:
+                return f"worker {worker.number} does not answer ({first_line(error)})"
+
+        return list(await asyncio.gather(*map(ask, self.members)))
 
     async def join(self, count: int) -> list[int]:
         """Add workers; return their numbers once all serve the newest weights.
@@ -266,7 +279,8 @@ class Workers:
                 if self._restarts > max_restarts:
                     raise RunStopped(
                         f"rollout workers died {self._restarts} times (cluster.max_restarts={max_restarts}); "
-                        f"the last: {reason}. Run again, it continues from the newest checkpoint."
+                        f"the last: {reason}. Your environment's code runs in them: a crash in it (a library "
+                        f"in C, too little memory) ends a worker. {CONTINUES}"
                     ) from error
 
                 actor = self._spawn(worker.number)

@@ -75,6 +75,7 @@ class Adaptation:
     bus: MetricsBus = field(init=False)
     checkpoints: CheckpointStore = field(init=False)
     _stop: bool = False
+    _trajectories: int = 0
     _ray: RaySession | None = None
     _trainer: MegatronTrainer | DraftTrainer | TrainerRanks = field(init=False)
     _suites: dict[EnvName, Suite] = field(init=False)
@@ -118,6 +119,14 @@ class Adaptation:
             self._trainer.close()
         return self.step == config.run.steps
 
+    def waits_for(self) -> str:
+        """Return what the task waits for now, in words."""
+        if not self._trajectories:
+            return "the rollouts to train on"
+        return (
+            f"step {min(self.step + 1, self.config.run.steps)} of {self.config.run.steps}, or an evaluation"
+        )
+
     def request_stop(self) -> None:
         """Finish the step or the evaluation in progress, checkpoint, return from `run`."""
         self._stop = True
@@ -147,6 +156,7 @@ class Adaptation:
                 on_event=self.bus.event,
             )
 
+        self._trajectories = len(trajectories)
         tokens, cut = sum(t.response_length for t in trajectories), sum(t.truncated for t in trajectories)
         self.bus.event("adapt_data", trajectories=len(trajectories), sampled_tokens=tokens, truncated=cut)
         return trajectories

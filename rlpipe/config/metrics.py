@@ -60,6 +60,10 @@ class MetricsConfig:
     advice: AdviceConfig = field(default_factory=AdviceConfig)
     """See `AdviceConfig`."""
 
+    waiting_s: float = 30.0
+    """Seconds without progress after which the console says what the run waits for; again after twice as
+    long, four times, ... 0: never."""
+
     report: bool = True
     """Write report.html when the run ends, also after an interruption or a failure."""
 
@@ -69,6 +73,7 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         at_least(0, self, "metrics", "report_every", remedy="0 writes the report only at the end")
         at_least(0, self, "metrics", "rollouts_per_step", remedy="0 writes none")
+        at_least(0, self, "metrics", "waiting_s", remedy="0 never says what a run waits for")
 
         if not 0 <= self.prometheus_port < 65536:
             raise ValueError(

@@ -186,7 +186,9 @@ def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return "file:line `text`" of the user's code in running frames with their lines, outermost first."""
     stack = traceback.StackSummary.extract(iter(frames))
     last = _last_of_user(stack) or (stack[-1] if stack else None)
-    return "?" if last is None else f"{last.filename}:{last.lineno}" + (f" `{last.line}`" if last.line else "")
+    return (
+        "?" if last is None else f"{last.filename}:{last.lineno}" + (f" `{last.line}`" if last.line else "")
+    )
 
 
 def _last_of_user(frames: traceback.StackSummary) -> traceback.FrameSummary | None:

@@ -23,9 +23,11 @@ from typing import Any, Protocol, TypeVar
 from rlpipe.config.user_code import described, raised_at
 from rlpipe.envs.base import TRAIN, Episode, InfrastructureError, StepResult, Suite, named_by
 from rlpipe.envs.contract import messages_of, step_of
+from rlpipe.envs.running import line_of_thread
 
 T = TypeVar("T")
 _LARGE = 10_000.0  # a reward beyond it is noted
+_SAY_S = 30.0  # between two lines about a call that takes long
 _WORDS = 8  # a random answer has fewer words than this
 
 
@@ -66,14 +68,15 @@ def rehearse(
     episodes: int,
     turns: int = 0,
     budget_s: float = 0.0,
+    timeout_s: float = 0.0,
     prompts: Prompts | None = None,
     setting: str = "env.suite",
 ) -> Rehearsed:
     """Run `episodes` of every split, each step, finish and close.
 
     name, setting: what made the suite, and its setting, for messages. turns: at most so many in an episode
-    (0: max_turns). budget_s: seconds after which no further call is made (0: no limit). prompts: renders what
-    the model would read. Raises ValueError.
+    (0: max_turns). budget_s: seconds after which no further call is made (0: no limit). timeout_s: limit of a
+    call that has begun by then (0: none). prompts: renders what the model would read. Raises ValueError.
     """
     turns = min(turns or suite.max_turns, suite.max_turns)
     end = time.monotonic() + budget_s if budget_s else float("inf")
@@ -84,7 +87,7 @@ def rehearse(
             played = _Rehearsal(suite, where, turns=turns, end=end, prompts=prompts, runner=runner)
             return played.run(episodes)
 
-    return _in_thread(run)
+    return _in_thread(run, where, budget_s + timeout_s if budget_s and timeout_s else 0.0)
 
 
 class _Rehearsal:
@@ -280,8 +283,11 @@ def _unchanged(returned: T) -> T:
     return returned
 
 
-def _in_thread(function: Callable[[], T]) -> T:
-    """Return the result of a function that runs in a thread, or raise its error."""
+def _in_thread(function: Callable[[], T], where: str, limit_s: float) -> T:
+    """Return the result of a function that runs in a thread, or raise its error.
+
+    Says where it is from time to time. Raises ValueError when it has not returned after limit_s (0: none).
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -292,8 +298,18 @@ def _in_thread(function: Callable[[], T]) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="rehearsal", daemon=True)
+    started = time.monotonic()
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        seconds = time.monotonic() - started
+        if limit_s and seconds > limit_s:
+            raise ValueError(
+                f"{line_of_thread(thread)}: it is there after {seconds:.0f} s ({where}), longer than "
+                "env.step_timeout_s. Make that line return or raise; if it only is slow, increase that."
+            )
+        thread.join(min(_SAY_S, limit_s or _SAY_S))
+        if thread.is_alive():
+            print(f"rlpipe: trying {where} before the start; it is at {line_of_thread(thread)}", flush=True)
     if errors:
         raise errors[0]
     return results[0]

@@ -67,6 +67,10 @@ class Cluster(Protocol):
         """Return the engines' counters since the last call."""
         ...
 
+    async def activity(self) -> list[str]:
+        """Return what each rollout worker is busy with now, in words, for a person who waits."""
+        ...
+
     async def close(self) -> None:
         """Stop every component."""
         ...

@@ -47,9 +47,18 @@ from rlpipe.metrics.samples import first_sample
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.metrics.values import Last, Mean, Value
 from rlpipe.report.write import write_report
-from rlpipe.types import Group, Prompt, RunStopped
+from rlpipe.types import CONTINUES, Group, Prompt, RunStopped
 
 T = TypeVar("T")
+
+# Span of the controller -> what it waits for, in words.
+_WAITS = {
+    "wait": "groups to train on",
+    "probe": "the probe of the draft",
+    "train": "the training step",
+    "sync": "the engines to load new weights",
+    "validate": "the validation",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +179,7 @@ class Controller:
             if self._lost > allowed:
                 raise RunStopped(
                     f"the trainer was lost {self._lost} times (cluster.max_trainer_restarts={allowed}); the "
-                    f"last: {first_cause(lost)}. Run again, it continues from the newest checkpoint."
+                    f"last: {first_cause(lost)}. {CONTINUES}"
                 ) from first_cause(lost)
             try:
                 await self.cluster.rebuild_trainer()
@@ -188,6 +197,12 @@ class Controller:
         """Request that `run` finishes the step in progress, saves a checkpoint and returns."""
         self._stop.set()
 
+    async def waits_for(self) -> str:
+        """Return what the run waits for now, in words."""
+        work = self._lane.work
+        by_workers = await self.cluster.activity() if work in ("wait", "validate") else []
+        return "; ".join([_WAITS.get(work, "a checkpoint, or the loop to begin"), *by_workers])
+
     async def _generate_groups(self) -> None:
         """Admit groups, as many as staleness allows; each runs as a separate task."""
         async with asyncio.TaskGroup() as collecting:
@@ -200,6 +215,7 @@ class Controller:
         del self._tasks[index]
 
         # Too many masked attempts stop the run.
+        self.bus.progressed()
         self._masked.see(group.trajectories)
         if self._masked.verdict:
             self.request_stop()

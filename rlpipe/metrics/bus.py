@@ -75,6 +75,7 @@ class MetricsBus:
         self._lock = threading.Lock()
         self._open: dict[int, dict[str, Value]] = {}
         self._disk_was_full = False
+        self._progress = time.monotonic()
         sinks = [*sinks, EventsFile(events)] if events else sinks
         self._workers = [_Worker(sink, queue_size, self) for sink in sinks]
 
@@ -121,6 +122,7 @@ class MetricsBus:
         Returns the record: STEP, time and every metric that was observed, a sketch as one number for each
         of its parts; None where it is not finite (which also raises a `nonfinite_metric` event).
         """
+        self.progressed()
         with self._lock:
             values = self._open.pop(step, {})
 
@@ -140,12 +142,22 @@ class MetricsBus:
 
     def event(self, kind: str, *, level: Level | None = None, **fields: Any) -> None:
         """Record something that happened. `level` defaults to the kind's own (info when unknown)."""
+        if kind != "waiting":
+            self.progressed()
         if level is None:
             level = EVENTS[kind][0] if kind in EVENTS else Level.INFO
         fields = {k: str(v) if isinstance(v, float) and not isfinite(v) else v for k, v in fields.items()}
         event = {"time": round(time.time(), 3), "kind": kind, "level": str(level), **fields}
         for worker in self._workers:
             worker.put("event", event)
+
+    def progressed(self) -> None:
+        """Note that the run goes on; events and steps do that by themselves."""
+        self._progress = time.monotonic()
+
+    def quiet_seconds(self) -> float:
+        """Return the seconds since the last progress."""
+        return time.monotonic() - self._progress
 
     def take_back(self, timeout: float = 15.0) -> None:
         """Drop the values of open steps, and wait until every sink has received the committed records.

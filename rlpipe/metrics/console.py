@@ -31,6 +31,7 @@ SPLIT_PARTS = {"entropy": "entropy", "mismatch": "draft", "staleness": "stalenes
 TITLES_EVERY = 24  # rows after which the column titles are repeated
 SHOWN_EVENTS = (
     "sample",
+    "waiting",
     "acceptance",
     "checkpoint",
     "resumed",
@@ -281,6 +282,8 @@ class ConsoleSink:
             text = str(event.get("text", ""))
         elif event["kind"] == "sample":
             text = _sample_text(event)
+        elif event["kind"] == "waiting":
+            text = f"{duration(event['seconds'])} for {event['what']}"
 
         if not self._fancy:
             self._plain(f"[{level}] {event['kind']}  {text}")

@@ -102,18 +102,20 @@ class SpanLog:
 
 
 class Lane:
-    """One row of an actor in the trace."""
+    """One row of an actor in the trace. work: kind of the span that is open, "" without one."""
 
-    __slots__ = ("_log", "_number")
+    __slots__ = ("_log", "_number", "work")
 
     def __init__(self, log: SpanLog, number: int) -> None:
-        self._log, self._number = log, number
+        self._log, self._number, self.work = log, number, ""
 
     @contextmanager
     def span(self, what: str, **details: object) -> Iterator[None]:
         """Record the block as one span; details are displayed when it is selected (numbers, short texts)."""
-        begin = self._log._begin(what)
+        begin, before = self._log._begin(what), self.work
+        self.work = what
         try:
             yield
         finally:
+            self.work = before
             self._log._end(self._number, what, begin=begin, details=details)

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import inspect
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rlpipe.config.user_code import raised_at
 from rlpipe.envs.base import (
     Episode,
     InfrastructureError,
@@ -191,6 +191,7 @@ class Collector:
         # A prompt may be rolled out again before the engine has ended its first session.
         self._sessions = count()
         self._closing = False
+        self._generating = 0  # turns that the engine has
 
     async def collect(self, prompt: Prompt, group_size: int) -> Group:
         """Roll out the siblings of one prompt, and return when all have ended.
@@ -245,6 +246,14 @@ class Collector:
         return await gather_or_cancel(
             roll_out(name, sample) for name in instance_ids for sample in range(samples)
         )
+
+    def activity(self) -> str:
+        """Return what the trajectories wait for, in words; "" when none runs."""
+        waits = [f"{self._generating} turns generate"] if self._generating else []
+        if busiest := self._threads.busiest():
+            work, seconds = busiest
+            waits.append(f"the environment's {work} since {seconds:.0f} s")
+        return ", ".join(waits)
 
     def use_engine(self, engine: Engine) -> None:
         """Send turns to another engine from here on.
@@ -459,6 +468,7 @@ class Collector:
             session_id=attempt.session_id,
         )
 
+        self._generating += 1
         try:
             return await self._engine.generate(request)
         except asyncio.CancelledError:
@@ -468,6 +478,8 @@ class Collector:
         except Exception:
             attempt.engine_failed = True
             raise
+        finally:
+            self._generating -= 1
 
     async def _call(self, attempt: _Attempt, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call the environment in one of the collector's threads, and return what it returns.
@@ -495,13 +507,11 @@ class Collector:
 
 
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
-    """Return the failure in one line, and the innermost line of its traceback."""
+    """Return the failure in one line, and the innermost line of the user's code in its traceback."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
     if isinstance(error, EnvironmentHung):
         return {"error": text[:_MAX_ERROR], "place": error.place}
-    frames = traceback.extract_tb(error.__traceback__)
-    location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return {"error": text[:_MAX_ERROR], "place": location}
+    return {"error": text[:_MAX_ERROR], "place": raised_at(error)}
 
 
 def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:

@@ -3,29 +3,34 @@
     call(step) -> wait for one of `count` slots -> a thread runs it -> result
                                                 `-> not back in time: EnvironmentHung, another thread takes
                                                     the slot, and the stuck one ends when its call returns
+    result_of(coroutine) -> the loop for `async def` methods runs it -> result
+                                     `-> not back in time: EnvironmentHung, and it is cancelled
 
 A stuck thread cannot be ended by Python. It is counted for as long as it is stuck; too many of them end the
-run. All threads are daemons, so the end of a process never waits for an environment.
+run. All threads are daemons, so the end of a process never waits for an environment. `os._exit` raises in
+them: an environment must not end a run without a word.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from itertools import count as counter
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from rlpipe.config.user_code import users_line
 from rlpipe.envs.base import InfrastructureError
+from rlpipe.envs.running import line_of_coroutine, line_of_thread
+from rlpipe.envs.user_loop import UserLoop
 from rlpipe.types import RunStopped
 
 T = TypeVar("T")
+_EXIT = os._exit
+_IN_THREAD = threading.local()  # pid: of the process whose thread runs an environment's call now
 MAX_STUCK = 32  # threads of one rollout worker
 
 
@@ -52,7 +57,9 @@ class EnvironmentThreads:
         self._idle: list[_Thread] = []
         self._stuck: list[_Thread] = []
         self._numbers = counter()
-        self._running: dict[asyncio.Task[Any], _Thread] = {}
+        self._running: dict[asyncio.Task[Any], _Thread | _Coroutine] = {}
+        self._user_loop = UserLoop()
+        os._exit = _exit_unless_in_thread
 
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Return what the function returns, from one of the threads. name: of the method, for messages.
@@ -68,12 +75,26 @@ class EnvironmentThreads:
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
 
+    async def result_of(self, coroutine: Coroutine[Any, Any, T], name: str) -> T:
+        """Return the result of a coroutine of the environment, which needs no thread; otherwise as `call`."""
+        task = asyncio.ensure_future(self._user_loop.result_of(coroutine))
+        running = _Coroutine(coroutine, name)
+        self._running[task] = running
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s or None)
+            if done:
+                return task.result()
+            raise self._hung(running)
+        finally:
+            del self._running[task]
+            task.cancel()
+
     def busiest(self) -> tuple[str, float] | None:
         """Return what the longest of the running calls is doing, and its seconds; None when none runs."""
-        thread = min(self._running.values(), key=lambda thread: thread.since, default=None)
-        if thread is None:
+        longest = min(self._running.values(), key=lambda call: call.since, default=None)
+        if longest is None:
             return None
-        return f"{thread.work}() at {thread.place()}", time.monotonic() - thread.since
+        return f"{longest.work}() at {longest.place()}", time.monotonic() - longest.since
 
     async def close(self, timeout_s: float) -> None:
         """Wait for running calls, at most so long, and end the threads that are idle then."""
@@ -81,6 +102,7 @@ class EnvironmentThreads:
             await asyncio.wait(list(self._running), timeout=timeout_s)
         while self._idle:
             self._idle.pop().end()
+        await self._user_loop.close()
 
     async def _watch(self, thread: _Thread, returned: asyncio.Future[T]) -> T:
         """Wait for a call, and replace its thread when it takes too long."""
@@ -89,20 +111,22 @@ class EnvironmentThreads:
             self._idle.append(thread)
             return returned.result()
 
-        place = thread.place()
+        hung = self._hung(thread)
         thread.end()
         self._stuck = [stuck for stuck in self._stuck if stuck.is_alive()] + [thread]
-        message = (
-            f"{thread.work}() did not return within env.step_timeout_s={self._timeout_s:g} s; it was at "
-            f"{place}"
-        )
         if len(self._stuck) > MAX_STUCK:
             raise RunStopped(
                 f"{len(self._stuck)} threads of the environment are stuck, and Python cannot end them. The "
-                f"last: {message}. Make that line return or raise; if it only is slow, increase "
+                f"last: {hung}. Make that line return or raise; if it only is slow, increase "
                 "env.step_timeout_s."
             )
-        raise EnvironmentHung(message, place.partition(" `")[0])
+        raise hung
+
+    def _hung(self, call: _Thread | _Coroutine) -> EnvironmentHung:
+        place = call.place()
+        limit = f"env.step_timeout_s={self._timeout_s:g} s"
+        message = f"{call.work}() did not return within {limit}; it was at {place}"
+        return EnvironmentHung(message, place.partition(" `")[0])
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task)
@@ -139,10 +163,10 @@ class _Thread:
 
     def place(self) -> str:
         """Return "file:line" of the user's code that runs now, with the text of the line if it is known."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return users_line([*_frames(frame), *_awaited(frame)])
+        return line_of_thread(self._thread)
 
     def _run(self) -> None:
+        _IN_THREAD.pid = os.getpid()
         while (call := self._calls.get()) is not None:
             future, function = call
             future.set_running_or_notify_cancel()
@@ -154,23 +178,19 @@ class _Thread:
             del call, future, function
 
 
-def _frames(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """Return a frame and its callers with their lines, the outermost first."""
-    frames = []
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return frames[::-1]
+class _Coroutine:
+    """A coroutine of the environment that runs now. work, since: as of a `_Thread`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str) -> None:
+        self._coroutine, self.work, self.since = coroutine, name, time.monotonic()
+
+    def place(self) -> str:
+        """Return "file:line" of the user's code that it waits in."""
+        return line_of_coroutine(self._coroutine)
 
 
-def _awaited(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """Return the frames of what an event loop in this thread waits for: they are on no stack."""
-    loops = (f.f_locals.get("self") for f, _ in _frames(frame) if f.f_code.co_name == "run_forever")
-    loop = next((loop for loop in loops if isinstance(loop, asyncio.AbstractEventLoop)), None)
-    frames = []
-    for task in asyncio.all_tasks(loop) if loop else ():
-        waiting: Any = task.get_coro()
-        while (inner := getattr(waiting, "cr_frame", None)) is not None:
-            frames.append((inner, inner.f_lineno))
-            waiting = waiting.cr_await
-    return frames
+def _exit_unless_in_thread(status: int) -> NoReturn:
+    """Replace `os._exit`: raise in a thread of the environment, but not in a process forked from it."""
+    if getattr(_IN_THREAD, "pid", None) == os.getpid():
+        raise RuntimeError(f"os._exit({status}) would end the run: raise an exception instead")
+    _EXIT(status)

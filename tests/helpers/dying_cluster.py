@@ -151,6 +151,9 @@ class DyingCluster:
     async def rollout_metrics(self):
         return {}
 
+    async def activity(self):
+        return []
+
     async def close(self):
         pass
 

@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ray import cloudpickle
@@ -60,6 +61,37 @@ def run_command(
             child.join()
             raise subprocess.TimeoutExpired(told[0], timeout, *(file.read_bytes() for file in outputs))
         return subprocess.CompletedProcess(told[0], child.exitcode, *(file.read_text() for file in outputs))
+
+
+class Started:
+    """A command that runs. output: what it has written so far; pid, exitcode, join: of its process."""
+
+    def __init__(self, child, outputs):
+        self._child, self._outputs = child, outputs
+        self.pid, self.join = child.pid, child.join
+
+    @property
+    def exitcode(self):
+        return self._child.exitcode
+
+    def output(self):
+        return "".join(file.read_text() for file in self._outputs if file.exists())
+
+
+@contextmanager
+def started_command(
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str]
+) -> Iterator[Started]:
+    """`rlpipe run` with arguments, started as by `run_command`; killed at the end of the block."""
+    outputs = [cwd / name for name in ("stdout", "stderr")]
+    told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
+    child = SERVER.Process(target=_command, args=told)
+    child.start()
+    try:
+        yield Started(child, outputs)
+    finally:
+        child.kill()
+        child.join()
 
 
 def _command(arguments: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rlpipe.config.metrics import MetricsConfig
 from rlpipe.config.run import Config
 from rlpipe.launch import _note_few_instances, launch, run_task
+from rlpipe.loop.checkpoints import CheckpointStore
 from tests.helpers.processes import in_a_process
 
 pytestmark = pytest.mark.unit
@@ -24,6 +25,9 @@ class Played:
 
     def prepare(self, bus, checkpoints, give_up):
         self.give_up = give_up
+
+    def waits_for(self):
+        return "nothing"
 
     def run(self):
         return self.work(self)
@@ -64,7 +68,7 @@ def test_every_way_to_end_has_one_end_event_and_closes_the_task(tmp_path, work, 
     config = Config(metrics=MetricsConfig(report=False, wandb="off"))
 
     def live():
-        os._exit(run_task(Played(work, closed), config, tmp_path, None))
+        os._exit(run_task(Played(work, closed), config, tmp_path, CheckpointStore(tmp_path, keep=1)))
 
     assert in_a_process(live) == status
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -96,7 +100,8 @@ def test_the_first_reason_to_leave_counts():
         "    told = threading.Thread(target=leave, args=('Ray died', 'failed', 1))\n"
         "    told.start(), told.join()\n"
         "bus = types.SimpleNamespace(event=lambda *_, **__: None, close=lambda timeout: None)\n"
-        "leave = _Leaving(types.SimpleNamespace(close=close), bus)\n"
+        "checkpoints = types.SimpleNamespace(steps=lambda: [])\n"
+        "leave = _Leaving(types.SimpleNamespace(close=close), bus, checkpoints)\n"
         "leave('stopped at once', 'interrupted', 130)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

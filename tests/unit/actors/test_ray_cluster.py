@@ -6,9 +6,11 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlpipe.actors import workers
-from rlpipe.actors.ray_cluster import RayCluster
+from rlpipe.actors.ray_cluster import RayCluster, check_capacity
 from rlpipe.actors.workers import Workers
+from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, Config
+from rlpipe.types import RunStopped
 
 pytestmark = pytest.mark.unit
 
@@ -100,3 +102,35 @@ def test_an_actor_that_does_not_close_is_reported_and_killed(monkeypatch):
     cluster._on_event = lambda kind, **fields: reported.append((kind, fields))
     asyncio.run(cluster.close())
     assert reported == [("close_failed", {"error": "TimeoutError"})] and killed == [stuck, closes]
+
+
+def test_a_cluster_with_too_few_cpus_or_gpus_is_refused_with_need_and_supply():
+    nine = Config(rollout=RolloutConfig(workers=9))
+    check_capacity(nine, {"CPU": 10.0})
+    check_capacity(nine, {"CPU": 10.0, "GPU": 10.0})
+    with pytest.raises(ValueError, match=r"rollout.workers=9 and 1 trainer ranks need 10 CPUs .* has 4:"):
+        check_capacity(nine, {"CPU": 4.0})
+    with pytest.raises(ValueError, match=r"need 10 GPUs \(1 for a worker, 1 for a rank\).* has 8:"):
+        check_capacity(nine, {"CPU": 64.0, "GPU": 8.0})
+
+
+def test_a_worker_that_does_not_answer_is_named_among_what_is_waited_for(monkeypatch):
+    monkeypatch.setattr(workers, "_ACTIVITY_S", 0.01)
+    busy, dead, silent = (Actor() for _ in range(3))
+    busy.activity, dead.activity = Method("3 turns generate"), Method(RayActorError())
+    silent.activity = type("Silent", (), {"remote": lambda self: asyncio.sleep(60)})()
+    actors = [busy, dead, silent]
+    pool = Workers(ClusterConfig(), lambda n: actors[n], count=3, on_event=lambda *_, **__: None)
+    first, second, third = asyncio.run(pool.activity())
+    assert first == "worker 0: 3 turns generate"
+    assert (
+        second.startswith("worker 1 does not answer") and third == "worker 2 does not answer (TimeoutError)"
+    )
+
+
+def test_a_rule_that_a_worker_ends_the_run_by_comes_without_the_traceback_of_ray():
+    stopped = RayTaskError("collect", "a traceback", RunStopped("33 threads are stuck")).as_instanceof_cause()
+    cluster, _ = cluster_of(Actor(stopped), [])
+    with pytest.raises(RunStopped) as ended:
+        asyncio.run(collect(cluster))
+    assert str(ended.value) == "33 threads are stuck"
