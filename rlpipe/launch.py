@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from rlpipe.actors.dumped_cluster import with_dump
 from rlpipe.actors.engines import check_engine
 from rlpipe.actors.leftovers import watched_over
-from rlpipe.config.env import EnvName, SandboxBackend
+from rlpipe.config.env import EnvConfig, EnvName, SandboxBackend
 from rlpipe.config.metrics import WandbMode
+from rlpipe.config.mix import members_of
 from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.run import (
     ClusterMode,
@@ -36,6 +37,7 @@ from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import TRAIN, Suite, suite_tools
 from rlpipe.envs.function.rehearsal import rehearse_rewards
 from rlpipe.envs.function.suite import FunctionSuite
+from rlpipe.envs.mixture import MixtureSuite
 from rlpipe.envs.rehearsal import Prompts, rehearse
 from rlpipe.loop.checkpoints import CheckpointStore
 from rlpipe.loop.controller import Controller, first_cause
@@ -43,7 +45,7 @@ from rlpipe.loop.dump import Dump, DumpedPrompts
 from rlpipe.loop.event_loop import run_coroutine
 from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.progress import progress_watched
-from rlpipe.loop.prompts import PromptStream
+from rlpipe.loop.prompts import MixedPrompts, PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps, read_jsonl
@@ -275,17 +277,20 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
     suite = make_suite(config.env, seed=config.run.seed)
 
     # The code of the user is stepped through, since most of its mistakes only show there.
-    if config.env.name is EnvName.USER and rehearsal is not None:
-        rehearsal(suite, _prompts(config, suite))
-    elif config.env.name is EnvName.USER:
+    for name, users in _user_suites(config.env, suite):
+        prompts = _prompts(config, users)
+        if rehearsal is not None:
+            rehearsal(users, prompts)
+            continue
+
         outcome = rehearse(
-            suite,
-            config.env.suite,
+            users,
+            name,
             episodes=1,
             turns=2,
             budget_s=_REHEARSAL_S,
             timeout_s=config.env.step_timeout_s,
-            prompts=_prompts(config, suite),
+            prompts=prompts,
         )
         for note in outcome.notes:
             print(f"rlpipe: {note}", file=sys.stderr)
@@ -299,6 +304,14 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
         Dump.check_new(directory, config)
 
     return [suite]
+
+
+def _user_suites(env: EnvConfig, suite: Suite) -> list[tuple[str, Suite]]:
+    """Return the suites of a run that are the user's, with what made them: one, or members of a mixture."""
+    if isinstance(suite, MixtureSuite):
+        members = members_of(env)
+        return [pair for name, own in suite.members.items() for pair in _user_suites(members[name][1], own)]
+    return [(env.suite, suite)] if env.name is EnvName.USER else []
 
 
 def _note_few_instances(instances: int, prompts: int) -> None:
@@ -360,7 +373,7 @@ class ReinforcementLearning:
             if run_mode.trains:
                 sizes = config.val.instances or None
                 self._held_out = {split: list(suite.instance_ids(split))[:sizes] for split in suite.splits()}
-            self._prompts = PromptStream(suite.instance_ids("train"), seed=config.run.seed)
+            self._prompts = _prompt_stream(suite, config.run.seed)
 
         # A train-only run takes its prompts from the dump.
         self._dump = _dump(config, done or 0)
@@ -460,6 +473,13 @@ class ReinforcementLearning:
 
         if self._ledger is not None and not at_once:
             self._ledger.close()
+
+
+def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
+    """Return the training prompts of a suite, by the shares of its members if it is a mixture."""
+    if isinstance(suite, MixtureSuite):
+        return MixedPrompts(suite.train_sets(), seed)
+    return PromptStream(suite.instance_ids("train"), seed)
 
 
 def _dump(config: Config, done: int) -> Dump | None:

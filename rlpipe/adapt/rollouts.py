@@ -75,7 +75,9 @@ def origin(config: Config) -> dict[str, Any]:
     """
     # Not of the environment: its held-out sets, and what changes only how its commands are run.
     env = asdict(config.env)
-    unused = {"held_out_files", "threads", "retries"} | ({"reasoning", "tools"} - {config.env.name.value})
+    unused = {"held_out_files", "threads", "retries", "step_timeout_s"} | (
+        {"reasoning", "tools"} - {config.env.name.value}
+    )
 
     decides = {"rollouts_of": backbone_digest(resolve_model(config.model.path))}
     decides |= {f"env.{name}": value for name, value in env.items() if name not in unused}

@@ -9,6 +9,7 @@ from typing import Any
 from rlpipe.config.choice import Choice
 from rlpipe.config.data import FunctionTask
 from rlpipe.config.limits import at_least, positive
+from rlpipe.config.mix import members_of
 from rlpipe.config.user_code import absolute
 
 INDEX_STRIDE = 1_000_000  # between the first indices of generated sets: held-out ones, then one for each seed
@@ -26,6 +27,7 @@ class EnvName(Choice):
     OPENENV = "openenv"  # behind an OpenEnv server
     FUNCTION = "function"  # a data set and a reward function: `data` and `reward`
     USER = "user"  # a user's suite, selected by naming it in env.suite
+    MIX = "mix"  # several of them, selected by env.mix
 
 
 class ActionMode(Choice):
@@ -348,10 +350,26 @@ class EnvConfig:
     function: FunctionTask = field(default_factory=FunctionTask, metadata={"omegaconf_ignore": True})
     """Not a setting: `data` and `reward`, which `Config` puts here for the environment `function`."""
 
+    mix: dict[str, Any] = field(default_factory=dict)
+    """Environments to train on together, by name: {arith: {share: 0.5, name: reasoning, reasoning: {tasks:
+    [gcd]}}, files: {share: 0.5, suite: my_env.py:Files}}. Shares are of the prompts; what else a member may
+    set are the settings of `env`."""
+
     def __post_init__(self) -> None:
         self.name = EnvName(self.name)
         # A user's suite takes precedence over the named environment.
-        if self.suite:
+        if self.mix:
+            if self.suite:
+                raise ValueError(
+                    f"env.suite={self.suite!r} and env.mix: name the suite in a member of env.mix."
+                )
+            self.name = EnvName.MIX
+            members_of(self)
+        elif self.name is EnvName.MIX:
+            raise ValueError(
+                "env.name=mix needs members: env.mix={NAME: {share: 0.5, name: reasoning}, ...}."
+            )
+        elif self.suite:
             self.name, self.suite = EnvName.USER, absolute(self.suite)
         elif self.name is EnvName.OPENENV and not self.openenv.url.startswith(("http://", "https://")):
             raise ValueError(

@@ -6,10 +6,12 @@ Owns the table of environments that ship with the package. A new one is a file w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlpipe.config.env import EnvConfig, EnvName
+from rlpipe.config.mix import members_of
 from rlpipe.envs.base import Suite
 
 __all__ = ["ENVIRONMENTS", "Environment", "check_environment", "make_suite"]
@@ -133,6 +135,31 @@ def _make_user(config: EnvConfig, seed: int) -> Suite:
     return make_user_suite(config, seed)
 
 
+def _check_mix(config: EnvConfig) -> None:
+    for name, (_, member) in members_of(config).items():
+        with _of_member(name):
+            check_environment(member)
+
+
+def _make_mix(config: EnvConfig, seed: int) -> Suite:
+    from rlpipe.envs.mixture import MixtureSuite
+
+    suites: dict[str, tuple[float, Suite]] = {}
+    for name, (share, member) in members_of(config).items():
+        with _of_member(name):
+            suites[name] = (share, make_suite(member, seed))
+    return MixtureSuite(suites)
+
+
+@contextmanager
+def _of_member(name: str) -> Iterator[None]:
+    """Name the member of a mixture in errors of the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"env.mix.{name}: {error}") from error
+
+
 # Sandboxes and data sets are imported on first use: most runs need one environment only.
 ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.SWE: Environment(check=_check_sandbox, make=_make_swe),
@@ -144,6 +171,7 @@ ENVIRONMENTS: dict[EnvName, Environment] = {
     EnvName.OPENENV: Environment(check=_check_openenv, make=_make_openenv),
     EnvName.FUNCTION: Environment(check=_check_function, make=_make_function),
     EnvName.USER: Environment(check=_check_user, make=_make_user),
+    EnvName.MIX: Environment(check=_check_mix, make=_make_mix),
 }
 
 

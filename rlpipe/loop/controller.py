@@ -41,7 +41,7 @@ from rlpipe.loop.masked import MaskedAttempts
 from rlpipe.loop.prompts import PromptStream
 from rlpipe.loop.worker_scaling import Growth
 from rlpipe.metrics.bus import NO_SPACE, MetricsBus
-from rlpipe.metrics.collect import InfoMetrics, trajectory_metrics, validation_metrics
+from rlpipe.metrics.collect import InfoMetrics, member_metrics, trajectory_metrics, validation_metrics
 from rlpipe.metrics.jsonl import forget_steps
 from rlpipe.metrics.samples import first_sample
 from rlpipe.metrics.spans import Lane, SpanLog
@@ -238,7 +238,7 @@ class Controller:
 
             waited = time.monotonic() - started
             metrics = trajectory_metrics(groups, self.version) | self._info.training(groups)
-            metrics |= self._saves.take_metrics()
+            metrics |= self._saves.take_metrics() | member_metrics(groups, self.config.env.mix)
             self._record_trajectories(groups[0])
 
             # The probe reads the weights that generated this batch, so it comes before the update.

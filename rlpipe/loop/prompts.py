@@ -25,6 +25,14 @@ class PromptStream:
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the prompt admitted as number `index` (0-based) of the run."""
+        return Prompt(
+            instance_id=self.instance(index),
+            group_id=f"g{index:06d}",
+            seed=random.Random(f"{self._seed}/prompt/{index}").getrandbits(48),
+        )
+
+    def instance(self, index: int) -> str:
+        """Return the instance of that prompt."""
         epoch, place = divmod(index, len(self._ids))
 
         # Each epoch has a separate order; only the current one is cached.
@@ -33,8 +41,37 @@ class PromptStream:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._orders = {epoch: order}
 
-        return Prompt(
-            instance_id=self._ids[self._orders[epoch][place]],
-            group_id=f"g{index:06d}",
-            seed=random.Random(f"{self._seed}/prompt/{index}").getrandbits(48),
-        )
+        return self._ids[self._orders[epoch][place]]
+
+
+class MixedPrompts(PromptStream):
+    """Prompts of several training sets by their shares: of any first n, each has its share within one prompt.
+
+    sets: (share, instances). Each set has epochs of its own.
+
+    >>> stream = MixedPrompts([(0.75, ["a", "b"]), (0.25, ["x"])], seed=0)
+    >>> "".join(stream[i].instance_id for i in range(8)).count("x")
+    2
+    """
+
+    def __init__(self, sets: Sequence[tuple[float, Sequence[str]]], seed: int) -> None:
+        super().__init__([instance for _, ids in sets for instance in ids], seed)
+        self._shares = [share for share, _ in sets]
+        self._streams = [PromptStream(ids, seed) for _, ids in sets]
+        self._counts = [0] * len(sets)
+        self._turns: list[tuple[int, int]] = []  # by prompt: the set, and which prompt of the set it is
+
+    def instance(self, index: int) -> str:
+        """Return the instance of a prompt."""
+        while len(self._turns) <= index:
+            # The set that is furthest behind its share is next.
+            due = [
+                share * (len(self._turns) + 1) - n
+                for share, n in zip(self._shares, self._counts, strict=True)
+            ]
+            number = due.index(max(due))
+            self._turns.append((number, self._counts[number]))
+            self._counts[number] += 1
+
+        number, place = self._turns[index]
+        return self._streams[number].instance(place)

@@ -98,6 +98,20 @@ def spec_metrics(counts: SpecCounts) -> dict[str, Value]:
     }
 
 
+def member_metrics(groups: Sequence[Group], members: Iterable[str]) -> dict[str, Value]:
+    """Compute the metrics of the members of a mixture (`env.mix`), whose instances are "MEMBER/ID"."""
+    values: dict[str, Value] = {}
+    for member in members:
+        own = [g for g in groups if g.prompt.instance_id.partition("/")[0] == member]
+        trained = _complete(t for g in own for t in g.trajectories)
+        if trained:
+            values[f"env/member/{member}/reward"] = Mean.of(t.reward for t in trained)
+            values[f"env/member/{member}/response_length"] = Mean.of(t.response_length for t in trained)
+            values[f"env/member/{member}/no_signal"] = _group_outcomes(own)["env/no_signal"]
+        values[f"env/member/{member}/groups"] = Sum(len(own))
+    return values
+
+
 def validation_metrics(split: str, trajectories: Sequence[Trajectory], *, primary: bool) -> dict[str, Value]:
     """Compute the metrics of one held-out set; `primary` also reports it as val/reward.
 

@@ -90,7 +90,7 @@ def until(condition, seconds, run):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_ends_a_run_whose_step_never_returns_and_the_line_was_said(tmp_path, cluster, number):
     with started(tmp_path, "hangs", f"cluster={cluster}", "metrics.waiting_s=1") as run:
-        until(lambda: "step() at" in run.output(), 150, run)
+        until(lambda: "step() at" in run.output(), 300, run)
         os.kill(run.pid, number)
         asked = time.monotonic()
         run.join(20)
@@ -112,7 +112,7 @@ def test_one_signal_ends_a_run_whose_step_never_returns_and_the_line_was_said(tm
 def test_a_step_that_hangs_or_exits_is_masked_with_its_line(tmp_path, cluster, how, reason, says):
     settings = ["env.step_timeout_s=0.3", "env.retries=0", "run.masked_window=4", f"cluster={cluster}"]
     with started(tmp_path, how, *settings) as run:
-        run.join(150)
+        run.join(300)
         assert run.exitcode == 1, run.output()
     masked = events(tmp_path, "attempt_masked")[0]
     assert masked["reason"] == reason and says in masked["error"], json.dumps(masked)

@@ -1,0 +1,97 @@
+"""The members of a mixture of environments: `env.mix`, from mappings to settings. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from math import fsum
+from re import fullmatch
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rlpipe.config.env import EnvConfig
+
+C = TypeVar("C")
+SHARE = "share"
+_COMMON = ("threads", "retries", "step_timeout_s", "sandbox", "mix")  # belong to the run, not to a member
+
+
+def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
+    """Return share and settings of the members of `env.mix`, by name.
+
+    A member has the defaults of `env`, not what the run's own `env` says; threads, retries, the time limit of
+    a step and the sandbox are those of the run. Raises ValueError.
+    """
+    members: dict[str, tuple[float, EnvConfig]] = {}
+    for name, given in env.mix.items():
+        where = f"env.mix.{name}"
+        if not fullmatch(r"[A-Za-z][\w-]*", str(name)):
+            raise ValueError(
+                f"{where}: name a member by letters, digits, '_' and '-', as its metrics are named."
+            )
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where}={given!r}: give settings, as in {{share: 0.5, name: reasoning}}.")
+
+        settings = dict(given)
+        share = settings.pop(SHARE, None)
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(
+                f"{where}.share={share!r}: give the member's share of the prompts, above 0 up to 1."
+            )
+        if common := [key for key in _COMMON if key in settings]:
+            raise ValueError(f"{where}.{common[0]}: it is one for the run, set env.{common[0]}.")
+        if not {"name", "suite"} & settings.keys():
+            raise ValueError(f"{where} has neither name nor suite: say which environment it is.")
+
+        for key in _COMMON[:-1]:
+            settings[key] = getattr(env, key)
+        members[name] = (float(share), built(type(env), settings, where))
+
+    total = fsum(share for share, _ in members.values())
+    if abs(total - 1) > 1e-6:
+        shares = ", ".join(f"{name} {share:g}" for name, (share, _) in members.items())
+        raise ValueError(f"env.mix has the shares {shares}, in all {total:g}: make them add up to 1.")
+    if len(members) < 2:
+        raise ValueError(f"env.mix has one member, {next(iter(members))!r}: set env.name, or add another.")
+    return members
+
+
+def built(cls: type[C], values: Mapping[str, Any], where: str) -> C:
+    """Return a dataclass of settings made from a mapping; nested sections from nested mappings.
+
+    where: name of the section, for messages. Raises ValueError for an unknown setting or one of another type.
+    """
+    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+            raise ValueError(f"{where} has no setting {key!r}: {hint}")
+
+        field = known[key]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        arguments[key] = _typed(value, default, f"{where}.{key}")
+    return cls(**arguments)
+
+
+def _typed(value: Any, default: Any, where: str) -> Any:
+    """Return the value of a setting whose default is known. Raises ValueError for one of another type."""
+    if is_dataclass(default):
+        if isinstance(value, Mapping):
+            return built(type(default), value, where)
+        if isinstance(value, type(default)):
+            return value
+    elif isinstance(default, bool) or isinstance(value, bool):
+        if isinstance(value, type(default)):
+            return value
+    elif isinstance(default, float) and isinstance(value, int):
+        return float(value)
+    elif default is None or isinstance(
+        value, (type(default), str) if isinstance(default, str) else type(default)
+    ):
+        return value
+
+    expected = "a section" if is_dataclass(default) else f"a {type(default).__name__}"
+    raise ValueError(f"{where}={value!r}: give {expected}.")

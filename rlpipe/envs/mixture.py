@@ -1,0 +1,117 @@
+"""Several environments in one run: a suite that passes everything on to its members.
+
+Owns names only. An instance is "MEMBER/ID", a held-out set "MEMBER.SPLIT"; rewards, limits and data are the
+members'. In which order members give prompts is `loop.prompts`' business, from `train_sets`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from rlpipe.envs.base import (
+    TRAIN,
+    Episode,
+    SplitTable,
+    StepResult,
+    Suite,
+    close_episode,
+    finish_episode,
+    sandbox_counts,
+    start_episode,
+    suite_tools,
+)
+from rlpipe.envs.contract import step_of
+
+
+class MixtureSuite(SplitTable):
+    """members: share of the prompts, and suite, by name. The first held-out set of the first is primary."""
+
+    def __init__(self, members: Mapping[str, tuple[float, Suite]]) -> None:
+        self._shares = {name: share for name, (share, _) in members.items()}
+        self.members = {name: suite for name, (_, suite) in members.items()}
+        self.max_turns = max(suite.max_turns for suite in self.members.values())
+        self.tools = self._common_tools()
+
+        ids: dict[str, list[str]] = {TRAIN: []}
+        for name, suite in self.members.items():
+            ids[TRAIN] += _named(name, suite, TRAIN)
+            ids |= {f"{name}.{split}": _named(name, suite, split) for split in suite.splits()}
+        super().__init__(ids)
+
+    def train_sets(self) -> list[tuple[float, Sequence[str]]]:
+        """Return share and training instances of each member."""
+        return [(self._shares[name], _named(name, suite, TRAIN)) for name, suite in self.members.items()]
+
+    def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:
+        """Start an attempt at an instance of a member."""
+        name, _, own = instance_id.partition("/")
+        suite = self.members[name]
+        episode = start_episode(suite, own, seed=seed, attempt=attempt)
+        return episode if suite.max_turns == self.max_turns else _Limited(episode, suite.max_turns)
+
+    def sandbox_counts(self) -> tuple[int, int]:
+        """Return (outcomes that were reused, outcomes in all), over all members."""
+        counts = [sandbox_counts(suite) for suite in self.members.values()]
+        return sum(reused for reused, _ in counts), sum(total for _, total in counts)
+
+    def _common_tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the chat template shows. Raises ValueError when members' tools differ."""
+        tools = {name: suite_tools(suite) for name, suite in self.members.items()}
+        first, *others = tools.values()
+        if any(other != first for other in others):
+            shown = ", ".join(name for name, own in tools.items() if own)
+            raise ValueError(
+                f"env.mix: the chat template would show the tools of {shown} with every prompt. Set "
+                "tools.schema=system there, or use members with the same tools."
+            )
+        return first
+
+
+class _Limited:
+    """An episode of a member that may take fewer turns than the mixture."""
+
+    def __init__(self, episode: Episode, turns: int) -> None:
+        self._episode, self._left = episode, turns
+
+    def messages(self) -> Any:
+        return self._episode.messages()
+
+    def step(self, action: str) -> Any:
+        self._left -= 1
+        returned = self._episode.step(action)
+        if self._left:
+            return returned
+        return self._last(returned) if inspect.isawaitable(returned) else self._ended(returned)
+
+    def finish(self) -> Any:
+        return finish_episode(self._episode)
+
+    def close(self) -> Any:
+        return close_episode(self._episode)
+
+    async def _last(self, returned: Awaitable[Any]) -> StepResult | Awaitable[StepResult]:
+        ended = self._ended(await returned)
+        return await ended if inspect.isawaitable(ended) else ended
+
+    def _ended(self, returned: Any) -> Any:
+        """Return the last step, with what `finish` adds when the member's turns are used up."""
+        step = step_of(returned)
+        if step.done:
+            return step
+        finished = finish_episode(self._episode)
+        return self._finished(step, finished) if inspect.isawaitable(finished) else _joined(step, finished)
+
+    async def _finished(self, step: StepResult, finished: Awaitable[Any]) -> StepResult:
+        return _joined(step, await finished)
+
+
+def _joined(step: StepResult, finished: Any) -> StepResult:
+    end = step_of(finished, last=True)
+    reward = (step.reward or 0.0) + (end.reward or 0.0)
+    return StepResult(done=True, truncated=True, reward=reward, info=step.info | end.info)
+
+
+def _named(name: str, suite: Suite, split: str) -> list[str]:
+    return [f"{name}/{instance_id}" for instance_id in suite.instance_ids(split)]
