@@ -47,6 +47,7 @@ from rlpipe.loop.ledger import Ledger
 from rlpipe.loop.progress import progress_watched
 from rlpipe.loop.prompts import MixedPrompts, PromptStream
 from rlpipe.loop.run_directory import CONFIG, LOCK, check_free, held, keep_settings, settings_changed
+from rlpipe.loop.start_record import record_start
 from rlpipe.metrics.bus import MetricsBus
 from rlpipe.metrics.jsonl import forget_steps, read_jsonl
 from rlpipe.metrics.sinks import make_sinks
@@ -117,6 +118,7 @@ def _launch(config: Config, resolved: str, run_dir: Path) -> int:
 
     # The constructor refuses wrong settings, so the run is accepted from here on.
     keep_settings(run_dir, resolved)
+    record_start(run_dir)
     earlier = 0 if done else len(read_jsonl(run_dir / "metrics.jsonl")[0])
     forget_steps(run_dir, done or 0)
     if earlier:

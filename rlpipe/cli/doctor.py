@@ -111,6 +111,10 @@ def check_package(name: str, pin: str) -> Finding:
     if not found:
         return Finding(level=Level.MISSING, name=name, found="not installed", remedy=install_all())
 
+    from rlpipe.config.home import provide_home
+
+    # Without a writable home some fail on import, which a new installation would not change.
+    provide_home()
     module = IMPORT_NAMES.get(name, name.replace("-", "_"))
     started = time.monotonic()
     try:

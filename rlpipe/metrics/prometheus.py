@@ -1,4 +1,4 @@
-"""The Prometheus endpoint: http://HOST:PORT/metrics has the newest value of every metric.
+"""The Prometheus endpoint: http://HOST:PORT/metrics has the newest value of every metric; /healthz the state.
 
 Owns the server and the names: `spec/acceptance_length` is the gauge `rlpipe_spec_acceptance_length`, its
 help text the declaration. A value stays until a newer one comes, so validation is there between two
@@ -7,12 +7,18 @@ validations. Events are counted by kind and level. A scrape reads what is in mem
 
 from __future__ import annotations
 
+import json
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from rlpipe.metrics.bus import STEP
 from rlpipe.metrics.grafana import write_dashboard
@@ -22,15 +28,19 @@ from rlpipe.metrics.names import declared
 class PrometheusSink:
     """host, port: the address of the endpoint; with port 0 a free one is used, which `port` then holds.
 
-    dashboard: file for Grafana's dashboard of these metrics; None for none.
+    dashboard: file for Grafana's dashboard of these metrics; None for none. run: its name. quiet_s: seconds
+    without a step after which /healthz answers 503 (0: never), three times as many before the first step.
     """
 
     name = "prometheus"
 
-    def __init__(self, host: str, port: int, *, dashboard: Path | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, *, dashboard: Path | None = None, run: str = "", quiet_s: float = 0.0
+    ) -> None:
         self.port = port
         self._dashboard = dashboard
-        self._host = host
+        self._host, self._run, self._quiet_s = host, run, quiet_s
+        self._last_step, self._outcome = time.monotonic(), ""
         self._values: dict[str, Any] = {}
         self._events: Counter[tuple[str, str]] = Counter()
         self._server: Any = None
@@ -42,7 +52,7 @@ class PrometheusSink:
         Raises ValueError when prometheus_client is missing, OSError when the port is taken.
         """
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError as error:
             raise ValueError(
                 'metrics.prometheus_port needs prometheus_client: pip install -e ".[dashboards]".'
@@ -51,16 +61,22 @@ class PrometheusSink:
             write_dashboard(self._dashboard)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server, self._thread = start_http_server(self.port, self._host, registry)
+        self._metrics_app = make_wsgi_app(registry)
+        self._server = make_server(self._host, self.port, self._answer, _Server, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.port = self._server.server_port
 
     def record(self, record: dict[str, Any]) -> None:
         """Replace the values that the step observed; a non-finite one is served as NaN."""
         self._values = self._values | record
+        self._last_step = time.monotonic()
 
     def event(self, event: dict[str, Any]) -> None:
         """Count an event."""
         self._events[event["kind"], event["level"]] += 1
+        if event["kind"] == "end":
+            self._outcome = str(event.get("outcome", "ended"))
 
     def close(self) -> None:
         """Stop serving."""
@@ -69,13 +85,37 @@ class PrometheusSink:
             self._server.server_close()
             self._thread.join()
 
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether the run goes on, and its state: running, stalled, or how it ended."""
+        quiet = time.monotonic() - self._last_step
+        limit = self._quiet_s if self._values else 3 * self._quiet_s
+        state = self._outcome or ("stalled" if limit and quiet > limit else "running")
+        step = self._values.get(STEP)
+        return state == "running", {"state": state, "step": step, "seconds_since_step": round(quiet, 1)}
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """Answer one request (WSGI)."""
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return self._metrics_app(environ, start_response)
+
+        status, body = "404 Not Found", {"error": f"no {path}: there are /metrics and /healthz"}
+        if path == "/healthz":
+            goes_on, body = self.health()
+            status = "200 OK" if goes_on else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps(body).encode() + b"\n"]
+
     def collect(self) -> Iterator[Any]:
         """Yield the metrics of a scrape (the Collector protocol of prometheus_client)."""
         from prometheus_client.metrics_core import (
             CounterMetricFamily,
             GaugeMetricFamily,
             HistogramMetricFamily,
+            InfoMetricFamily,
         )
+
+        yield InfoMetricFamily("rlpipe_run", "The run.", value={"run": self._run, "version": _version()})
 
         for name, value in sorted(self._values.items()):
             gauge, help_text = "rlpipe_" + re.sub(r"\W", "_", name), _help(name)
@@ -93,6 +133,26 @@ class PrometheusSink:
         for (kind, level), count in sorted(self._events.copy().items()):
             events.add_metric((kind, level), count)
         yield events
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each request in a thread."""
+
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    """Writes no line for a request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Do nothing."""
+
+
+def _version() -> str:
+    try:
+        return version("rlpipe")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def _help(name: str) -> str:

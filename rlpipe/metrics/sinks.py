@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlpipe.config.home import provide_home
 from rlpipe.config.metrics import WandbMode
 from rlpipe.config.run import Config, Task
 from rlpipe.metrics.bus import STEP, Sink
 from rlpipe.metrics.console import ConsoleSink, Header
+from rlpipe.metrics.console_log import NAME as CONSOLE_LOG
+from rlpipe.metrics.console_log import ConsoleLog
 from rlpipe.metrics.grafana import NAME as GRAFANA
 from rlpipe.metrics.jsonl import MetricsFile, read_jsonl
 from rlpipe.metrics.prometheus import PrometheusSink
@@ -33,15 +36,19 @@ _INIT_S = 15.0  # until W&B's server accepts a run
 def make_sinks(config: Config, run_dir: Path) -> list[Sink]:
     """Return the sinks that a run's settings name; metrics.jsonl always. The bus owns the file of events."""
     sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl")]
+    header = run_header(config, run_dir)
+    sinks.append(ConsoleLog(header, run_dir / CONSOLE_LOG))
     if config.metrics.console:
-        sinks.append(ConsoleSink(run_header(config, run_dir)))
+        sinks.append(ConsoleSink(header))
     if config.metrics.trace:
         sinks.append(TraceFile(run_dir / TRACE))
     if config.metrics.tensorboard:
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if config.metrics.prometheus_port:
         host, port = config.metrics.prometheus_host, config.metrics.prometheus_port
-        sinks.append(PrometheusSink(host, port, dashboard=run_dir / GRAFANA))
+        quiet_s = 60 * config.metrics.alarms.stall_minutes
+        dashboard = run_dir / GRAFANA
+        sinks.append(PrometheusSink(host, port, dashboard=dashboard, run=run_dir.name, quiet_s=quiet_s))
     if config.metrics.wandb is not WandbMode.OFF:
         sinks.append(
             WandbSink(
@@ -108,6 +115,7 @@ class WandbSink:
                 "metrics.wandb=online needs a login: run `wandb login`, or set metrics.wandb=offline and "
                 "upload later with `wandb sync`."
             )
+        provide_home()
         import wandb
 
         # Without a key, W&B would wait for a login; offline files can be uploaded later.

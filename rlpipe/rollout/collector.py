@@ -67,7 +67,7 @@ T = TypeVar("T")
 _MAX_TEXT = 2000  # characters of each action and observation that is recorded for people to read
 _MAX_ERROR = 500  # characters of a message, which may quote what a model wrote
 _MAX_EMPTY_ABORTS = 100  # in a row, of one turn
-_CLOSE_S = 5.0  # for an episode that hangs or is given up to close, and for all of them at the end
+_CLOSE_S = 3.0  # for an episode that hangs or is given up to close, and for all of them at the end
 
 
 class ExitReason(StrEnum):

@@ -15,6 +15,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from rlpipe.config.env import SandboxBackend, SandboxConfig
+from rlpipe.config.home import provide_home
 from rlpipe.envs.base import InfrastructureError
 from rlpipe.envs.sandbox.base import CommandResult, Limit, Sandbox
 from rlpipe.envs.sandbox.sweep import sweep
@@ -33,7 +34,9 @@ __all__ = [
     "make_tree_runner",
 ]
 
-os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")  # mini-swe-agent prints a banner when it is imported
+# mini-swe-agent prints a banner and creates a folder in the user's home when it is imported.
+os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+provide_home()
 _PACKAGES = {"bwrap": "bubblewrap", "setpriv": "util-linux"}
 _SCRATCH_PROBE = 4 << 20  # bytes
 _NAMESPACES = (

@@ -9,6 +9,7 @@ import socket
 import time
 from functools import reduce
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -117,3 +118,36 @@ def test_a_taken_port_costs_the_endpoint_and_not_the_run(tmp_path: Path) -> None
             commit_three(bus)
     written = (tmp_path / "events.jsonl").read_text()
     assert written.count("sink_disabled") == 1 and "prometheus" in written
+
+
+def answer(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as got:
+            return got.status, got.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_endpoint_names_the_run_and_answers_for_its_health_and_for_nothing_else() -> None:
+    sink = PrometheusSink("127.0.0.1", 0, run="my_run", quiet_s=0.2)
+    sink.open()
+    try:
+        status, text = answer(sink.port, "/metrics")
+        assert status == 200 and 'rlpipe_run_info{run="my_run",version="' in text
+        assert answer(sink.port, "/healthz")[0] == 200
+        assert answer(sink.port, "/")[0] == answer(sink.port, "/metricsz")[0] == 404
+
+        sink.record({"training/global_step": 3, "time": 1.0})
+        status, text = answer(sink.port, "/healthz")
+        assert status == 200 and json.loads(text)["step"] == 3
+        time.sleep(0.25)
+        status, text = answer(sink.port, "/healthz")
+        assert status == 503 and json.loads(text)["state"] == "stalled"
+
+        sink.record({"training/global_step": 4, "time": 2.0})
+        assert answer(sink.port, "/healthz")[0] == 200
+        sink.event({"kind": "end", "level": "info", "outcome": "failed"})
+        status, text = answer(sink.port, "/healthz")
+        assert status == 503 and json.loads(text)["state"] == "failed"
+    finally:
+        sink.close()

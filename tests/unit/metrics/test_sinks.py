@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,11 @@ import pytest
 
 from rlpipe.config.metrics import MetricsConfig, WandbMode
 from rlpipe.config.run import Task
+from rlpipe.metrics.bus import MetricsBus
+from rlpipe.metrics.console import Header
+from rlpipe.metrics.console_log import ConsoleLog
 from rlpipe.metrics.sinks import WandbSink, logged_in, make_sinks, run_header
+from rlpipe.metrics.values import Mean
 
 pytestmark = pytest.mark.unit
 
@@ -26,11 +31,28 @@ def test_metrics_jsonl_is_always_written_and_the_rest_is_by_choice(config, tmp_p
         return [sink.name for sink in make_sinks(config, tmp_path)]
 
     config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF, trace=False)
-    assert names() == ["metrics.jsonl"]
+    assert names() == ["metrics.jsonl", "console.log"]
     config.metrics = MetricsConfig()
-    assert names() == ["metrics.jsonl", "console", "trace.json.gz", "wandb"]
+    assert names() == ["metrics.jsonl", "console.log", "console", "trace.json.gz", "wandb"]
     config.metrics = MetricsConfig(console=False, wandb=WandbMode.OFF, tensorboard=True, prometheus_port=9400)
-    assert names() == ["metrics.jsonl", "trace.json.gz", "tensorboard", "prometheus"]
+    assert names() == ["metrics.jsonl", "console.log", "trace.json.gz", "tensorboard", "prometheus"]
+
+
+def test_the_console_is_a_file_too_with_the_time_of_each_line_and_starts_follow_one_another(tmp_path) -> None:
+    path = tmp_path / "console.log"
+    for step in (1, 2):
+        with MetricsBus([ConsoleLog(Header(title="run", total_steps=2), path)]) as bus:
+            bus.event("phase", message="starting\nengines")
+            bus.emit(step, {"critic/rewards/mean": Mean(0.5, 1)})
+            bus.commit(step)
+    lines = path.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S", line) for line in lines)
+    texts = [line[20:] for line in lines]
+    assert [text for text in texts if text.startswith("step")] == [
+        "step 1/2  reward 0.500",
+        "step 2/2  reward 0.500",
+    ]
+    assert texts.count("[phase] starting") == texts.count("rlpipe run | steps: 2") == 2
 
 
 def test_the_header_says_what_the_settings_say(config, tmp_path: Path) -> None:
