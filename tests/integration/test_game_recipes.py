@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from recipes.runs import records
 from recipes.seeds import measured, summary
 from tests.helpers.cli import ROOT, SMALL, run
 
 pytestmark = pytest.mark.integration
 RECIPES = {
-    "frozen_lake": "Answer with one of 4, 2, 6, 8.",
-    "guess_number": "guess the number between 1 and 9",
-    "find_function": "Find the file that defines",
+    "frozen_lake": ("Answer with one of 4, 2, 6, 8.", "score"),
+    "guess_number": ("guess the number between 1 and 9", "invalid_move"),
+    "find_function": ("Find the file that defines", "names_it"),
 }
 
 
@@ -27,7 +28,10 @@ def test_two_steps_of_a_recipe_play_its_environment_and_are_rewarded(recipe: str
     one = measured(tmp_path / "out")
     assert len(one["train_reward"]) == 2 and [step for step, _, _ in one["validation"]] == [0, 2]
     played = [json.loads(line) for line in (tmp_path / "out/trajectories.jsonl").read_text().splitlines()]
-    assert played and RECIPES[recipe] in str(played[0])
+    prompt, number = RECIPES[recipe]
+    assert played and prompt in str(played[0])
+    _, steps = records(tmp_path / "out")
+    assert all(0 <= step[f"env/info/{number}"] <= 1 for step in steps)
 
 
 def test_the_gain_over_seeds_has_students_interval() -> None:
