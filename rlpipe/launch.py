@@ -297,8 +297,9 @@ def check_task(config: Config, rehearsal: Callable[[Suite, Prompts], object] | N
         for note in outcome.notes:
             print(f"rlpipe: {note}", file=sys.stderr)
 
-    if isinstance(suite, FunctionSuite):
-        _check_rows(suite, config, _REHEARSAL_S if rehearsal is None else _LONG_REHEARSAL_S)
+    for own in suite.members.values() if isinstance(suite, MixtureSuite) else [suite]:
+        if isinstance(own, FunctionSuite):
+            _check_rows(own, config, _REHEARSAL_S if rehearsal is None else _LONG_REHEARSAL_S)
 
     _check_instances(config.val, suite)
     _note_few_instances(len(suite.instance_ids(TRAIN)), config.pipeline.prompts_per_step)

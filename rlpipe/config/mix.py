@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 SHARE = "share"
+_TASK = ("data", "reward")  # of the environment `function`
 _COMMON = ("threads", "retries", "step_timeout_s", "sandbox", "mix")  # belong to the run, not to a member
 
 
@@ -44,9 +45,16 @@ def members_of(env: EnvConfig) -> dict[str, tuple[float, EnvConfig]]:
         if not {"name", "suite"} & settings.keys():
             raise ValueError(f"{where} has neither name nor suite: say which environment it is.")
 
+        # Data and reward of a member stand beside its other settings.
+        task = {key: settings.pop(key) for key in _TASK if key in settings}
+        if task:
+            settings["function"] = task
+
         for key in _COMMON[:-1]:
             settings[key] = getattr(env, key)
-        members[name] = (float(share), built(type(env), settings, where))
+        member = built(type(env), settings, where)
+        member.function.model = env.function.model
+        members[name] = (float(share), member)
 
     total = fsum(share for share, _ in members.values())
     if abs(total - 1) > 1e-6:

@@ -1,14 +1,17 @@
 """Several environments in one run: shares, names, limits, metrics, and what is refused."""
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
 
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.mix import members_of
+from rlpipe.config.run import Config
 from rlpipe.envs import check_environment, make_suite
 from rlpipe.envs.base import SplitTable, StepResult
+from rlpipe.envs.contract import step_of
 from rlpipe.envs.mixture import MixtureSuite
 from rlpipe.loop.prompts import MixedPrompts, PromptStream
 from rlpipe.metrics.collect import member_metrics
@@ -147,6 +150,27 @@ def test_two_suites_of_the_user_train_together(tmp_path, monkeypatch):
     suite = make_suite(config, seed=0)
     asked = {i.partition("/")[0]: suite.episode(i).messages() for i in suite.instance_ids("train")}
     assert {name: messages[0]["content"] for name, messages in asked.items()} == {"one": "one", "two": "two"}
+
+
+def test_two_data_files_train_together_each_with_its_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "def one(completions, **columns):\n    return [1.0] * len(completions)\n"
+        "def two(completions, **columns):\n    return [2.0] * len(completions)\n"
+    )
+    for name in ("one", "two"):
+        rows = [{"prompt": f"{name} {n}", "answer": str(n)} for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    member = {"share": 0.5, "name": "function"}
+    mix = {n: member | {"data": {"train": f"{n}.jsonl"}, "reward": f"rewards.py:{n}"} for n in ("one", "two")}
+    mixed = Config(env=EnvConfig(mix=mix)).env
+    check_environment(mixed)
+    suite = make_suite(mixed, seed=0)
+    for name, reward in {"one": 1.0, "two": 2.0}.items():
+        instance = next(i for i in suite.instance_ids("train") if i.startswith(f"{name}/"))
+        episode = suite.episode(instance)
+        assert episode.messages()[-1]["content"].startswith(name)
+        assert step_of(result_of(episode.step("an answer"))).reward == reward
 
 
 @pytest.mark.parametrize(
