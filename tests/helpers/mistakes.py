@@ -198,7 +198,7 @@ env.suite=json | module:function or path/to/file.py:function
 env.suite=a:b:c | module:function or path/to/file.py:function
 env.suite=my_env.py | as in my_env.py:NAME
 env.suite=no/such.py:make | folder in which the run is started
-env.suite=json:JSONDecoderr | Did you mean JSONDecoder?
+env.suite=json:dumpz | Did you mean dump
 env.suite=math:pi | function(config, seed)
 rollout=sglang spec.mode=tree | rollout=embedded
 rollout=sglang spec.drafter=suffix | rollout=embedded
