@@ -102,6 +102,17 @@ def test_two_files_and_one_command_train_on_data_of_the_reader(tmp_path):
     assert "finished after step 2/2" in ran
 
 
+def test_data_and_rewards_of_other_frameworks_are_taken_as_they_are(tmp_path):
+    (folder := tmp_path / "mine").mkdir()
+    trl, _, verl, prime_rl = follow("coming_from.md", folder, tmp_path / "home")
+    assert "data: 2 rows to train on and 1 held out (prompt: prompt, answer: ground_truth)" in trl
+    assert (
+        "data: 20 rows to train on and 4 held out (prompt: prompt, answer: reward_model.ground_truth)" in verl
+    )
+    assert "data: 2 rows to train on and 1 held out (prompt: question, answer: answer)" in prime_rl
+    assert all("nothing wrong found" in printed for printed in (trl, verl, prime_rl))
+
+
 def test_the_page_names_every_ready_reward_with_its_options():
     page = (ROOT / "docs" / "your_data.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| .*? \|([^|]*)\|$", page, flags=re.MULTILINE))

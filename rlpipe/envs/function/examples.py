@@ -68,6 +68,12 @@ class Reader:
         if data.answer or not _is_verl(rows):
             self.answer_column = self._column("answer", data.answer, ANSWERS, optional=True)
 
+    @property
+    def columns(self) -> str:
+        """Say where prompts and answers come from."""
+        answers = self.answer_column or ("reward_model.ground_truth" if _is_verl(self._rows) else "none")
+        return f"prompt: {self.prompt_column or 'data.template'}, answer: {answers}"
+
     def __getitem__(self, index: int) -> Example:
         """Return the example of a row. Raises ValueError with its place."""
         row, place = self._rows[index], self._rows.place(index)

@@ -141,12 +141,9 @@ class FunctionSuite:
     @cached_property
     def _splits(self) -> Splits:
         splits = make_splits(self._task.data, self._checked[TRAIN], self._checked.get(HELD_OUT))
-        reader = self._readers[TRAIN]
-        columns = (
-            f"prompt: {reader.prompt_column or 'data.template'}, answer: {reader.answer_column or 'none'}"
-        )
         self.notes.append(
-            f"data: {len(splits.train)} rows to train on and {len(splits.held_out)} held out ({columns})"
+            f"data: {len(splits.train)} rows to train on and {len(splits.held_out)} held out "
+            f"({self._readers[TRAIN].columns})"
         )
         self.notes += splits.notes
         return splits
