@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -129,6 +130,9 @@ class ReasoningConfig:
     tasks: list[str] = field(default_factory=lambda: ["chain_sum", "basic_arithmetic", "gcd"])
     """Names of datasets."""
 
+    options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of reasoning-gym's data sets, by task: {chain_sum: {min_terms: 2, max_terms: 3}}."""
+
     train_size: int = 2000
     """Training instances of each task."""
 
@@ -138,6 +142,12 @@ class ReasoningConfig:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ValueError("env.reasoning.tasks is empty: name at least one reasoning-gym data set.")
+        for task, given in self.options.items():
+            if task not in self.tasks or not isinstance(given, Mapping):
+                raise ValueError(
+                    f"env.reasoning.options.{task}={given!r}: give parameters by task of env.reasoning.tasks="
+                    f"{self.tasks}, as in {{{self.tasks[0]}: {{NAME: VALUE}}}}."
+                )
         _check_sizes(self, "env.reasoning")
 
 

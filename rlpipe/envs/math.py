@@ -7,7 +7,9 @@ question that is also held out is left out. Reward is the library's own score, 0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig
@@ -26,13 +28,29 @@ def check_reasoning(config: EnvConfig) -> None:
                 f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
                 f"Similar: {', '.join(similar[:8]) or 'none'}; in all {len(DATASETS)}."
             )
+        _check_options(task, config.reasoning.options.get(task, {}), DATASETS[task][1])
+
+
+def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> None:
+    """Check the parameters of a task against the class of its settings, and by its own rules."""
+    where = f"env.reasoning.options.{task}"
+    known = [field.name for field in fields(config_class) if field.name not in ("size", "seed")]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+            raise ValueError(f"{where} has no parameter {name!r}: {hint}")
+    try:
+        config_class(**options).validate()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}={dict(options)}: reasoning-gym refuses it: {error}.") from error
 
 
 class MathEpisode:
     """An episode whose first action is the answer."""
 
-    def __init__(self, instance_id: str, system_prompt: str) -> None:
-        self._dataset, self._entry = _generate(instance_id)
+    def __init__(self, instance_id: str, system_prompt: str, options: Mapping[str, Any]) -> None:
+        self._dataset, self._entry = _generate(instance_id, options)
         self._task = instance_id.split(":")[0]
         self._system_prompt = system_prompt
 
@@ -84,15 +102,16 @@ class MathSuite(SplitTable):
         check_reasoning(config)
 
         settings = config.reasoning
+        self._options = settings.options
         self._system_prompt = config.system_prompt or SYSTEM_PROMPTS["default"]
 
         # Tasks with few variants repeat questions under other seeds; a held-out one must not be trained on.
         held_out = _ids(settings.tasks, range(settings.held_out_size))
-        questions = {_generate(instance_id)[1]["question"] for instance_id in held_out}
+        questions = {_generate(instance_id, settings.options)[1]["question"] for instance_id in held_out}
 
         first = (1 + seed) * INDEX_STRIDE
         train = _ids(settings.tasks, range(first, first + settings.train_size))
-        train = [name for name in train if _generate(name)[1]["question"] not in questions]
+        train = [name for name in train if _generate(name, settings.options)[1]["question"] not in questions]
 
         if not train:
             raise ValueError(
@@ -104,17 +123,17 @@ class MathSuite(SplitTable):
 
     def episode(self, instance_id: str) -> MathEpisode:
         """Start a fresh attempt."""
-        return MathEpisode(instance_id, self._system_prompt)
+        return MathEpisode(instance_id, self._system_prompt, self._options)
 
 
 def _ids(tasks: Sequence[str], indices: range) -> list[str]:
     return [f"{task}:{index}" for index in indices for task in tasks]
 
 
-def _generate(instance_id: str) -> tuple[Any, dict[str, Any]]:
-    """Return a data set of one item, and the item."""
+def _generate(instance_id: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a data set of one item, and the item. options: parameters of data sets, by task."""
     from reasoning_gym import create_dataset
 
     task, index = instance_id.split(":")
-    dataset = create_dataset(task, size=1, seed=int(index))
+    dataset = create_dataset(task, size=1, seed=int(index), **options.get(task, {}))
     return dataset, dataset[0]

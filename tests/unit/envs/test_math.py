@@ -1,5 +1,7 @@
 """Reasoning tasks: the right answer scores, training never shows a held-out question."""
 
+import re
+
 import pytest
 
 from rlpipe.config.env import EnvConfig, EnvName, ReasoningConfig
@@ -76,3 +78,28 @@ def test_an_unknown_task_is_refused_with_similar_names():
 def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="no split 'test'; there are train, held_out"):
         make_suite(config()).instance_ids("test")
+
+
+def test_parameters_of_a_data_set_decide_its_questions_in_both_splits():
+    two_terms = {"chain_sum": {"min_terms": 2, "max_terms": 2}}
+    suite = make_suite(config(tasks=["chain_sum"], train_size=5, options=two_terms))
+    for split in ("train", "held_out"):
+        for instance in suite.instance_ids(split)[:5]:
+            assert len(re.findall(r"\d [+-] \d", question(suite, instance))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"chain_sum": {"max_term": 2}}, "chain_sum has no parameter 'max_term': did you mean max_terms?"),
+        ({"chain_sum": {"seed": 2}}, "options.chain_sum has no parameter 'seed'"),
+        ({"chain_sum": {"min_terms": 5, "max_terms": 2}}, "reasoning-gym refuses it"),
+        ({"chain_sum": {"min_terms": "two"}}, "reasoning-gym refuses it"),
+        ({"chain_sum": 2}, "env.reasoning.options.chain_sum=2: give parameters by task"),
+        ({"lcm": {"min_numbers": 2}}, "options.lcm={'min_numbers': 2}: give parameters by task"),
+    ],
+)
+def test_wrong_parameters_of_a_data_set_are_refused_with_task_and_hint(options, says):
+    with pytest.raises(ValueError) as refused:
+        check_environment(config(tasks=["chain_sum"], options=options))
+    assert says in str(refused.value)
