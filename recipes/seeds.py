@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*", help="further settings of every run, key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
 
     by_seed = {}
     for seed in args.seeds:
