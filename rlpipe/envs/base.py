@@ -41,6 +41,19 @@ class StepResult:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, kw_only=True)
+class GroupMember:
+    """One finished attempt, for `score_group`.
+
+    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as the episode gave it.
+    """
+
+    text: str
+    turns: list[str]
+    reward: float
+    info: dict[str, Any]
+
+
 # What `step` returns: a number is the reward and ends the episode, a text is the next observation.
 Step = StepResult | float | str
 
@@ -68,7 +81,9 @@ class Episode(Protocol):
 class Suite(Protocol):
     """A set of instances by split. Splits: 'train' and any number of held-out sets.
 
-    A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows.
+    A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows; and a method
+    `score_group(instance_id, results)`, called once for the attempts at an instance that finished, a list of
+    `GroupMember`, which returns their final rewards in order.
     """
 
     max_turns: int

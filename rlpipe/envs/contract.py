@@ -78,6 +78,18 @@ def observation_text(observation: str | Sequence[Mapping[str, Any]]) -> str:
     return observation if isinstance(observation, str) else "\n\n".join(m["content"] for m in observation)
 
 
+def group_rewards(returned: Any, count: int) -> list[float]:
+    """Return the rewards of a group as floats. Raises ValueError unless there are `count` finite numbers."""
+    is_list = isinstance(returned, (list, tuple)) or hasattr(returned, "tolist")
+    rewards = list(returned) if is_list else []
+    if len(rewards) != count:
+        raise ValueError(
+            f"score_group() returned {shown(returned)} for {count} results: return a list with a reward for "
+            "each, in their order."
+        )
+    return [number_of(f"score_group()[{n}]", reward) for n, reward in enumerate(rewards)]
+
+
 def number_of(what: str, value: Any) -> float:
     """Return a number, one of NumPy's or torch's included, as a finite float. Raises ValueError otherwise."""
     plain = _plain(value)

@@ -21,8 +21,16 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 from rlpipe.config.user_code import described, raised_at
-from rlpipe.envs.base import TRAIN, Episode, InfrastructureError, StepResult, Suite, named_by
-from rlpipe.envs.contract import messages_of, step_of
+from rlpipe.envs.base import (
+    TRAIN,
+    Episode,
+    GroupMember,
+    InfrastructureError,
+    StepResult,
+    Suite,
+    named_by,
+)
+from rlpipe.envs.contract import group_rewards, messages_of, step_of
 from rlpipe.envs.running import line_of_thread
 
 T = TypeVar("T")
@@ -131,6 +139,8 @@ class _Rehearsal:
         start = self._suite.episode
         start = partial(start, **named_by(start, seed=0, attempt=0))
         episode: Episode = call_user(_unchanged, start, instance)
+        actions: list[str] = []
+        reward, info = 0.0, {}
         try:
             opening = call_user(messages_of, episode.messages)
             tokens = call_user.check(self._prompts.opening, opening) if self._prompts else 0
@@ -145,6 +155,8 @@ class _Rehearsal:
                 action = " ".join(self._random.choices(vocabulary, k=self._random.randrange(_WORDS)))
                 step = call_user(self._checked, episode.step, action)
                 self._done.steps += 1
+                actions.append(action)
+                reward, info = reward + (step.reward or 0.0), info | step.info
                 done = step.done
                 if done:
                     break
@@ -158,6 +170,10 @@ class _Rehearsal:
             close = getattr(episode, "close", None)
             if close is not None and sys.exc_info()[0] is None:
                 call_user(_unchanged, close)
+        # Two siblings that did the same.
+        if score_group := getattr(self._suite, "score_group", None):
+            member = GroupMember(text=(actions or [""])[-1], turns=actions, reward=reward, info=info)
+            call_user(lambda returned: group_rewards(returned, 2), score_group, instance, [member] * 2)
         return tokens
 
     def _checked(self, returned: Any) -> StepResult:

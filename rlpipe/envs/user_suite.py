@@ -34,7 +34,8 @@ class ClassSuite(SplitTable):
     """A suite of a class whose objects are episodes; an instance "seed:N" is the seed N.
 
     Siblings have one seed, so that they can be compared. The constructor gets those of `seed`, `attempt` (0
-    to group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns` and `tools`.
+    to group_size - 1), `instance_id` and `options` that it names. A class may have `max_turns`, `tools` and a
+    static method `score_group`.
     """
 
     def __init__(self, made: type[Episode], config: EnvConfig, seed: int) -> None:
@@ -42,6 +43,8 @@ class ClassSuite(SplitTable):
         self.max_turns: int = getattr(made, "max_turns", config.max_turns)
         self.tools: list[dict[str, Any]] | None = getattr(made, "tools", None)
         self._class, self._options = made, config.options
+        if score_group := getattr(made, "score_group", None):
+            self.score_group = score_group
 
     def episode(self, instance_id: str, attempt: int = 0) -> Episode:
         """Make an object of the class."""

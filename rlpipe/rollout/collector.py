@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,6 +33,7 @@ import numpy as np
 from rlpipe.config.user_code import raised_at
 from rlpipe.envs.base import (
     Episode,
+    GroupMember,
     InfrastructureError,
     StepResult,
     Suite,
@@ -41,7 +42,7 @@ from rlpipe.envs.base import (
     start_episode,
     suite_tools,
 )
-from rlpipe.envs.contract import messages_of, observation_text, step_of
+from rlpipe.envs.contract import group_rewards, messages_of, observation_text, step_of
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
@@ -108,7 +109,7 @@ class _Attempt:
 
     gen_seconds, env_seconds: waited for engine and environment. sandbox_seconds: in the environment's calls.
     cut: a turn used up its tokens before the model ended it.
-    turns: texts for people to read. rewards: of each turn so far.
+    turns: texts for people to read. rewards, actions: of each turn so far.
     """
 
     task: _Task
@@ -122,6 +123,7 @@ class _Attempt:
     cut: bool = False
     turns: list[dict[str, str]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -215,6 +217,7 @@ class Collector:
                 )
                 for index, trajectory_id in enumerate(prompt.trajectory_ids(group_size))
             )
+            await self._score_group(attempts)
         return Group(
             prompt=prompt,
             trajectories=[attempt.trajectory for attempt in attempts],
@@ -231,7 +234,7 @@ class Collector:
         """
         capacity = asyncio.Semaphore(self._rollout.max_running)
 
-        async def roll_out(instance_id: str, sample: int) -> Trajectory:
+        async def roll_out(instance_id: str, sample: int) -> _Attempt:
             task = _Task(
                 trajectory_id=f"eval/{instance_id}/{sample}",
                 group_id=f"eval/{instance_id}",
@@ -241,11 +244,78 @@ class Collector:
                 temperature=temperature,
             )
             async with capacity:
-                return (await self._roll_out(task)).trajectory
+                return await self._roll_out(task)
 
-        return await gather_or_cancel(
-            roll_out(name, sample) for name in instance_ids for sample in range(samples)
-        )
+        async def roll_out_all(instance_id: str) -> list[Trajectory]:
+            attempts = await gather_or_cancel(roll_out(instance_id, sample) for sample in range(samples))
+            await self._score_group(attempts)
+            return [attempt.trajectory for attempt in attempts]
+
+        return list(chain.from_iterable(await gather_or_cancel(map(roll_out_all, instance_ids))))
+
+    async def _score_group(self, attempts: Sequence[_Attempt]) -> None:
+        """Replace the rewards of siblings by those of `suite.score_group`, if it has one.
+
+        What it changes counts in the last turn. A failure masks all siblings.
+        """
+        score = getattr(self._suite, "score_group", None)
+        finished = [a for a in attempts if a.trajectory.status is TrajectoryStatus.COMPLETE]
+        if score is None or not finished:
+            return
+
+        with self._spans.lane() as lane, self._in_flight():
+            finished[0].lane = lane  # its own has ended
+            try:
+                rewards = await self._group_rewards(score, finished)
+            except InfrastructureError as failure:
+                reason, error = ExitReason.INFRASTRUCTURE, failure
+            except _Masked as failure:
+                reason, error = failure.reason, failure
+            except Exception as failure:
+                reason, error = ExitReason.ERROR, failure.__cause__ or failure
+            else:
+                for attempt, reward in zip(finished, rewards, strict=True):
+                    trajectory = attempt.trajectory
+                    trajectory.turn_rewards[-1] += reward - (trajectory.reward or 0.0)
+                    trajectory.reward = reward
+                return
+
+        for attempt in finished:
+            _mask(attempt.trajectory, reason, error)
+
+    async def _group_rewards(self, score: Callable[..., Any], finished: Sequence[_Attempt]) -> list[float]:
+        """Call `score_group`, again after a failure of the infrastructure, and return its rewards."""
+        members = [
+            GroupMember(
+                text=(a.actions or [""])[-1],
+                turns=a.actions,
+                reward=a.trajectory.reward or 0.0,
+                info=dict(a.trajectory.info),
+            )
+            for a in finished
+        ]
+        for retry in range(self._env.retries + 1):
+            if self._closing:
+                raise _Masked(*_CLOSED)
+            try:
+                first = finished[0]
+                returned = await self._call(first, "score_group", score, first.task.instance_id, members)
+                return group_rewards(returned, len(finished))
+            except InfrastructureError:
+                if retry == self._env.retries:
+                    raise
+        raise AssertionError("the last failure was raised")
+
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Have `close` wait for what runs here, so that no thread runs after the pool is shut down."""
+        ended = asyncio.get_running_loop().create_future()
+        self._running.add(ended)
+        try:
+            yield
+        finally:
+            self._running.discard(ended)
+            ended.set_result(None)
 
     def activity(self) -> str:
         """Return what the trajectories wait for, in words; "" when none runs."""
@@ -316,9 +386,7 @@ class Collector:
 
         # A failed trajectory stays in its group, masked, so that a group always has all of its members.
         if error is not None:
-            attempt.trajectory.status = TrajectoryStatus.MASKED
-            attempt.trajectory.reward, attempt.trajectory.turn_rewards = None, []
-            attempt.trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
+            _mask(attempt.trajectory, reason, error)
         attempt.trajectory.info |= {
             "submitted": bool(attempt.trajectory.info.get("submitted", False)),
             "retries": retry,
@@ -506,6 +574,13 @@ class Collector:
             attempt.env_seconds += time.monotonic() - started
 
 
+def _mask(trajectory: Trajectory, reason: ExitReason, error: BaseException) -> None:
+    """Take the reward from a trajectory, and record why."""
+    trajectory.status = TrajectoryStatus.MASKED
+    trajectory.reward, trajectory.turn_rewards = None, []
+    trajectory.info |= {"exit_reason": reason.value} | _describe(reason, error)
+
+
 def _describe(reason: ExitReason, error: BaseException) -> dict[str, str]:
     """Return the failure in one line, and the innermost line of the user's code in its traceback."""
     text = str(error) if reason is not ExitReason.ERROR else f"{type(error).__name__}: {error}"
@@ -519,6 +594,7 @@ def _record_turn(attempt: _Attempt, action: str, step: StepResult) -> None:
     observation = observation_text(step.observation)[:_MAX_TEXT]
     attempt.turns.append({"action": action[:_MAX_TEXT], "observation": observation})
     attempt.rewards.append(step.reward or 0.0)
+    attempt.actions.append(action)
     attempt.trajectory.info |= step.info
 
 

@@ -277,6 +277,44 @@ def test_async_steps_are_awaited_and_their_errors_are_the_environments():
     assert (trajectory.info["exit_reason"], trajectory.info["retries"]) == ("infrastructure", 2)
 
 
+class Compared(Steps):
+    """Siblings whose final rewards are what `judge` makes of them."""
+
+    def __init__(self, judge):
+        super().__init__(*[1.0, 2.0, 3.0])
+        self.judge, self.seen = judge, []
+
+    def score_group(self, instance_id, results):
+        self.seen.append((instance_id, results))
+        return self.judge(results)
+
+
+def test_a_reward_that_sees_the_siblings_replaces_theirs_and_counts_in_the_last_turn():
+    suite = Compared(lambda results: [r.reward - min(o.reward for o in results) for r in results])
+    trajectories = collect(ScriptedEngine(["a"]), suite, group_size=3).trajectories
+    assert sorted(t.reward for t in trajectories) == [0.0, 1.0, 2.0]
+    assert [t.turn_rewards for t in trajectories] == [[t.reward] for t in trajectories]
+    [(instance, results)] = suite.seen
+    assert instance == "i" and [r.text for r in results] == ["a"] * 3 and results[0].turns == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("judge", "reason", "says", "calls"),
+    [
+        (lambda results: [1.0], "error", "score_group() returned [1.0] (list) for 3 results", 1),
+        (lambda results: [float("nan")] * 3, "error", "score_group()[0]=nan", 1),
+        (lambda results: {}["judge"], "error", "KeyError: 'judge'", 1),
+        (lambda results: (_ for _ in ()).throw(InfrastructureError("down")), "infrastructure", "down", 3),
+    ],
+)
+def test_a_failure_of_a_reward_that_sees_the_siblings_masks_the_group(judge, reason, says, calls):
+    suite = Compared(judge)
+    for trajectory in collect(ScriptedEngine(["a"]), suite, group_size=3).trajectories:
+        assert (trajectory.status, trajectory.reward) == (TrajectoryStatus.MASKED, None)
+        assert trajectory.info["exit_reason"] == reason and says in trajectory.info["error"]
+    assert len(suite.seen) == calls
+
+
 def test_an_async_step_that_never_yields_does_not_hold_the_loop_of_the_engine():
     release = threading.Event()
 
