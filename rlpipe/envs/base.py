@@ -45,7 +45,7 @@ class StepResult:
 class GroupMember:
     """One finished attempt, for `score_group`.
 
-    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as the episode gave it.
+    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as it is recorded.
     """
 
     text: str

@@ -330,7 +330,9 @@ ENVIRONMENT_EDITS = {
     "rlpipe/envs/__init__.py": {
         "# Sandboxes and data sets are": (
             "def _make_spelling(config: EnvConfig, seed: int) -> Suite:\n"
-            "    from rlpipe.envs.spelling import make_suite\n\n    return make_suite(config, seed)\n\n\n"
+            "    from rlpipe.envs.spelling import Spelling\n"
+            "    from rlpipe.envs.user_suite import ClassSuite\n\n"
+            "    return ClassSuite(Spelling, config, seed)\n\n\n"
             "# Sandboxes and data sets are"
         ),
         "    EnvName.TOOLS: ": (
@@ -342,16 +344,13 @@ ENVIRONMENT_EDITS = {
 PLAY = """
 import rlpipe
 from rlpipe.envs import check_environment, make_suite
-config = rlpipe.compose(["+recipe=reasoning_rl", "env=spelling", "+env.options.held_out=7"])
+config = rlpipe.compose(["+recipe=reasoning_rl", "env=spelling", "env.held_out_size=7"])
 check_environment(config.env)
 suite = make_suite(config.env, seed=3)
 assert list(suite.splits()) == ["held_out"] and len(suite.instance_ids("held_out")) == 7
-word = suite.instance_ids("train")[0]
-for answer, reward in ((word[::-1], 1.0), ("", 0.0)):
-    episode = suite.episode(word)
-    assert word in episode.messages()[0]["content"]
-    step = episode.step(answer)
-    assert step.done and step.reward == reward
+episode = suite.episode(suite.instance_ids("train")[0])
+assert episode.word in episode.messages()[0]["content"]
+assert (episode.step(episode.word[::-1]), episode.step("")) == (1.0, 0.0)
 """
 
 METRIC_ROW = {

@@ -67,6 +67,10 @@ class Alarm(NoArguments):
 class Loud(NoArguments):
     def messages(self): return [{"role": "human", "content": "Guess."}]
 
+class Judged(NoArguments):
+    @staticmethod
+    def score_group(instance_id, results): return [result.reward for result in results[1:]]
+
 class Answered(NoArguments):
     def messages(self): return [{"role": "assistant", "content": "7"}]
 
@@ -122,6 +126,11 @@ def test_async_methods_are_awaited_in_one_loop(folder):
         ("AsyncNan", 'return float("nan")', "reward=nan"),
         ("AsyncRaises", 'return {}["key"]', "KeyError: 'key'"),
         ("Alarm", "signal.signal(signal.SIGALRM", "only works in main thread"),
+        (
+            "Judged",
+            "def score_group(",
+            r"score_group\(\) returned \[0.0\] \(list\) for 2 results: return a list",
+        ),
         ("Loud", '"role": "human"', r"messages\(\)\[0\] has the role 'human': use one of system, user"),
         (
             "Answered",
