@@ -49,6 +49,7 @@ class ScriptedEngine:
         self.script, self.abort_after = script, abort_after
         self.requests, self.ended, self.running, self.most_running = [], [], 0, 0
         self.hold = None  # an event that generate waits for
+        self.together = 0  # requests that the first ones wait for, to run at once
         self.aborts = 0
 
     async def generate(self, request):
@@ -59,6 +60,8 @@ class ScriptedEngine:
             if self.hold:
                 await self.hold.wait()
             else:
+                await asyncio.sleep(0.001)
+            while self.most_running < self.together:
                 await asyncio.sleep(0.001)
         finally:
             self.running -= 1
@@ -377,6 +380,7 @@ def test_an_evaluation_asks_for_no_candidates():
 
 def test_siblings_run_at_once_with_streams_of_their_own_that_a_second_run_repeats():
     first, second, other = (ScriptedEngine(["ls", "submit"]) for _ in range(3))
+    first.together = 4
     group = collect(first, EchoSuite(), group_size=4)
     collect(second, EchoSuite(), group_size=4)
     collect(other, EchoSuite(), group_size=4, seed=6)
