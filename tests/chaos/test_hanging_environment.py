@@ -86,8 +86,9 @@ def until(condition, seconds, run):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("cluster", ["inline", "ray"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("cluster", "number"), [("inline", signal.SIGTERM), ("inline", signal.SIGINT), ("ray", signal.SIGTERM)]
+)
 def test_one_signal_ends_a_run_whose_step_never_returns_and_the_line_was_said(tmp_path, cluster, number):
     with started(tmp_path, "hangs", f"cluster={cluster}", "metrics.waiting_s=1") as run:
         until(lambda: "step() at" in run.output(), 300, run)
