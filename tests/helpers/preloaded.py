@@ -8,6 +8,7 @@ import pytest
 import reasoning_gym
 import tokenizers
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rlpipe.algo.user_correction
 import rlpipe.cli.check
