@@ -81,6 +81,52 @@ class Law:
         return [_normal_score(value, null.mean(), null.var()) for value, null in pairs]
 
 
+class PrefixLaw:
+    """Rows of a large vocabulary after the prefixes that occurred only, with the unlikely tokens in one cell.
+
+    logits: by depth, [prefixes, V] float64. tokens, rows: by depth, the token of each sequence and the index
+    of its prefix, [n].
+    """
+
+    def __init__(
+        self, logits: Sequence[torch.Tensor], tokens: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+    ) -> None:
+        self._logits, self._tokens, self._rows = logits, tokens, rows
+        self.prefixes = [len(one) for one in logits]
+
+    @classmethod
+    def from_logits(
+        cls, next_logits: Callable[[np.ndarray], torch.Tensor], prompt: np.ndarray, tokens: np.ndarray
+    ) -> PrefixLaw:
+        """Compute the rows that sequences need. next_logits: of [m, T] ids to [m, V]; tokens: [n, depth]."""
+        logits, rows = [], []
+        for depth in range(tokens.shape[1]):
+            prefixes, row = np.unique(tokens[:, :depth], axis=0, return_inverse=True)
+            ids = np.concatenate((np.tile(prompt, (len(prefixes), 1)), prefixes), 1)
+            logits.append(next_logits(ids))
+            rows.append(row.reshape(-1))
+        return cls(logits, list(tokens.T), rows)
+
+    def scores(self, *, temperature: float = 1.0, cells: int = 64) -> list[float]:
+        """Return standard normal scores by depth, then of their sum. temperature: of the law judged by."""
+        rng, statistics, simulated = np.random.default_rng(0), [], []
+        for logits, tokens, row in zip(self._logits, self._tokens, self._rows, strict=True):
+            probs = (logits / temperature).softmax(-1)
+            likely = logits.topk(cells - 1).indices
+            law = torch.cat((probs.gather(1, likely), torch.zeros(len(probs), 1)), 1).numpy()
+            law[:, -1] = 1 - law.sum(1)
+
+            matches = likely.numpy()[row] == tokens[:, None]
+            cell = np.where(matches.any(1), matches.argmax(1), cells - 1)
+            counts = np.bincount(row * cells + cell, minlength=law.size).reshape(law.shape)
+            size = counts.sum(1)
+            statistics.append(_g(counts, law))
+            simulated.append(np.array([_g(rng.multinomial(size, law), law) for _ in range(SIMULATIONS)]))
+
+        pairs = zip([*statistics, sum(statistics)], [*simulated, sum(simulated)], strict=True)
+        return [_normal_score(value, null.mean(), null.var()) for value, null in pairs]
+
+
 def _g(counts: np.ndarray, law: np.ndarray) -> float:
     expected = counts.sum(1, keepdims=True) * law
     seen = counts > 0

@@ -1,0 +1,143 @@
+"""Do the tokens of a real model have exactly the target's distribution, in every decoding mode? A G-test.
+
+    python scripts/bench/real_first_tokens.py --model DIR --json OUT [--turns 4000] [--draft-vocab checkpoint]
+        [--modes none rejection block tree target_only] [--engine embedded | sglang]
+
+One chat request, sampled --turns times at temperature 1, four tokens each: the first follows the prompt, the
+others follow verify steps. Given the tokens before it, each token is one draw from the row that transformers
+computes after them in float32; a row's 63 likeliest tokens are a cell each, and all others together one.
+Scores are standard normal, by position and for all four (`tests/helpers/goodness_of_fit.py`): the largest of
+five is above 4.1 once in 10,000 runs of a right engine (alpha 1e-4). Power: the same tokens, judged by the
+distribution at a temperature of 1 + 16 / sqrt(turns), must score above that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from rlpipe.config.openmp import wait_passively  # noqa: E402
+
+wait_passively()  # before torch is loaded: the engine decodes in this process
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from harness import bench_parser, load_average, provenance, write_result  # noqa: E402
+
+from rlpipe.actors.engines import make_engine  # noqa: E402
+from rlpipe.config.rollout import EngineKind, RolloutConfig  # noqa: E402
+from rlpipe.config.run import Config, ModelConfig, RunSettings  # noqa: E402
+from rlpipe.config.spec import SpecConfig, SpecMode  # noqa: E402
+from rlpipe.rollout.chat import ChatFormat  # noqa: E402
+from rlpipe.types import GenerateRequest, SamplingParams  # noqa: E402
+from tests.helpers.goodness_of_fit import PrefixLaw  # noqa: E402
+
+REQUEST = "Say hello to a friend in one short sentence."
+DEPTH, LIMIT, AT_ONCE = 4, 4.1, 32
+
+
+def sample(args: Any, prompt: np.ndarray, mode: SpecMode) -> np.ndarray:
+    """Return the tokens of all turns, [turns, DEPTH]."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            run=RunSettings(dir=folder),
+            model=ModelConfig(path=str(args.model)),
+            spec=SpecConfig(mode=mode, gamma=args.gamma, draft_vocab=args.draft_vocab)
+            if mode is not SpecMode.NONE
+            else SpecConfig(mode=mode),
+            rollout=RolloutConfig(
+                engine=EngineKind(args.engine),
+                device="cpu",
+                threads=args.threads,
+                max_running=AT_ONCE,
+                max_context=len(prompt) + 16,
+                ignore_eos=True,
+            ),
+        )
+        config.rollout.sglang.python = args.sglang_python
+        engine = make_engine(config, lambda kind, **fields: print(kind, fields, file=sys.stderr))
+        capacity = asyncio.Semaphore(AT_ONCE)
+
+        async def turn(number: int) -> Any:
+            sampling = SamplingParams(max_new_tokens=DEPTH, temperature=1.0, seed=number)
+            async with capacity:
+                return await engine.generate(
+                    GenerateRequest(request_id=str(number), prompt_ids=prompt, sampling=sampling)
+                )
+
+        async def turns() -> list[Any]:
+            return await asyncio.gather(*(turn(number) for number in range(args.turns)))
+
+        try:
+            results = asyncio.run(turns())
+        finally:
+            engine.close()
+    return np.stack([result.output_ids[:DEPTH] for result in results])
+
+
+@torch.inference_mode()
+def next_logits(model: Any, sequences: np.ndarray) -> torch.Tensor:
+    """Return the logits after each of several sequences of one length, [n, V] in float64."""
+    batches = torch.as_tensor(sequences).split(64)
+    return torch.cat([model(ids).logits[:, -1].double() for ids in batches])
+
+
+def main() -> int:
+    """Sample in every mode, judge, write; return 1 where a distribution does not hold."""
+    parser = bench_parser(__doc__, repeats=None)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--engine", default="embedded", choices=["embedded", "sglang"])
+    parser.add_argument("--sglang-python", default="", help="as rollout.sglang.python")
+    parser.add_argument("--modes", nargs="+", default=["none", "rejection", "block", "tree", "target_only"])
+    parser.add_argument("--turns", type=int, default=4000)
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draft-vocab", default="", help="as spec.draft_vocab")
+    args = parser.parse_args()
+    load, off = load_average(), 16 / args.turns**0.5
+
+    chat = ChatFormat.from_pretrained(args.model)
+    prompt = np.asarray(chat.initial([{"role": "user", "content": REQUEST}]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    torch.set_num_threads(args.threads)
+
+    results: dict[str, Any] = {}
+    for mode in args.modes:
+        started = time.monotonic()
+        tokens = sample(args, prompt, SpecMode(mode))
+        seconds = time.monotonic() - started
+
+        law = PrefixLaw.from_logits(lambda ids: next_logits(model, ids), prompt, tokens)
+        scores, wrong = law.scores(), law.scores(temperature=1 + off)
+        results[mode] = {
+            "largest_score": round(max(scores), 3),
+            "scores": [round(score, 3) for score in scores],
+            "scores_of_a_wrong_law": [round(score, 3) for score in wrong],
+            "prefixes": law.prefixes,
+            "seconds": round(seconds, 1),
+        }
+        print(mode, results[mode], flush=True)
+
+    report = {
+        "question": "tokens of a real model against transformers' float32 distribution, G-test by position",
+        **provenance(args, load, packages=("torch", "transformers")),
+        "alpha": 1e-4,
+        "limit": LIMIT,
+        "wrong_temperature": round(1 + off, 4),
+        "results": results,
+    }
+    write_result(args.json, report)
+    judged = results.values()
+    return int(any(r["largest_score"] > LIMIT or max(r["scores_of_a_wrong_law"]) < LIMIT for r in judged))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
