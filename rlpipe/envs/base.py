@@ -45,7 +45,8 @@ class StepResult:
 class GroupMember:
     """One finished attempt, for `score_group`.
 
-    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as it is recorded.
+    text: of the last turn. turns: texts of all turns. reward: sum of its steps. info: as it is recorded; what
+    `score_group` adds to it is recorded too.
     """
 
     text: str

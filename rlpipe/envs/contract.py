@@ -69,7 +69,7 @@ def step_of(returned: Any, *, last: bool = False, rehearsed: bool = False) -> St
     if not isinstance(returned.info, Mapping):
         raise ValueError(f"{where} returned info={shown(returned.info)}: give a dict, {{}} for none.")
 
-    info = _recorded(where, returned.info, cuts=not rehearsed)
+    info = recorded_info(where, returned.info, cuts=not rehearsed)
     return StepResult(observation=observation, done=done, reward=reward, truncated=truncated, info=info)
 
 
@@ -148,7 +148,7 @@ def _observation(where: str, returned: Any) -> str | list[dict[str, Any]]:
     return _messages(where, returned, _OBSERVED)
 
 
-def _recorded(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[str, Any]:
+def recorded_info(where: str, info: Mapping[Any, Any], *, cuts: bool) -> dict[str, Any]:
     """Return what is recorded of an info, checked now so that the records of the run can be written later.
 
     cuts: replace what is too long by its beginning, rather than raise. Raises ValueError for what JSON cannot

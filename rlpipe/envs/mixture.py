@@ -13,6 +13,7 @@ from typing import Any
 from rlpipe.envs.base import (
     TRAIN,
     Episode,
+    GroupMember,
     SplitTable,
     StepResult,
     Suite,
@@ -40,6 +41,10 @@ class MixtureSuite(SplitTable):
             ids |= {f"{name}.{split}": _named(name, suite, split) for split in suite.splits()}
         super().__init__(ids)
 
+        # Without it, the collector has nothing to call when a group is complete.
+        if any(hasattr(suite, "score_group") for suite in self.members.values()):
+            self.score_group = self._score_group
+
     def train_sets(self) -> list[tuple[float, Sequence[str]]]:
         """Return share and training instances of each member."""
         return [(self._shares[name], _named(name, suite, TRAIN)) for name, suite in self.members.items()]
@@ -50,6 +55,12 @@ class MixtureSuite(SplitTable):
         suite = self.members[name]
         episode = start_episode(suite, own, seed=seed, attempt=attempt)
         return episode if suite.max_turns == self.max_turns else _Limited(episode, suite.max_turns)
+
+    def _score_group(self, instance_id: str, results: list[GroupMember]) -> Any:
+        """Return the rewards of siblings, by their member's function if it has one."""
+        name, _, own = instance_id.partition("/")
+        score = getattr(self.members[name], "score_group", None)
+        return score(own, results) if score else [result.reward for result in results]
 
     def sandbox_counts(self) -> tuple[int, int]:
         """Return (outcomes that were reused, outcomes in all), over all members."""

@@ -42,7 +42,13 @@ from rlpipe.envs.base import (
     start_episode,
     suite_tools,
 )
-from rlpipe.envs.contract import group_rewards, messages_of, observation_text, step_of
+from rlpipe.envs.contract import (
+    group_rewards,
+    messages_of,
+    observation_text,
+    recorded_info,
+    step_of,
+)
 from rlpipe.metrics.spans import Lane, SpanLog
 from rlpipe.rollout.chat import ChatFormat
 from rlpipe.rollout.engine import Engine
@@ -266,7 +272,7 @@ class Collector:
         with self._spans.lane() as lane, self._in_flight():
             finished[0].lane = lane  # its own has ended
             try:
-                rewards = await self._group_rewards(score, finished)
+                scored = await self._group_rewards(score, finished)
             except InfrastructureError as failure:
                 reason, error = ExitReason.INFRASTRUCTURE, failure
             except _Masked as failure:
@@ -274,8 +280,9 @@ class Collector:
             except Exception as failure:
                 reason, error = ExitReason.ERROR, failure.__cause__ or failure
             else:
-                for attempt, reward in zip(finished, rewards, strict=True):
+                for attempt, (reward, info) in zip(finished, scored, strict=True):
                     trajectory = attempt.trajectory
+                    trajectory.info = info
                     trajectory.turn_rewards[-1] += reward - (trajectory.reward or 0.0)
                     trajectory.reward = reward
                 return
@@ -283,8 +290,10 @@ class Collector:
         for attempt in finished:
             _mask(attempt.trajectory, reason, error)
 
-    async def _group_rewards(self, score: Callable[..., Any], finished: Sequence[_Attempt]) -> list[float]:
-        """Call `score_group`, again after a failure of the infrastructure, and return its rewards."""
+    async def _group_rewards(
+        self, score: Callable[..., Any], finished: Sequence[_Attempt]
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Call `score_group`, again after a failure of the infrastructure; return (reward, info) of each."""
         members = [
             GroupMember(
                 text=(a.actions or [""])[-1],
@@ -300,7 +309,9 @@ class Collector:
             try:
                 first = finished[0]
                 returned = await self._call(first, "score_group", score, first.task.instance_id, members)
-                return group_rewards(returned, len(finished))
+                rewards = group_rewards(returned, len(finished))
+                infos = [recorded_info("score_group()", member.info, cuts=True) for member in members]
+                return list(zip(rewards, infos, strict=True))
             except InfrastructureError:
                 if retry == self._env.retries:
                     raise

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.paths import resolve_model
-from rlpipe.envs.base import TRAIN, StepResult
+from rlpipe.envs.base import TRAIN, GroupMember, StepResult
 from rlpipe.envs.function.examples import Example, Reader
 from rlpipe.envs.function.rewards import Reward, load_rewards, score_answers
 from rlpipe.envs.function.rows import read_rows
@@ -22,10 +22,13 @@ HELD_OUT = "held_out"
 
 
 class FunctionEpisode:
-    """One answer to one prompt."""
+    """One answer to one prompt.
 
-    def __init__(self, example: Example, rewards: Sequence[Reward]) -> None:
-        self._example, self._rewards = example, rewards
+    grouped: the answer is scored with its siblings, once all of them are there.
+    """
+
+    def __init__(self, example: Example, rewards: Sequence[Reward], *, grouped: bool) -> None:
+        self._example, self._rewards, self._grouped = example, rewards, grouped
 
     def messages(self) -> list[dict[str, str]]:
         """Return the prompt."""
@@ -33,6 +36,9 @@ class FunctionEpisode:
 
     def step(self, action: str) -> StepResult:
         """Score the answer."""
+        if self._grouped:
+            return StepResult(done=True, reward=0.0, info={"submitted": True})
+
         ((reward, info),) = score_answers(self._rewards, self._example, [action])
         return StepResult(done=True, reward=reward, info=info | {"submitted": True})
 
@@ -74,6 +80,11 @@ class FunctionSuite:
 
         self.rewards = load_rewards(task, config, train.columns, self._encode)
 
+        # A function of several answers may compare them: it gets all attempts at a prompt at once.
+        self._grouped = any(reward.signature.form.batched for reward in self.rewards)
+        if self._grouped:
+            self.score_group = self._score_group
+
     def splits(self) -> Sequence[str]:
         """Return the name of the held-out set."""
         return [HELD_OUT]
@@ -84,7 +95,15 @@ class FunctionSuite:
 
     def episode(self, instance_id: str) -> FunctionEpisode:
         """Start a fresh attempt."""
-        return FunctionEpisode(self.example(instance_id), self.rewards)
+        return FunctionEpisode(self.example(instance_id), self.rewards, grouped=self._grouped)
+
+    def _score_group(self, instance_id: str, results: list[GroupMember]) -> list[float]:
+        """Score all answers to a prompt together."""
+        answers = [result.text for result in results]
+        scored = score_answers(self.rewards, self.example(instance_id), answers)
+        for result, (_, info) in zip(results, scored, strict=True):
+            result.info |= info
+        return [reward for reward, _ in scored]
 
     def example(self, instance_id: str) -> Example:
         """Return the row of an instance."""

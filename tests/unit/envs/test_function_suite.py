@@ -13,6 +13,7 @@ import pytest
 from rlpipe.config.data import DataConfig, FunctionTask
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.envs import make_suite
+from rlpipe.envs.base import GroupMember
 from rlpipe.envs.function.rewards import score_answers
 from tests.helpers import reward_examples
 
@@ -218,6 +219,21 @@ def test_an_episode_is_one_answer_with_its_reward(folder):
     suite = suite_of(train="t.jsonl")
     step = suite.episode("train/6").step(" 5\n")
     assert (step.done, step.reward, step.info["reward_exact_match"]) == (True, 1.0, 1.0)
+    assert not hasattr(suite, "score_group")
+
+
+def test_a_function_of_several_answers_sees_all_attempts_at_a_prompt_at_once(folder):
+    write_jsonl(folder / "t.jsonl")
+    (folder / "a.py").write_text(
+        "def shortest(completions, **kwargs):\n"
+        "    return [float(len(c) == min(map(len, completions))) for c in completions]\n"
+    )
+    suite = suite_of({"a.py:shortest": 1.0, "exact_match": 0.5}, train="t.jsonl")
+    assert suite.episode("train/6").step("5").reward == 0.0  # what counts comes with the group
+
+    results = [GroupMember(text=text, turns=[text], reward=0.0, info={"n": 1}) for text in ("5", "five")]
+    assert suite.score_group("train/6", results) == [1.5, 0.0]
+    assert results[1].info == {"n": 1, "reward_shortest": 0.0, "reward_exact_match": 0.0}
 
 
 READY = [

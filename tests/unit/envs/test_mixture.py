@@ -10,7 +10,7 @@ from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.config.mix import members_of
 from rlpipe.config.run import Config
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.envs.base import SplitTable, StepResult
+from rlpipe.envs.base import GroupMember, SplitTable, StepResult
 from rlpipe.envs.contract import step_of
 from rlpipe.envs.mixture import MixtureSuite
 from rlpipe.loop.prompts import MixedPrompts, PromptStream
@@ -155,7 +155,7 @@ def test_two_suites_of_the_user_train_together(tmp_path, monkeypatch):
 def test_two_data_files_train_together_each_with_its_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(
-        "def one(completions, **columns):\n    return [1.0] * len(completions)\n"
+        "def one(completion):\n    return 1.0\n"
         "def two(completions, **columns):\n    return [2.0] * len(completions)\n"
     )
     for name in ("one", "two"):
@@ -170,7 +170,28 @@ def test_two_data_files_train_together_each_with_its_reward(tmp_path, monkeypatc
         instance = next(i for i in suite.instance_ids("train") if i.startswith(f"{name}/"))
         episode = suite.episode(instance)
         assert episode.messages()[-1]["content"].startswith(name)
-        assert step_of(result_of(episode.step("an answer"))).reward == reward
+        alone = step_of(result_of(episode.step("an answer")))
+        # What scores several answers gets all attempts at once.
+        member = GroupMember(text="an answer", turns=["an answer"], reward=alone.reward, info={})
+        assert suite.score_group(instance, [member, member]) == [reward, reward]
+
+
+def test_siblings_are_compared_by_the_reward_of_their_member():
+    class Plain(SplitTable):
+        max_turns = 1
+
+        def __init__(self):
+            super().__init__({"train": ["1"], "held_out": ["2"]})
+
+    class Compared(Plain):
+        def score_group(self, instance_id, results):
+            return [float(result.reward == max(r.reward for r in results)) for result in results]
+
+    results = [GroupMember(text="", turns=[], reward=reward, info={}) for reward in (2.0, 3.0)]
+    suite = MixtureSuite({"plain": (0.5, Plain()), "compared": (0.5, Compared())})
+    assert suite.score_group("plain/1", results) == [2.0, 3.0]
+    assert suite.score_group("compared/1", results) == [0.0, 1.0]
+    assert not hasattr(MixtureSuite({"plain": (1.0, Plain())}), "score_group")
 
 
 @pytest.mark.parametrize(

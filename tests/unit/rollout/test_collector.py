@@ -301,6 +301,16 @@ def test_a_reward_that_sees_the_siblings_replaces_theirs_and_counts_in_the_last_
     assert instance == "i" and [r.text for r in results] == ["a"] * 3 and results[0].turns == ["a"]
 
 
+def test_what_a_reward_that_sees_the_siblings_adds_to_their_info_is_recorded():
+    def judge(results):
+        for rank, result in enumerate(results):
+            result.info["rank"] = rank
+        return [0.0] * len(results)
+
+    trajectories = collect(ScriptedEngine(["a"]), Compared(judge), group_size=3).trajectories
+    assert [t.info["rank"] for t in trajectories] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("judge", "reason", "says", "calls"),
     [
