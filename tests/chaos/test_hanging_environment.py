@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import signal
 import time
 
@@ -73,9 +72,9 @@ SETTINGS = [
 def started(directory, how, *overrides):
     (directory / "hanging.py").write_text(SUITE)
     settings = [*SETTINGS, f"+env.options.how={how}", *overrides]
-    # The process that is forked has imported Ray before the run could give it a token.
-    token = environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    return started_command(settings, cwd=directory, environment=token)
+    # A process that is forked has imported Ray, before the run could give it a token.
+    fresh = "cluster=ray" in overrides
+    return started_command(settings, cwd=directory, environment=environment(), fresh=fresh)
 
 
 def until(condition, seconds, run):

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray import cloudpickle
@@ -67,12 +67,19 @@ class Started:
     """A command that runs. output: what it has written so far; pid, exitcode, join: of its process."""
 
     def __init__(self, child, outputs):
-        self._child, self._outputs = child, outputs
-        self.pid, self.join = child.pid, child.join
+        self._child, self._outputs, self.pid = child, outputs, child.pid
 
     @property
     def exitcode(self):
-        return self._child.exitcode
+        child = self._child
+        return child.poll() if isinstance(child, subprocess.Popen) else child.exitcode
+
+    def join(self, timeout):
+        if not isinstance(self._child, subprocess.Popen):
+            self._child.join(timeout)
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout)
 
     def output(self):
         return "".join(file.read_text() for file in self._outputs if file.exists())
@@ -80,18 +87,29 @@ class Started:
 
 @contextmanager
 def started_command(
-    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str]
+    arguments: Sequence[str], *, cwd: Path, environment: Mapping[str, str], fresh: bool = False
 ) -> Iterator[Started]:
-    """`rlpipe run` with arguments, started as by `run_command`; killed at the end of the block."""
+    """`rlpipe run` with arguments, started as by `run_command`; killed at the end of the block.
+
+    fresh: in a new interpreter.
+    """
     outputs = [cwd / name for name in ("stdout", "stderr")]
-    told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
-    child = SERVER.Process(target=_command, args=told)
-    child.start()
+    if fresh:
+        with outputs[0].open("w") as output:
+            words = [sys.executable, "-m", "rlpipe.run", *arguments]
+            child = subprocess.Popen(
+                words, cwd=cwd, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+            )
+    else:
+        told = list(arguments), dict(environment), str(cwd), list(map(str, outputs))
+        child = SERVER.Process(target=_command, args=told)
+        child.start()
+    started = Started(child, outputs)
     try:
-        yield Started(child, outputs)
+        yield started
     finally:
         child.kill()
-        child.join()
+        started.join(60)
 
 
 def _command(arguments: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
