@@ -54,6 +54,33 @@ def swe(r: Any) -> str:
     return table(["run", "new instances", "new families"], rows)
 
 
+def real_model(r: Any) -> str:
+    """Held-out reward of a released model over seeds, by task."""
+    tasks = {name: r["over_seeds"][name] for name in ("start", "short", "keywords", "largest", "mean")}
+    rows = [
+        [
+            name,
+            f"{row['before']['mean']:.3f}",
+            f"{row['after']['mean']:.3f}",
+            f"{row['gain']['mean']:.3f} [{row['gain']['interval'][0]:.2f}, {row['gain']['interval'][1]:.2f}]",
+        ]
+        for name, row in tasks.items()
+    ]
+    runs = r["by_seed"].values()
+    minutes = ", ".join(f"{run['minutes']['run']:.1f}" for run in runs)
+    parts = ("wait_rollout", "update_actor", "validate")
+    generation, training, validation = (median(run["minutes"][part] for run in runs) for part in parts)
+    first, last = (mean(run["entropy"][end] for run in runs) for end in (0, 1))
+    gain = r["over_seeds"]["mean"]["gain"]["mean"]
+    return (
+        table(["task", "before", "after", "gain, 95% interval over seeds"], rows)
+        + f"\n\n{len(runs)} seeds, {next(iter(runs))['steps']} steps of 64 answers. Minutes of a run: {minutes}; "
+        f"of the middle one {generation:.1f} are generation, {training:.1f} training, {validation:.1f} "
+        f"validation. Entropy {first:.2f} to {last:.2f} nats a token. "
+        + goal(gain >= 0.45, "a mean gain of 0.45")
+    )
+
+
 def against_trl(r: Any) -> str:
     """Equal work against TRL."""
     arms, rows = r["arms"], []
