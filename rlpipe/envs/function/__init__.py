@@ -2,6 +2,6 @@
 
 rows.py      reads the data set            signature.py  tells the forms of reward functions apart
 examples.py  rows -> prompts, and checks   rewards.py    calls and weighs them
-splits.py    train and held-out rows       ready.py      functions that come with rlpipe
+splits.py    train and held-out rows       ready.py      functions that come with rlpipe (code_tests.py)
 suite.py     the environment itself        rehearsal.py  calls the rewards once before a run
 """

@@ -16,6 +16,7 @@ from rlpipe.config.data import Weighted
 from rlpipe.config.env import EnvConfig
 from rlpipe.config.limits import did_you_mean
 from rlpipe.config.paths import resolve
+from rlpipe.envs.function.code_tests import code_tests
 
 Score = Callable[..., float]
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
@@ -193,4 +194,5 @@ READY: dict[str, tuple[Callable[..., Score], tuple[str, ...]]] = {
     "json_schema": (json_schema, ("schema",)),
     "math_verify": (math_verify, ()),
     "reasoning_gym": (reasoning_gym, ("dataset",)),
+    "code_tests": (code_tests, ("column", "partial")),
 }

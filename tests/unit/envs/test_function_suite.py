@@ -14,6 +14,7 @@ from rlpipe.config.data import DataConfig, FunctionTask
 from rlpipe.config.env import EnvConfig, EnvName
 from rlpipe.envs import make_suite
 from rlpipe.envs.base import GroupMember
+from rlpipe.envs.function.code_tests import unittest_module
 from rlpipe.envs.function.rewards import score_answers
 from tests.helpers import reward_examples
 
@@ -266,6 +267,45 @@ READY = [
         {"<answer>1</answer>": 1, "1": 1, "<answer>2</answer>": 0},
     ),
 ]
+
+
+MBPP = [
+    "assert double(2) == 4",
+    "import math\nassert math.isclose(double(1.5), 3)",
+    "assert sorted(double([2, 1])) == [1, 1, 2, 2]",
+]
+UNITTEST = """import unittest
+from solution import double
+class Test(unittest.TestCase):
+    def test_two(self):
+        self.assertEqual(double(2), 4)
+"""
+RIGHT = "So:\n```python\ndef double(x):\n    return x * 2\n```\nDone."
+CHEAT = "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef double(x): return x"
+
+
+@pytest.mark.parametrize(
+    ("tests", "options", "cases"),
+    [
+        (MBPP, {}, {RIGHT: 1, "def double(x): return 4": 0, "def other(x): return 4": 0, "no code": 0}),
+        (MBPP, {"partial": True}, {"def double(x): return 4": 1 / 3}),
+        (UNITTEST, {}, {RIGHT: 1, CHEAT: 0, "import os; os._exit(0)": 0}),
+    ],
+)
+def test_code_is_rewarded_by_tests_that_it_cannot_reach(folder, tests, options, cases):
+    write_jsonl(folder / "t.jsonl", [{"prompt": "p", "test_list": tests}] * 2)
+    suite = suite_of({"code_tests": options}, train="t.jsonl")
+    for completion, wanted in cases.items():
+        assert rewards_of(suite, [completion]) == [pytest.approx(wanted)], completion
+
+
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [("x = 1", "holds no test"), ("assert (", "not valid Python"), (3, "holds no test")],
+)
+def test_a_row_without_tests_of_code_is_refused(tests, says):
+    with pytest.raises(ValueError, match=says):
+        unittest_module(tests)
 
 
 @pytest.mark.parametrize(("name", "options", "row", "cases"), READY)
