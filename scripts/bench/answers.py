@@ -75,7 +75,8 @@ def real_model(r: Any) -> str:
     return (
         table(["task", "before", "after", "gain, 95% interval over seeds"], rows)
         + f"\n\n{len(runs)} seeds, {next(iter(runs))['steps']} steps of 64 answers. "
-        f"Minutes of a run: {minutes}; of the middle one {generation:.1f} are generation, {training:.1f} training, {validation:.1f} "
+        f"Minutes of a run: {minutes}; of the middle one {generation:.1f} are "
+        f"generation, {training:.1f} training, {validation:.1f} "
         f"validation. Entropy {first:.2f} to {last:.2f} nats a token. "
         + goal(gain >= 0.45, "a mean gain of 0.45")
     )
