@@ -10,27 +10,42 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from recipes.runs import over_seeds, play, records, validation
 
+SET = re.compile(r"val/[^/]+/reward")
+
 
 def measured(directory: Path) -> dict[str, Any]:
-    """Return the held-out rewards of one run as [step, reward, standard error], and its minutes."""
+    """Return the held-out rewards of one run as [step, reward, standard error], and its minutes.
+
+    validation: of the primary held-out set. sets: of each, where there are several.
+    """
     lines, steps = records(directory)
+    names = {name.split("/")[1] for line in lines for name in line if SET.fullmatch(name)}
+    sets = {name: validation(lines, f"val/{name}") for name in sorted(names)} if len(names) > 1 else {}
     times = [json.loads(line)["time"] for line in (directory / "events.jsonl").read_text().splitlines()]
     return {
         "validation": validation(lines),
+        **({"sets": sets} if sets else {}),
         "train_reward": [round(line["critic/rewards/mean"], 3) for line in steps],
         "minutes": round((max(times) - min(times)) / 60, 2),
     }
 
 
-def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return mean and interval over seeds of the reward before, after, and of the gain."""
-    before = [run["validation"][0][1] for run in by_seed.values()]
-    after = [run["validation"][-1][1] for run in by_seed.values()]
+def summary(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return mean and interval over seeds of the reward before and after, and of the gain; by set, if any."""
+    runs = list(by_seed.values())
+    if sets := runs[0].get("sets"):
+        return {name: _summary([run["sets"][name] for run in runs]) for name in sets}
+    return _summary([run["validation"] for run in runs])
+
+
+def _summary(validations: list[list[list[float]]]) -> dict[str, dict[str, Any]]:
+    before, after = ([measured[end][1] for measured in validations] for end in (0, -1))
     gains = [last - first for first, last in zip(before, after, strict=True)]
     estimates = {name: over_seeds(v) for name, v in {"before": before, "after": after, "gain": gains}.items()}
     return {

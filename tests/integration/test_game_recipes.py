@@ -40,3 +40,9 @@ def test_the_gain_over_seeds_has_students_interval() -> None:
     gain = summary(runs)["gain"]
     # The standard error of 0.3, 0.4, 0.5 is 0.0577; Student's quantile of two degrees of freedom is 4.303.
     assert gain["mean"] == 0.4 and gain["interval"] == pytest.approx([0.4 - 0.2484, 0.4 + 0.2484], abs=1e-3)
+
+
+def test_several_held_out_sets_are_summed_up_apart() -> None:
+    sets = {"a": [[0, 0.1, 0.0], [9, 0.3, 0.0]], "b": [[0, 0.0, 0.0], [9, 0.5, 0.0]]}
+    runs = {f"seed_{seed}": {"validation": sets["a"], "sets": sets} for seed in range(3)}
+    assert {name: one["gain"]["mean"] for name, one in summary(runs).items()} == {"a": 0.2, "b": 0.5}
