@@ -553,3 +553,102 @@ def revisions(r: Any) -> str:
         "these all is equal, but for the hit rate of a sandbox's memory, a race. jackpot failed from d013196 "
         "to a98a5de, where it begins again."
     )
+
+
+def drafts_pay(r: Any) -> str:
+    """Tokens per second with drafts over none on a real model, and the acceptance that each batch needs."""
+    rows, ratios = [], {}
+    for cell, row in r["results"].items():
+        temperature, batch = cell.removeprefix("T=").split(", batch ")
+        over = row["over none"]
+        fixed = {arm: ratio for arm, ratio in over.items() if arm.startswith("gamma")}
+        best = max(fixed, key=fixed.__getitem__)
+        acceptance = row["arms"][best].get("acceptance_by_depth", [])
+        need = r["break_even_acceptance"].get(f"batch {batch}, {best}")
+        ratios[batch, temperature] = fixed[best], over["adaptive"]
+        rows.append(
+            [
+                batch,
+                temperature,
+                f"{best}: {fixed[best]:.2f}",
+                f"{over['adaptive']:.2f}",
+                ", ".join(f"{value:.2f}" for value in acceptance if value is not None),
+                "" if need is None else f"{need:.2f}",
+            ]
+        )
+    one = [best for (batch, _), (best, _) in ratios.items() if batch == "1"]
+    four = [best for (batch, _), (best, _) in ratios.items() if batch == "4"]
+    adaptive = [value for _, value in ratios.values()]
+    goals = [goal(min(one) >= 1.3, f"1.3 at batch 1 (least {min(one):.2f})")] if one else []
+    goals += [goal(min(four) >= 1.1, f"1.1 at batch 4 (least {min(four):.2f})")] if four else []
+    goals.append(goal(min(adaptive) >= 0.99, f"adaptive never below .99 (least {min(adaptive):.2f})"))
+    head = ["batch", "temperature", "best gamma, over none", "adaptive, over none", "acceptance by depth"]
+    return table([*head, "acceptance that this gamma needs"], rows) + "\n\n" + " ".join(goals)
+
+
+def generation_speed(r: Any) -> str:
+    """Tokens per second of a real model, by engine."""
+    names = {name for row in r["results"].values() for name in row["arms"]}
+    arms = [
+        name for name in ("none", "drafts", "transformers", "sglang", "sglang with plugin") if name in names
+    ]
+    rows = [
+        [cell.removeprefix("batch "), *(row["arms"].get(arm, {}).get("tokens_per_s", "") for arm in arms)]
+        for cell, row in r["results"].items()
+    ]
+    ratios = [row["ratios"].get("none / transformers") for row in r["results"].values()]
+    text = "none / transformers: " + ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio) + "."
+    if "sglang" in names:
+        against = [row["ratios"]["none / sglang"] for row in r["results"].values()]
+        text += " none / SGLang: " + ", ".join(f"{ratio:.2f}" for ratio in against) + "."
+    floor = r["floor"]
+    first = next(iter(r["results"].values()))["ms_per_step_none"]
+    return (
+        table(["batch", *arms], rows)
+        + f"\n\nTokens per second. {text} Reading the {floor['bytes'] / 1e6:.0f} MB of weights once "
+        f"takes {floor['ms_per_step']:.1f} ms at the {floor['gb_per_s']:.0f} GB/s measured; a step at batch "
+        f"1 takes {first:.1f} ms. "
+        + goal(min(ratio for ratio in ratios if ratio) >= 2.5, "2.5 times transformers")
+    )
+
+
+def trl_real_model(r: Any) -> str:
+    """Seconds a step on a real model against TRL."""
+    rows = [
+        [arm, f"{row['seconds_a_step']['median']:.1f}", f"{row['response_tokens']:.1f}"]
+        for arm, row in r["arms"].items()
+    ]
+    ratios = r["ratios_of_seconds"]
+    text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    return (
+        table(["arm", "seconds a step, median", "tokens of an answer"], rows)
+        + f"\n\n{text}. No drafts on either side. "
+        + goal(min(ratios.values()) >= 5, "5 times as fast")
+    )
+
+
+def greedy_equals(r: Any) -> str:
+    """Greedy tokens against transformers."""
+    return " ".join(
+        f"{name}: {row['equal']} of {row['prompts']} prompts equal token for token."
+        + (
+            f" Others part at a logit gap of at most {max(d['logit_gap'] for d in row['different']):.1e}."
+            if row["different"]
+            else ""
+        )
+        for name, row in r["results"].items()
+    )
+
+
+def real_first_tokens(r: Any) -> str:
+    """Scores of a G-test on a real model."""
+    rows = [
+        [mode, f"{row['largest_score']:.2f}", f"{max(row['scores_of_a_wrong_law']):.1f}"]
+        for mode, row in r["results"].items()
+    ]
+    return (
+        table(
+            ["mode", "largest of five scores", f"judged at a temperature of {r['wrong_temperature']}"], rows
+        )
+        + f"\n\nScores are standard normal; above {r['limit']} an engine is wrong (alpha {r['alpha']:g})."
+    )
