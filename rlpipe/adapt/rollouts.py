@@ -75,9 +75,9 @@ def origin(config: Config) -> dict[str, Any]:
     """
     # Not of the environment: its held-out sets, and what changes only how its commands are run.
     env = asdict(config.env)
-    unused = {"held_out_files", "threads", "retries", "step_timeout_s"} | (
-        {"reasoning", "tools"} - {config.env.name.value}
-    )
+    sections = {"reasoning", "tools", "gymnasium", "textarena", "verifiers", "openenv", "function"}
+    unused = {"held_out_files", "threads", "retries", "step_timeout_s"} | (sections - {config.env.name.value})
+    del env["function"]["model"]  # a path, and its weights are recorded below
 
     decides = {"rollouts_of": backbone_digest(resolve_model(config.model.path))}
     decides |= {f"env.{name}": value for name, value in env.items() if name not in unused}

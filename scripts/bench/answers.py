@@ -82,6 +82,23 @@ def real_model(r: Any) -> str:
     )
 
 
+def over_seeds(r: Any) -> str:
+    """Held-out reward before and after, and the gain, over seeds; by held-out set where there are several."""
+    sets = {"": r["over_seeds"]} if "gain" in r["over_seeds"] else r["over_seeds"]
+    texts = []
+    for name, row in sets.items():
+        low, high = row["gain"]["interval"]
+        shown = "a gain" if low > 0 else "no gain is shown, the interval covers 0"
+        texts.append(
+            f"{name}{': ' if name else ''}{row['before']['mean']:.3f} to {row['after']['mean']:.3f}, difference "
+            f"{row['gain']['mean']:.3f} [{low:.2f}, {high:.2f}] ({shown})."
+        )
+    minutes = ", ".join(f"{run['minutes']:.1f}" for run in r["by_seed"].values())
+    return (
+        " ".join(texts) + f" {len(r['by_seed'])} seeds, 95% interval over them; minutes of a run: {minutes}."
+    )
+
+
 def against_trl(r: Any) -> str:
     """Equal work against TRL."""
     arms, rows = r["arms"], []

@@ -103,6 +103,10 @@ def test_an_orderly_end_leaves_nothing_and_no_watcher():
     before = {child.pid for child in psutil.Process().children()}
     with watched_over():
         (watcher,) = [child for child in psutil.Process().children() if child.pid not in before]
+        # Between fork and exec a process has no command line.
+        end = time.monotonic() + HANG_S
+        while not watcher.cmdline() and time.monotonic() < end:
+            time.sleep(0.01)
         assert "rlpipe.actors.leftovers" in watcher.cmdline()
         assert os.getsid(watcher.pid) == watcher.pid, "a signal to our group spares it"
         left = subprocess.Popen(["sleep", "1000"])

@@ -36,7 +36,7 @@ def test_where_ray_is_killed_one_sentence_says_it_and_nothing_is_left(tmp_path, 
     output = run.output()
     assert run.process.returncode == 1, output
     last = [line for line in output.splitlines() if line.strip()][-1]
-    assert last.startswith(f"rlpipe: Ray's process {name}") and "continues from the newest checkpoint" in last
+    assert last.startswith(f"rlpipe: Ray's process {name}") and "Run again" in last
     assert [event["outcome"] for event in events(tmp_path, "end")] == ["failed"]
 
 
