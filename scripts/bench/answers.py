@@ -90,8 +90,8 @@ def over_seeds(r: Any) -> str:
         low, high = row["gain"]["interval"]
         shown = "a gain" if low > 0 else "no gain is shown, the interval covers 0"
         texts.append(
-            f"{name}{': ' if name else ''}{row['before']['mean']:.3f} to {row['after']['mean']:.3f}, difference "
-            f"{row['gain']['mean']:.3f} [{low:.2f}, {high:.2f}] ({shown})."
+            f"{name}{': ' if name else ''}{row['before']['mean']:.3f} to {row['after']['mean']:.3f}, "
+            f"difference {row['gain']['mean']:.3f} [{low:.2f}, {high:.2f}] ({shown})."
         )
     minutes = ", ".join(f"{run['minutes']:.1f}" for run in r["by_seed"].values())
     return (
