@@ -6,6 +6,7 @@ The limits of a single section are checked by its dataclass. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -440,9 +441,10 @@ def check_run_dir(run: RunSettings) -> None:
             probe.write_bytes(bytes(1 << 20))
         finally:
             probe.unlink(missing_ok=True)
-            # A command that is refused later must leave no folder behind.
-            for path in new:
-                path.rmdir()
+            # A command that is refused later must leave no folder behind; another run may use one by now.
+            with suppress(OSError):
+                for path in new:
+                    path.rmdir()
     except OSError as error:
         raise ValueError(
             f"checkpoint directory {checkpoints} is not writable ({error.strerror or error}): "

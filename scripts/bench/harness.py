@@ -309,8 +309,11 @@ def provenance(
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as JSON has it; paths inside the checkout are relative."""
-    return str(value).removeprefix(f"{ROOT}/") if isinstance(value, Path) else value
+    """Return a setting as JSON has it; paths inside the checkout are relative, of others the name is left."""
+    if not isinstance(value, Path):
+        return value
+    path = value.resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """What is known of a run directory before anything starts."""
 
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +24,15 @@ def test_a_disk_of_twenty_kilobytes_is_one_sentence_and_left_empty(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_that_start_in_a_new_folder_at_once_do_not_refuse_one_another(tmp_path, monkeypatch):
+    unlink = Path.unlink
+
+    def unlink_while_another_run_starts(path, **options):
+        (tmp_path / "runs" / "other").mkdir()
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_while_another_run_starts)
+    check_run_dir(RunSettings(dir=str(tmp_path / "runs" / "mine")))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
