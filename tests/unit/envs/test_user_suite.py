@@ -55,7 +55,7 @@ def leaks(config, seed): return Leaks({}, 0)
 def shuffles(config, seed): return Shuffles({}, 0)
 def slow(config, seed):
     import time
-    time.sleep(0.05)
+    time.sleep(0.5)
     return Suite({}, 0)
 def no_episode(config, seed): return NoEpisode({}, 0)
 def untested(config, seed): return Untested({}, 0)

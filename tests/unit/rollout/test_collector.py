@@ -577,6 +577,7 @@ def test_group_seconds_are_means_over_its_trajectories():
 def test_evaluation_bounds_what_runs_at_once_keeps_order_and_repeats():
     def evaluate():
         engine = ScriptedEngine(["ls", "submit"])
+        engine.together = 3  # also where the machine is busy
 
         async def play():
             one = collector(engine, EchoSuite(), max_running=3)
