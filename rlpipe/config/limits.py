@@ -7,14 +7,14 @@ from difflib import get_close_matches
 from typing import Any
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the closest known name as a sentence after a space; empty when none is close.
+def did_you_mean(given: str, known: Iterable[str], *, most: int = 1) -> str:
+    """Return the closest known names, at most `most`, as a sentence after a space; empty when none is close.
 
     >>> did_you_mean("rejecton", ["rejection", "none"])
     ' Did you mean rejection?'
     """
-    found = get_close_matches(given, list(known), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    close = get_close_matches(given, list(known), n=most)
+    return f" Did you mean {', '.join(close)}?" if close else ""
 
 
 def at_least(least: float, settings: Any, section: str, *names: str, remedy: str = "") -> None:

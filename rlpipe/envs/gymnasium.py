@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from rlpipe.config.env import EnvConfig
+from rlpipe.config.limits import did_you_mean
 from rlpipe.config.user_code import described, load_function
 from rlpipe.envs.base import StepResult
-from rlpipe.envs.seeded import SeededSuite, did_you_mean, opening, require
+from rlpipe.envs.seeded import SeededSuite, opening, require
 from rlpipe.envs.spaces import action_names, check_space, describe, to_action, to_text
 
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*4[0-7]m(.+?)\x1b\[0?m", re.DOTALL)  # where the player is
@@ -106,5 +107,5 @@ def _make_env(config: EnvConfig) -> Any:
         return gymnasium.make(name, disable_env_checker=True, **kwargs)
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         reason, where = described(error).rstrip("."), f"env.gymnasium.id={name!r}, kwargs={kwargs}"
-        hint = did_you_mean(name, gymnasium.registry) or " Give an id such as FrozenLake-v1."
+        hint = did_you_mean(name, gymnasium.registry, most=3) or " Give an id such as FrozenLake-v1."
         raise ValueError(f"{where}: {reason}.{'' if name in gymnasium.registry else hint}") from error

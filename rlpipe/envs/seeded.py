@@ -5,9 +5,8 @@ Held-out seeds start at 0 whatever the run's seed, training ones at (1 + seed) m
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig
 from rlpipe.envs.base import TRAIN, Episode, SplitTable
@@ -55,13 +54,3 @@ def require(package: str, extra: str) -> None:
             f"env={extra} needs the package {package}, which is not installed: "
             f"pip install 'rlpipe[{extra}]', in a checkout pip install -e '.[{extra}]' -c constraints.txt."
         )
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return " Did you mean A, B?" of the names closest to one that does not exist; "" when none is close.
-
-    >>> did_you_mean("FrozenLak-v1", ["FrozenLake-v1", "Taxi-v3"])
-    ' Did you mean FrozenLake-v1?'
-    """
-    close = difflib.get_close_matches(name, list(names), n=3)
-    return f" Did you mean {', '.join(close)}?" if close else ""

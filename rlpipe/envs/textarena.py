@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from rlpipe.config.env import EnvConfig
+from rlpipe.config.limits import did_you_mean
 from rlpipe.envs.base import StepResult
 from rlpipe.envs.opponents import check_opponent, load_opponent
-from rlpipe.envs.seeded import SeededSuite, did_you_mean, opening, require
+from rlpipe.envs.seeded import SeededSuite, opening, require
 
 SETTING, _LUCK = "env.textarena.opponent", threading.Lock()  # the games draw from Python's global generator
 
@@ -108,7 +109,7 @@ def _make_game(config: EnvConfig) -> Any:
     name = config.textarena.id
     if name not in ENV_REGISTRY:
         raise ValueError(
-            f"no such game.{did_you_mean(name, ENV_REGISTRY) or ' Give an id like TicTacToe-v0'}"
+            f"no such game.{did_you_mean(name, ENV_REGISTRY, most=3) or ' Give an id like TicTacToe-v0'}"
         )
     game = textarena.make(name, **config.textarena.kwargs)
 

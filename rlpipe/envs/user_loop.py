@@ -1,7 +1,7 @@
 """The event loop in which `async def` methods of environments run: one thread of its own.
 
 A coroutine that never yields blocks only this loop, never the one that talks to the engine. Flow: a caller in
-another loop awaits `result_of`; cancelling that cancels the coroutine.
+another loop awaits `result_of`, and cancelling that cancels the coroutine; one in a thread waits in `run`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,13 +22,23 @@ class UserLoop:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
 
     async def result_of(self, awaitable: Awaitable[T]) -> T:
         """Await in the thread of this loop, and return the result."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="env-async", daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop))
+        return await asyncio.wrap_future(self._submit(awaitable))
+
+    def run(self, coro: Awaitable[T]) -> T:
+        """Await in the thread of this loop, from any thread without a loop, and return the result."""
+        return self._submit(coro).result()
+
+    def _submit(self, awaitable: Awaitable[T]) -> Future[T]:
+        # Several threads may bring the first one.
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="env-async", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
     async def close(self) -> None:
         """Cancel what runs, and end the thread; one that never yields is left behind."""

@@ -7,11 +7,9 @@ recorded by its name. Coroutines run in one event loop of this process.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -24,8 +22,10 @@ from rlpipe.config.user_code import is_user_code, load_function
 from rlpipe.envs.contract import number_of, shown
 from rlpipe.envs.function.examples import Example
 from rlpipe.envs.function.signature import Form, Signature, signature_of
+from rlpipe.envs.user_loop import UserLoop
 
 Encode = Callable[[str], list[int]]
+LOOP = UserLoop()  # of coroutines: one, so that their clients may stay open
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,26 +277,3 @@ def _names(settings: Sequence[Weighted]) -> list[str]:
         name if short.count(name) == 1 else f"{PurePath(setting.name.rpartition(':')[0]).stem}_{name}"
         for name, setting in zip(short, settings, strict=True)
     ]
-
-
-class _Loop:
-    """The event loop in which coroutines of rewards run: one, so that their clients may stay open."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
-
-    def run(self, coro: Any) -> Any:
-        """Await in that loop from any other thread, and return the result."""
-
-        async def awaited() -> Any:
-            return await coro
-
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
-
-
-LOOP = _Loop()
