@@ -7,11 +7,14 @@ else is each side's default. Neither drafts. Arms run in turns, one run of each 
 reversed for every other seed. TRL runs in an environment of its own (`--trl-python`).
 
 Reported are seconds a step (the first is warm-up) and the held-out reward, mean over the tasks: at equal
-steps, and at equal minutes of training, that is at those of the faster arm's end, interpolated linearly
-between the slower one's measurements. Sampling held-out answers is not part of the minutes.
+steps, that is at the last step that every arm took, and at equal minutes of training, that is at the end of
+the arm that trained for the shortest time, interpolated linearly between the others' measurements. TRL may
+take fewer steps (`--trl-steps`), so that all arms train for about as long. Sampling held-out answers is not
+part of the minutes.
 
     python scripts/bench/against_trl.py --json OUT --model DIR --trl-python VENV/bin/python \
-        [--arms rlpipe trl_bf16] [--steps 40] [--val-every 5] [--val-instances 60] [--repeats 3]
+        [--arms rlpipe trl_bf16] [--steps 40] [--trl-steps 10] [--val-every 5] [--val-instances 60] \
+        [--repeats 3]
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def run_trl(settings: argparse.Namespace, precision: str, seed: int) -> Run:
             "model": settings.model,
             "precision": precision,
             "seed": seed,
-            "steps": settings.steps,
+            "steps": settings.trl_steps,
             "val-every": settings.val_every,
             "val-instances": settings.val_instances,
             "held-out": HELD_OUT,
@@ -128,37 +131,42 @@ def mean_reward(point: dict[str, Any]) -> float:
     return statistics.fmean(point["reward"].values())
 
 
-def reward_at(run: Run, seconds: float) -> float:
-    """Return the held-out reward after so many seconds of training, interpolated between measurements.
+def reward_at(run: Run, axis: str, place: float) -> float:
+    """Return the held-out reward at a place on an axis, interpolated linearly between measurements.
+
+    axis: `step` or `training_seconds`.
 
     >>> points = [{"training_seconds": s, "reward": {"a": r}} for s, r in ((0, 0.0), (10, 1.0))]
-    >>> [reward_at({"held_out": points}, s) for s in (5, 99)]
+    >>> [reward_at({"held_out": points}, "training_seconds", s) for s in (5, 99)]
     [0.5, 1.0]
     """
-    points = [(point["training_seconds"], mean_reward(point)) for point in run["held_out"]]
+    points = [(point[axis], mean_reward(point)) for point in run["held_out"]]
     for (start, low), (end, high) in pairwise(points):
-        if seconds <= end:
-            return low + (high - low) * (seconds - start) / (end - start)
+        if place <= end:
+            return low + (high - low) * (place - start) / (end - start)
     return points[-1][1]
 
 
 def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
     """Summarise the runs of each arm, one per seed: seconds, tokens, rewards at equal steps and minutes."""
-    ends = {arm: [run["held_out"][-1]["training_seconds"] for run in many] for arm, many in runs.items()}
     rows: dict[str, Any] = {}
+
+    def rewards(axis: str, many: list[Run]) -> dict[str, Any]:
+        # Of each seed, where the first of its runs ends on the axis.
+        ends = [min(run["held_out"][-1][axis] for run in row) for row in zip(*runs.values(), strict=True)]
+        return _each(reward_at(run, axis, end) for run, end in zip(many, ends, strict=True))
 
     for arm, many in runs.items():
         steps = [step for run in many for step in run["steps"][WARM_UP:]]
-        at_minutes = [
-            reward_at(run, min(ends[other][seed] for other in runs)) for seed, run in enumerate(many)
-        ]
+        minutes = statistics.fmean(run["held_out"][-1]["training_seconds"] for run in many) / 60
         rows[arm] = {
             "seconds_a_step": spread([step["seconds"] for step in steps], digits=2),
             "response_tokens": round(statistics.fmean(step["response_tokens"] for step in steps), 1),
-            "training_minutes": round(statistics.fmean(ends[arm]) / 60, 2),
+            "steps": min(run["held_out"][-1]["step"] for run in many),
+            "training_minutes": round(minutes, 2),
             "reward_before": _each(mean_reward(run["held_out"][0]) for run in many),
-            "reward_at_equal_steps": _each(mean_reward(run["held_out"][-1]) for run in many),
-            "reward_at_equal_minutes": _each(at_minutes),
+            "reward_at_equal_steps": rewards("step", many),
+            "reward_at_equal_minutes": rewards("training_seconds", many),
         }
     return rows
 
@@ -176,12 +184,13 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with trl")
     parser.add_argument("--arms", nargs="+", choices=("rlpipe", *TRL_ARMS), default=["rlpipe", "trl_bf16"])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--trl-steps", type=int, help="of TRL's arms, if others")
     parser.add_argument("--val-every", type=int, default=5)
     parser.add_argument("--val-instances", type=int, default=60, help="held-out prompts of each task")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--warmup-steps", type=int, default=2)
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -190,8 +199,9 @@ def main() -> None:
     trl = [arm for arm in settings.arms if arm in TRL_ARMS]
     if trl and (settings.trl_python is None or not settings.trl_python.exists()):
         parser.error(f"{trl} need --trl-python: the interpreter of an environment with `pip install trl`.")
-    if settings.steps <= WARM_UP:
-        parser.error(f"--steps {settings.steps}: the first {WARM_UP} is warm-up, so give more.")
+    settings.trl_steps = settings.trl_steps or settings.steps
+    if min(settings.steps, settings.trl_steps) <= WARM_UP:
+        parser.error(f"--steps and --trl-steps: the first {WARM_UP} is warm-up, so give more.")
 
     runs: dict[str, list[Run]] = {arm: [] for arm in settings.arms}
 

@@ -44,3 +44,15 @@ def test_the_slower_arm_is_compared_at_the_minutes_of_the_faster_one():
 
     # 40 s are half of its first step.
     assert rows["slow"]["reward_at_equal_minutes"]["mean"] == pytest.approx(0.1)
+
+
+def test_an_arm_of_fewer_steps_is_compared_at_its_last_step():
+    long, short = planted(10, 0.1), planted(80, 0.2)
+    for part in short.values():
+        del part[-2:]
+    rows = summary({"long": [long], "short": [short]})
+
+    # The short arm took two steps, of 160 s; the long one ended after 40 s.
+    assert rows["short"]["steps"] == 2 and rows["short"]["reward_at_equal_steps"]["mean"] == pytest.approx(0.4)
+    assert rows["long"]["reward_at_equal_steps"]["mean"] == pytest.approx(0.2)
+    assert rows["long"]["reward_at_equal_minutes"]["mean"] == pytest.approx(0.4)
