@@ -34,7 +34,7 @@ from rlpipe.config.run import (
     with_weight_transfer,
 )
 from rlpipe.envs import check_environment, make_suite
-from rlpipe.envs.base import TRAIN, Suite, suite_tools
+from rlpipe.envs.base import TRAIN, Suite, suite_tools, train_stages
 from rlpipe.envs.function.rehearsal import rehearse_rewards
 from rlpipe.envs.function.suite import FunctionSuite
 from rlpipe.envs.mixture import MixtureSuite
@@ -479,10 +479,10 @@ class ReinforcementLearning:
 
 
 def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
-    """Return the training prompts of a suite, by the shares of its members if it is a mixture."""
+    """Return the training prompts of a suite: by the shares of a mixture's members, by stages of a curriculum."""
     if isinstance(suite, MixtureSuite):
         return MixedPrompts(suite.train_sets(), seed)
-    return PromptStream(suite.instance_ids("train"), seed)
+    return PromptStream.of_stages(train_stages(suite), seed)
 
 
 def _dump(config: Config, done: int) -> Dump | None:

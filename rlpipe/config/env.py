@@ -133,11 +133,14 @@ class ReasoningConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Parameters of reasoning-gym's data sets, by task: {chain_sum: {min_terms: 2, max_terms: 3}}."""
 
+    levels: list[int] = field(default_factory=list)
+    """Levels of reasoning-gym's own curricula, in the order of training, as in [0, 2, 4]; empty: none."""
+
     train_size: int = 2000
-    """Training instances of each task."""
+    """Training instances of each task, at each level."""
 
     held_out_size: int = 100
-    """Held-out instances of each task."""
+    """Held-out instances of each task, at each level."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -148,6 +151,8 @@ class ReasoningConfig:
                     f"env.reasoning.options.{task}={given!r}: give parameters by task of env.reasoning.tasks="
                     f"{self.tasks}, as in {{{self.tasks[0]}: {{NAME: VALUE}}}}."
                 )
+        if any(level < 0 for level in self.levels) or len(set(self.levels)) < len(self.levels):
+            raise ValueError(f"env.reasoning.levels={self.levels}: give different levels from 0, as [0, 2, 4].")
         _check_sizes(self, "env.reasoning")
 
 

@@ -84,7 +84,8 @@ class Suite(Protocol):
 
     A suite may have an attribute `tools`: OpenAI schemas of tools that the chat template shows; and a method
     `score_group(instance_id, results)`, called once for the attempts at an instance that finished, a list of
-    `GroupMember`, which returns their final rewards in order.
+    `GroupMember`, which returns their final rewards in order. A curriculum is a method `train_stages()`: the
+    training instances as several lists, which every epoch goes through in their order.
     """
 
     max_turns: int
@@ -104,6 +105,12 @@ class Suite(Protocol):
         from the run's seed, and `attempt`, the number of the attempt among its siblings, from 0.
         """
         ...
+
+
+def train_stages(suite: Suite) -> Sequence[Sequence[str]]:
+    """Return the training instances by the stages of the suite's curriculum; without one they are one."""
+    stages = getattr(suite, "train_stages", None)
+    return [suite.instance_ids(TRAIN)] if stages is None else stages()
 
 
 def start_episode(suite: Suite, instance_id: str, *, seed: int, attempt: int) -> Episode:

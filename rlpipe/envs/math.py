@@ -1,14 +1,15 @@
 """Single-turn reasoning tasks from reasoning-gym: one question, one answer, one score.
 
-Owns which questions exist. An instance "task:index" is the data set `task` made with seed `index`.
-Held-out indices start at 0 whatever the run's seed, training ones at (1 + seed) million; a training
-question that is also held out is left out. Reward is the library's own score, 0..1.
+Owns which questions exist. An instance "task:index" is the data set `task` made with seed `index`, and
+"task@level:index" the same at a level of its curriculum. Held-out indices start at 0 whatever the run's seed,
+training ones at (1 + seed) million; a training question that is also held out is left out. Reward is the
+library's own score, 0..1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlpipe.envs.base import TRAIN, SplitTable, StepResult
 
 
 def check_reasoning(config: EnvConfig) -> None:
-    """Raise ValueError for a task that reasoning-gym does not have."""
+    """Raise ValueError for a task, a parameter or a level that reasoning-gym does not have."""
     from reasoning_gym.factory import DATASETS
 
     for task in config.reasoning.tasks:
@@ -28,7 +29,10 @@ def check_reasoning(config: EnvConfig) -> None:
                 f"env.reasoning.tasks: reasoning-gym has no data set {task!r}. "
                 f"Similar: {', '.join(similar[:8]) or 'none'}; in all {len(DATASETS)}."
             )
-        _check_options(task, config.reasoning.options.get(task, {}), DATASETS[task][1])
+        options = config.reasoning.options.get(task, {})
+        _check_options(task, options, DATASETS[task][1])
+        for level in config.reasoning.levels:
+            _check_level(task, options, level)
 
 
 def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> None:
@@ -41,9 +45,46 @@ def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> 
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
             raise ValueError(f"{where} has no parameter {name!r}: {hint}")
     try:
-        config_class(**options).validate()
+        _validate(config_class(**options))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{where}={dict(options)}: reasoning-gym refuses it: {error}.") from error
+
+
+def _check_level(task: str, options: Mapping[str, Any], level: int) -> None:
+    """Check that the curriculum of a task has a level, and that the level makes questions."""
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    where = f"env.reasoning.levels has {level}"
+    if task not in CURRICULA:
+        raise ValueError(
+            f"{where}, but {task} has no curriculum: set its difficulty by env.reasoning.options.{task}, or "
+            "leave it out of env.reasoning.tasks."
+        )
+
+    highest = max(len(attribute.levels) for attribute in create_curriculum(task).attributes.values()) - 1
+    if level > highest:
+        raise ValueError(f"{where}, but the curriculum of {task} ends at {highest}.")
+    try:
+        _validate(_at_level(task, options, level))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}, which reasoning-gym refuses for {task}: {error}.") from error
+
+
+def _validate(config: Any) -> None:
+    """Apply a data set's own rules; three of the library's have none."""
+    if hasattr(config, "validate"):
+        config.validate()
+
+
+def _at_level(task: str, options: Mapping[str, Any], level: int) -> Any:
+    """Return the settings of a task at a level of its curriculum; what that leaves open is as in options."""
+    from reasoning_gym.factory import create_curriculum
+
+    curriculum = create_curriculum(task)
+    curriculum.set_global_level(level)
+    return curriculum.generate_configuration(dict(options))
+
+
 
 
 class MathEpisode:
@@ -51,7 +92,7 @@ class MathEpisode:
 
     def __init__(self, instance_id: str, system_prompt: str, options: Mapping[str, Any]) -> None:
         self._dataset, self._entry = _generate(instance_id, options)
-        self._task = instance_id.split(":")[0]
+        self._task = instance_id.split(":")[0]  # with its level: the metrics tell levels apart
         self._system_prompt = system_prompt
 
     def messages(self) -> list[dict[str, str]]:
@@ -92,7 +133,11 @@ class MathEpisode:
 
 
 class MathSuite(SplitTable):
-    """A suite of procedural tasks. Splits: `train` and `held_out`, the tasks taking turns in both."""
+    """A suite of procedural tasks. Splits: `train` and `held_out`, the tasks taking turns in both.
+
+    With levels there is a held-out set for each, the highest first, and training goes through them in order
+    (`train_stages`).
+    """
 
     max_turns = 1
 
@@ -105,21 +150,36 @@ class MathSuite(SplitTable):
         self._options = settings.options
         self._system_prompt = config.system_prompt or SYSTEM_PROMPTS["default"]
 
-        # Tasks with few variants repeat questions under other seeds; a held-out one must not be trained on.
-        held_out = _ids(settings.tasks, range(settings.held_out_size))
-        questions = {_generate(instance_id, settings.options)[1]["question"] for instance_id in held_out}
-
         first = (1 + seed) * INDEX_STRIDE
-        train = _ids(settings.tasks, range(first, first + settings.train_size))
-        train = [name for name in train if _generate(name, settings.options)[1]["question"] not in questions]
+        train_indices = range(first, first + settings.train_size)
+        held_out: dict[str, list[str]] = {}
+        stages: list[list[str]] = []
+        for level in settings.levels or [None]:
+            names = settings.tasks if level is None else [f"{task}@{level}" for task in settings.tasks]
+            split = "held_out" if level is None else f"level_{level}"
+            held_out[split] = _ids(names, range(settings.held_out_size))
+            stages.append(_ids(names, train_indices))
 
-        if not train:
-            raise ValueError(
-                f"env.reasoning.tasks={settings.tasks} have no training question that is not held out: "
-                "lower env.reasoning.held_out_size or choose tasks with more variety."
-            )
+        # Tasks with few variants repeat questions under other seeds; a held-out one must not be trained on.
+        questions = {self._question(name) for names in held_out.values() for name in names}
+        self._stages = [[name for name in stage if self._question(name) not in questions] for stage in stages]
+        for stage, split in zip(self._stages, held_out, strict=True):
+            if not stage:
+                raise ValueError(
+                    f"env.reasoning.tasks={settings.tasks} have no training question that is not held out "
+                    f"({split}): lower env.reasoning.held_out_size or choose tasks with more variety."
+                )
 
-        super().__init__({TRAIN: train, "held_out": held_out})
+        # The hardest held-out set is the primary one.
+        train = [name for stage in self._stages for name in stage]
+        super().__init__({TRAIN: train} | dict(reversed(held_out.items())))
+
+    def train_stages(self) -> list[list[str]]:
+        """Return the training instances of each level, in the order of training."""
+        return self._stages
+
+    def _question(self, instance_id: str) -> str:
+        return _generate(instance_id, self._options)[1]["question"]
 
     def episode(self, instance_id: str) -> MathEpisode:
         """Start a fresh attempt."""
@@ -134,6 +194,11 @@ def _generate(instance_id: str, options: Mapping[str, Any]) -> tuple[Any, dict[s
     """Return a data set of one item, and the item. options: parameters of data sets, by task."""
     from reasoning_gym import create_dataset
 
-    task, index = instance_id.split(":")
-    dataset = create_dataset(task, size=1, seed=int(index), **options.get(task, {}))
+    name, index = instance_id.split(":")
+    task, _, level = name.partition("@")
+
+    parameters = dict(options.get(task, {}))
+    if level:
+        parameters = asdict(_at_level(task, parameters, int(level)))
+    dataset = create_dataset(task, **{**parameters, "size": 1, "seed": int(index)})
     return dataset, dataset[0]

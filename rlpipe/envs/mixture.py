@@ -22,6 +22,7 @@ from rlpipe.envs.base import (
     sandbox_counts,
     start_episode,
     suite_tools,
+    train_stages,
 )
 from rlpipe.envs.contract import step_of
 
@@ -37,17 +38,20 @@ class MixtureSuite(SplitTable):
 
         ids: dict[str, list[str]] = {TRAIN: []}
         for name, suite in self.members.items():
-            ids[TRAIN] += _named(name, suite, TRAIN)
-            ids |= {f"{name}.{split}": _named(name, suite, split) for split in suite.splits()}
+            ids[TRAIN] += _named(name, suite.instance_ids(TRAIN))
+            ids |= {f"{name}.{split}": _named(name, suite.instance_ids(split)) for split in suite.splits()}
         super().__init__(ids)
 
         # Without it, the collector has nothing to call when a group is complete.
         if any(hasattr(suite, "score_group") for suite in self.members.values()):
             self.score_group = self._score_group
 
-    def train_sets(self) -> list[tuple[float, Sequence[str]]]:
-        """Return share and training instances of each member."""
-        return [(self._shares[name], _named(name, suite, TRAIN)) for name, suite in self.members.items()]
+    def train_sets(self) -> list[tuple[float, list[list[str]]]]:
+        """Return share and training instances of each member, by the stages of its curriculum."""
+        return [
+            (self._shares[name], [_named(name, stage) for stage in train_stages(suite)])
+            for name, suite in self.members.items()
+        ]
 
     def episode(self, instance_id: str, seed: int = 0, attempt: int = 0) -> Episode:
         """Start an attempt at an instance of a member."""
@@ -124,5 +128,5 @@ def _joined(step: StepResult, finished: Any) -> StepResult:
     return StepResult(done=True, truncated=True, reward=reward, info=step.info | end.info)
 
 
-def _named(name: str, suite: Suite, split: str) -> list[str]:
-    return [f"{name}/{instance_id}" for instance_id in suite.instance_ids(split)]
+def _named(name: str, instance_ids: Sequence[str]) -> list[str]:
+    return [f"{name}/{instance_id}" for instance_id in instance_ids]

@@ -14,14 +14,28 @@ class PromptStream:
     >>> stream = PromptStream(["a", "b", "c"], seed=0)
     >>> sorted(stream[i].instance_id for i in range(3))
     ['a', 'b', 'c']
+
+    An epoch goes through the stages of a curriculum in order:
+
+    >>> stream = PromptStream.of_stages([["a", "b"], ["x", "y"]], seed=0)
+    >>> sorted(stream[i].instance_id for i in range(2))
+    ['a', 'b']
     """
 
     def __init__(self, instance_ids: Sequence[str], seed: int) -> None:
         if not instance_ids:
             raise ValueError("the training set is empty: check env.train_file.")
         self._ids = list(instance_ids)
+        self._stages = [len(self._ids)]  # instances in each
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[Sequence[str]], seed: int) -> PromptStream:
+        """Return the prompts of several sets of instances, which every epoch goes through in this order."""
+        stream = cls([instance for stage in stages for instance in stage], seed)
+        stream._stages = [len(stage) for stage in stages]
+        return stream
 
     def __getitem__(self, index: int) -> Prompt:
         """Return the prompt admitted as number `index` (0-based) of the run."""
@@ -37,8 +51,11 @@ class PromptStream:
 
         # Each epoch has a separate order; only the current one is cached.
         if epoch not in self._orders:
-            order = list(range(len(self._ids)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            rng, order = random.Random(f"{self._seed}/{epoch}"), []
+            for size in self._stages:
+                stage = list(range(len(order), len(order) + size))
+                rng.shuffle(stage)
+                order += stage
             self._orders = {epoch: order}
 
         return self._ids[self._orders[epoch][place]]
@@ -47,17 +64,17 @@ class PromptStream:
 class MixedPrompts(PromptStream):
     """Prompts of several training sets by their shares: of any first n, each has its share within one prompt.
 
-    sets: (share, instances). Each set has epochs of its own.
+    sets: (share, stages of instances). Each set has epochs of its own.
 
-    >>> stream = MixedPrompts([(0.75, ["a", "b"]), (0.25, ["x"])], seed=0)
+    >>> stream = MixedPrompts([(0.75, [["a", "b"]]), (0.25, [["x"]])], seed=0)
     >>> "".join(stream[i].instance_id for i in range(8)).count("x")
     2
     """
 
-    def __init__(self, sets: Sequence[tuple[float, Sequence[str]]], seed: int) -> None:
-        super().__init__([instance for _, ids in sets for instance in ids], seed)
+    def __init__(self, sets: Sequence[tuple[float, Sequence[Sequence[str]]]], seed: int) -> None:
+        super().__init__([instance for _, stages in sets for stage in stages for instance in stage], seed)
         self._shares = [share for share, _ in sets]
-        self._streams = [PromptStream(ids, seed) for _, ids in sets]
+        self._streams = [PromptStream.of_stages(stages, seed) for _, stages in sets]
         self._counts = [0] * len(sets)
         self._turns: list[tuple[int, int]] = []  # by prompt: the set, and which prompt of the set it is
 

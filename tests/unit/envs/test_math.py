@@ -6,6 +6,8 @@ import pytest
 
 from rlpipe.config.env import EnvConfig, EnvName, ReasoningConfig
 from rlpipe.envs import check_environment, make_suite
+from rlpipe.envs.base import train_stages
+from rlpipe.loop.prompts import PromptStream
 
 pytestmark = pytest.mark.unit
 
@@ -103,3 +105,40 @@ def test_wrong_parameters_of_a_data_set_are_refused_with_task_and_hint(options, 
     with pytest.raises(ValueError) as refused:
         check_environment(config(tasks=["chain_sum"], options=options))
     assert says in str(refused.value)
+
+
+def test_a_curriculum_is_trained_level_by_level_and_measured_at_each():
+    suite = make_suite(config(tasks=["chain_sum"], train_size=20, held_out_size=5, levels=[0, 4]))
+    easy, hard = train_stages(suite)
+    assert list(suite.splits()) == ["level_4", "level_0"] and len(easy) == len(hard) == 20
+
+    # Level 0 has two numbers of one digit; level 4 up to six, of up to five.
+    assert all(len(re.findall(r"\d+", question(suite, name))) == 2 for name in easy)
+    assert max(len(re.findall(r"\d+", question(suite, name))) for name in hard) > 3
+    held = {question(suite, name) for split in suite.splits() for name in suite.instance_ids(split)}
+    assert not held & {question(suite, name) for name in suite.instance_ids("train")}
+
+    # Prompts of a run go through the levels, and each is solved by its own answer.
+    stream = PromptStream.of_stages([easy, hard], seed=3)
+    first = [stream.instance(n) for n in range(len(easy) + len(hard))]
+    assert sorted(first[: len(easy)]) == sorted(easy) and first[: len(easy)] != easy
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tasks": ["chain_sum"], "levels": [-1]}, "levels=[-1]: give different levels from 0"),
+        ({"tasks": ["chain_sum"], "levels": [1, 1]}, "levels=[1, 1]: give different levels"),
+        ({"tasks": ["chain_sum"], "levels": [99]}, "has 99, but the curriculum of chain_sum ends at 10."),
+        ({"tasks": ["acre"], "levels": [0]}, "acre has no curriculum: set its difficulty by"),
+        ({"tasks": ["knight_swap"], "levels": [0]}, "reasoning-gym refuses for knight_swap: min_nodes"),
+    ],
+)
+def test_a_level_that_does_not_exist_is_refused_with_what_there_is(settings, says):
+    with pytest.raises(ValueError) as refused:
+        check_environment(config(**settings))
+    assert says in str(refused.value)
+
+
+def test_a_data_set_without_rules_of_its_own_is_accepted():
+    check_environment(config(tasks=["power_function"]))

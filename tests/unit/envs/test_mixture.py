@@ -25,7 +25,7 @@ GCD = {"share": 0.25, "name": "reasoning", "reasoning": {"tasks": ["gcd"], "held
 
 def test_prompts_come_by_their_shares_at_every_moment_and_each_set_in_epochs_of_its_own():
     sets = [(0.6, ["a1", "a2", "a3"]), (0.3, ["b1", "b2"]), (0.1, ["c1"])]
-    stream = MixedPrompts(sets, seed=3)
+    stream = MixedPrompts([(share, [ids]) for share, ids in sets], seed=3)
     names = [stream[n].instance_id for n in range(200)]
     for n in range(1, 201):
         counts = Counter(name[0] for name in names[:n])
@@ -35,15 +35,23 @@ def test_prompts_come_by_their_shares_at_every_moment_and_each_set_in_epochs_of_
 
 
 def test_a_resumed_mixture_continues_the_same_sequence_and_another_seed_has_another():
-    sets = [(0.5, [f"a{n}" for n in range(20)]), (0.5, [f"b{n}" for n in range(20)])]
+    sets = [(0.5, [[f"{name}{n}" for n in range(20)]]) for name in "ab"]
     whole = [MixedPrompts(sets, seed=1)[n] for n in range(100)]
     resumed, other = MixedPrompts(sets, seed=1), MixedPrompts(sets, seed=2)
     assert [resumed[n] for n in range(60, 100)] == whole[60:]
     assert [other[n].instance_id for n in range(100)] != [prompt.instance_id for prompt in whole]
 
 
+def test_a_member_goes_through_its_curriculum_in_order():
+    staged = SUMS | {"reasoning": SUMS["reasoning"] | {"levels": [2, 0]}}
+    sets = make_suite(EnvConfig(mix={"sums": staged, "gcd": GCD})).train_sets()
+    stream = MixedPrompts(sets, seed=1)
+    names = [name for name in map(stream.instance, range(20)) if name.startswith("sums/")]
+    assert "@2" in names[0] and "@0" in names[-1] and names == sorted(names, key=lambda name: "@0" in name)
+
+
 def test_a_prompt_of_a_mixture_has_the_seed_and_the_group_of_any_other():
-    one, mixed = PromptStream(["a"], seed=1), MixedPrompts([(0.5, ["a"]), (0.5, ["a"])], seed=1)
+    one, mixed = PromptStream(["a"], seed=1), MixedPrompts([(0.5, [["a"]]), (0.5, [["a"]])], seed=1)
     assert [one[n] for n in range(4)] == [mixed[n] for n in range(4)]
 
 
@@ -54,7 +62,7 @@ def test_members_keep_their_own_data_held_out_sets_and_rewards():
     suite = make_suite(config, seed=0)
     assert list(suite.splits()) == ["sums.held_out", "gcd.held_out"]
     assert len(suite.instance_ids("gcd.held_out")) == 3
-    (first, sums), (second, gcd) = suite.train_sets()
+    (first, [sums]), (second, [gcd]) = suite.train_sets()
     assert (first, second, len(sums)) == (0.75, 0.25, 9)
     assert [*sums, *gcd] == suite.instance_ids("train")
 
