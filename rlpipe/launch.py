@@ -479,7 +479,7 @@ class ReinforcementLearning:
 
 
 def _prompt_stream(suite: Suite, seed: int) -> PromptStream:
-    """Return the training prompts of a suite: by the shares of a mixture's members, by stages of a curriculum."""
+    """Return the prompts of training: by the shares of a mixture's members, by a curriculum's stages."""
     if isinstance(suite, MixtureSuite):
         return MixedPrompts(suite.train_sets(), seed)
     return PromptStream.of_stages(train_stages(suite), seed)

@@ -152,7 +152,9 @@ class ReasoningConfig:
                     f"{self.tasks}, as in {{{self.tasks[0]}: {{NAME: VALUE}}}}."
                 )
         if any(level < 0 for level in self.levels) or len(set(self.levels)) < len(self.levels):
-            raise ValueError(f"env.reasoning.levels={self.levels}: give different levels from 0, as [0, 2, 4].")
+            raise ValueError(
+                f"env.reasoning.levels={self.levels}: give different levels from 0, as [0, 2, 4]."
+            )
         _check_sizes(self, "env.reasoning")
 
 

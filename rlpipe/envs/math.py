@@ -85,8 +85,6 @@ def _at_level(task: str, options: Mapping[str, Any], level: int) -> Any:
     return curriculum.generate_configuration(dict(options))
 
 
-
-
 class MathEpisode:
     """An episode whose first action is the answer."""
 
