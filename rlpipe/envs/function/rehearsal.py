@@ -35,7 +35,7 @@ def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = C
     """
     rng, values, notes = random.Random(0), set(), []
     end = time.monotonic() + budget_s
-    calls = 0
+    calls, known = 0, False
     for instance_id in _spread(suite):
         if calls and time.monotonic() > end:
             break
@@ -53,11 +53,11 @@ def rehearse_rewards(suite: FunctionSuite, *, budget_s: float, call_s: float = C
 
         totals = total(suite.rewards, scores, example.place)
         values |= {reward for reward, _ in totals}
-        calls += 1
+        calls, known = calls + 1, known or _right(example) is not None
 
     if len(values) == 1:
         notes.append(
-            f"all made-up answers to {calls} prompts, the right ones among them, got the reward "
+            f"all made-up answers to {calls} prompts{', the right ones among them,' * known} got the reward "
             f"{values.pop():g}: as long as all answers to a prompt get the same, nothing is learned"
         )
     return notes
@@ -72,9 +72,14 @@ def _spread(suite: FunctionSuite) -> list[str]:
     return [each[index] for index in range(min(longest, _ROWS)) for each in ids if index < len(each)]
 
 
+def _right(example: Example) -> str | None:
+    """Return the right answer as a text, if the data have one that is a text or a number."""
+    return str(example.answer) if isinstance(example.answer, (str, int, float)) else None
+
+
 def _made_up(example: Example, rng: random.Random) -> list[str]:
-    """Return the right answer as a text, if there is one, and random words of the prompt."""
-    right = [str(example.answer)] if isinstance(example.answer, (str, int, float)) else []
+    """Return the right answer, if there is one, and random words of the prompt."""
+    right = [answer] if (answer := _right(example)) is not None else []
     words = example.text.split() or ["word"]
     return [*right, " ".join(rng.choices(words, k=1 + rng.randrange(_WORDS))), ""]
 

@@ -515,7 +515,13 @@ NOTED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "rewards that are all equal": (
         reward("def score(completion):\n    return 0.5\n"),
         {},
-        ["all made-up answers to 20 prompts", "got the reward 0.5", "nothing is learned"],
+        ["all made-up answers to 20 prompts, the right ones among them, got the reward 0.5", "nothing is"],
+    ),
+    "rewards that are all equal, and no right answer known": (
+        reward("def score(completion):\n    return 0.5\n")
+        | {"train.jsonl": lines([{"prompt": f"number {n}"} for n in range(20)])},
+        {},
+        ["all made-up answers to 20 prompts got the reward 0.5"],
     ),
 }
 

@@ -1,0 +1,13 @@
+"""Does a sentence begin with the letter that the prompt asks for? A reward in rlpipe's own form."""
+
+import re
+
+
+def score(completion, letter):
+    """Return 1 for one sentence, of six to thirty words and hardly a word twice, that begins with the letter."""
+    text = completion.strip()
+    words = re.findall(r"[a-z']+", text.lower())
+
+    # Without it, "Big big big." would do.
+    sentence = text.endswith(".") and "\n" not in text and 6 <= len(words) <= 30
+    return float(sentence and text.startswith(letter) and len(set(words)) >= 0.75 * len(words))
