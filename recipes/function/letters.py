@@ -4,7 +4,7 @@ import re
 
 
 def score(completion, letter):
-    """Return 1 for one sentence, of six to thirty words and hardly a word twice, that begins with the letter."""
+    """Return 1 for a sentence of six to thirty words, hardly one twice, that begins with the letter."""
     text = completion.strip()
     words = re.findall(r"[a-z']+", text.lower())
 

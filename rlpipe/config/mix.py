@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
 from math import fsum
 from re import fullmatch
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlpipe.config.limits import did_you_mean
 
 if TYPE_CHECKING:
     from rlpipe.config.env import EnvConfig
@@ -74,9 +75,8 @@ def built(cls: type[C], values: Mapping[str, Any], where: str) -> C:
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            close = get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ValueError(f"{where} has no setting {key!r}: {hint}")
+            hint = did_you_mean(str(key), known) or f" There are {', '.join(known)}."
+            raise ValueError(f"{where} has no setting {key!r}.{hint}")
 
         field = known[key]
         default = field.default if field.default_factory is MISSING else field.default_factory()

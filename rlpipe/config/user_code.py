@@ -13,12 +13,13 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
+
+from rlpipe.config.limits import did_you_mean
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _user_folders: set[str] = set()  # folders of the files that were loaded
@@ -61,7 +62,7 @@ def load_function(name: str, *, setting: str, takes: str) -> Callable[..., Any]:
         loaded = attrgetter(function)(module)
     except AttributeError:
         file = getattr(module, "__file__", None) or f"the module {source}"
-        raise ValueError(f"{where}: {file} has no {function!r}. {_hint(module, function)}") from None
+        raise ValueError(f"{where}: {file} has no {function!r}.{_hint(module, function)}") from None
 
     if not callable(loaded):
         raise ValueError(f"{where} is a {type(loaded).__name__}, not a function({takes}).")
@@ -91,11 +92,10 @@ def _load(name: str, where: str) -> ModuleType:
 def _load_file(file: Path, where: str) -> ModuleType:
     """Execute a file as a module of its own, or return it if it has not changed since. Raises ValueError."""
     if not file.is_file():
-        close = get_close_matches(file.name, [path.name for path in file.parent.glob("*.py")], n=1)
-        meant = f" Did you mean {file.parent / close[0]}?" if close else ""
+        siblings = [path.name for path in file.parent.glob("*.py")]
         raise ValueError(
-            f"{where}: there is no file {file}.{meant} A relative path starts at the folder in which the run "
-            "is started."
+            f"{where}: there is no file {file}.{did_you_mean(file.name, siblings)} A relative path starts at "
+            "the folder in which the run is started."
         )
 
     stat = file.stat()
@@ -141,15 +141,13 @@ def _search(folder: Path) -> None:
 
 
 def _hint(module: ModuleType, function: str) -> str:
-    """Return which function of a module was probably meant, or those it has."""
+    """Return which function of a module was probably meant, or those it has, after a space."""
     names = [
         name
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    if close := get_close_matches(function, names, n=1):
-        return f"Did you mean {close[0]}?"
-    return f"It defines {', '.join(names) or 'no function'}."
+    return did_you_mean(function, names) or f" It defines {', '.join(names) or 'no function'}."
 
 
 def _failed(error: BaseException, where: str, at: str) -> ValueError:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from difflib import get_close_matches
 from typing import Any
 
 from rlpipe.config.env import INDEX_STRIDE, EnvConfig
+from rlpipe.config.limits import did_you_mean
 from rlpipe.envs.base import TRAIN, SplitTable, StepResult
 
 
@@ -41,9 +41,8 @@ def _check_options(task: str, options: Mapping[str, Any], config_class: Any) -> 
     known = [field.name for field in fields(config_class) if field.name not in ("size", "seed")]
     for name in options:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ValueError(f"{where} has no parameter {name!r}: {hint}")
+            hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
+            raise ValueError(f"{where} has no parameter {name!r}.{hint}")
     try:
         _validate(config_class(**options))
     except (AssertionError, TypeError, ValueError) as error:

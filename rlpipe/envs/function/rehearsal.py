@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rlpipe.envs.function.rewards import LOOP, Call, Reward, Score, total
 from rlpipe.envs.function.signature import Form
 from rlpipe.envs.function.suite import HELD_OUT, FunctionSuite
 from rlpipe.envs.rehearsal import call
+from rlpipe.envs.running import line_of_thread
 
 CALL_S = 8.0  # seconds that one call may take
 _WORDS = 8
@@ -107,8 +107,11 @@ def _within(call_s: float, reward: Reward, example: Example, one: Call) -> list[
     thread.join(call_s)
 
     if not outcome:
+        # A coroutine is on no thread's stack.
+        is_async = inspect.iscoroutinefunction(reward.function)
+        at = _definition(reward.function) if is_async else line_of_thread(thread)
         raise ValueError(
-            f"{_line_of(thread, reward.function)}: {reward.name} has not returned after {call_s:g} s "
+            f"{at}: {reward.name} has not returned after {call_s:g} s "
             f"({where}). Give what it waits for a timeout of its own; env.step_timeout_s is the limit in a "
             "run."
         )
@@ -139,17 +142,6 @@ def _definition(function: Callable[..., Any]) -> str:
     """Return file and line where a function is defined."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(function, "__name__", "?")
-
-
-def _line_of(thread: threading.Thread, function: Callable[..., Any]) -> str:
-    """Return the user's line at which a thread is; for a coroutine, where it is defined."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None or inspect.iscoroutinefunction(function):
-        return _definition(function)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    while frame is not None and code is not None and frame.f_code.co_filename != code.co_filename:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else _definition(function)
 
 
 def _differences(

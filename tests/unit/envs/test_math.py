@@ -93,7 +93,7 @@ def test_parameters_of_a_data_set_decide_its_questions_in_both_splits():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"chain_sum": {"max_term": 2}}, "chain_sum has no parameter 'max_term': did you mean max_terms?"),
+        ({"chain_sum": {"max_term": 2}}, "chain_sum has no parameter 'max_term'. Did you mean max_terms?"),
         ({"chain_sum": {"seed": 2}}, "options.chain_sum has no parameter 'seed'"),
         ({"chain_sum": {"min_terms": 5, "max_terms": 2}}, "reasoning-gym refuses it"),
         ({"chain_sum": {"min_terms": "two"}}, "reasoning-gym refuses it"),

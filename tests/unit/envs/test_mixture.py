@@ -216,10 +216,10 @@ def test_siblings_are_compared_by_the_reward_of_their_member():
         ({"a/b": SUMS}, "env.mix.a/b: name a member by letters"),
         ({"a": SUMS | {"threads": 3}}, "env.mix.a.threads: it is one for the run, set env.threads"),
         ({"a": SUMS | {"name": "reasonin"}}, "reasonin"),
-        ({"a": SUMS | {"max_turn": 3}}, "env.mix.a has no setting 'max_turn': did you mean max_turns?"),
+        ({"a": SUMS | {"max_turn": 3}}, "env.mix.a has no setting 'max_turn'. Did you mean max_turns?"),
         (
             {"a": SUMS | {"reasoning": {"task": ["gcd"]}}},
-            "env.mix.a.reasoning has no setting 'task': did you",
+            "env.mix.a.reasoning has no setting 'task'. Did you",
         ),
         ({"a": SUMS | {"reasoning": {"tasks": "gcd"}}}, "env.mix.a.reasoning.tasks='gcd': give a list"),
         ({"a": SUMS | {"max_turns": "many"}}, "env.mix.a.max_turns='many': give a int"),
