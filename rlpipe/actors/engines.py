@@ -9,7 +9,7 @@ from typing import Any
 
 from rlpipe.config.paths import resolve, resolve_model
 from rlpipe.config.rollout import EngineKind, RolloutConfig
-from rlpipe.config.run import Config
+from rlpipe.config.run import ClusterMode, Config, with_weight_transfer
 from rlpipe.config.spec import SpecConfig, SpecMode
 from rlpipe.models.checkpoint import has_mtp, read_config
 from rlpipe.rollout.engine import Engine
@@ -58,8 +58,15 @@ def check_engine(config: Config) -> None:
     A remote Ray cluster is not checked.
     """
     check = ENGINES[config.rollout.engine].check
-    if check is not None and not config.cluster.address:
-        check(config.rollout, config.spec, resolve_model(config.rollout_model))
+    if check is None or config.cluster.address:
+        return
+
+    # What weight_transfer=auto becomes on this machine may be what does not work.
+    if config.cluster.mode is ClusterMode.RAY:
+        import torch
+
+        config, _ = with_weight_transfer(config, hosts=1, gpus=torch.cuda.is_available())
+    check(config.rollout, config.spec, resolve_model(config.rollout_model))
 
 
 def make_engine(config: Config, on_event: Callable[..., None], model: str = "") -> Engine:

@@ -86,7 +86,7 @@ def check_python() -> Iterator[Finding]:
 def check_packages() -> Iterator[Finding]:
     """Check each direct dependency: installed, importable, and at the tested version."""
     if CHECKOUT:
-        lines = (ROOT / "constraints.txt").read_text().split()
+        lines = (ROOT / pins_file()).read_text().split()
         pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
         needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     else:
@@ -147,6 +147,11 @@ def check_fit() -> Finding:
     return ok_if(done.returncode == 0, "all versions", found, install_all(), otherwise=Level.WARN)
 
 
+def pins_file() -> str:
+    """Return the name of the file of tested versions for this machine, as scripts/lib/setup.sh chooses it."""
+    return "constraints_gpu.txt" if shutil.which("nvidia-smi") else "constraints.txt"
+
+
 def installed(name: str) -> str:
     """Return the version of a distribution without its local label (`+cpu`); empty if not installed."""
     try:
@@ -161,7 +166,7 @@ def install_all() -> str:
         return "install the wheel again, with its dependencies, in a virtual environment of its own"
     if sys.prefix == sys.base_prefix and not Path(sys.prefix, "conda-meta").exists():
         return "run scripts/quickstart; where it has run, .venv/bin/python scripts/doctor"
-    return shlex.join([*PIP, "-e", str(ROOT), "-c", str(ROOT / "constraints.txt")])
+    return shlex.join([*PIP, "-e", str(ROOT), "-c", str(ROOT / pins_file())])
 
 
 def check_sandbox() -> Iterator[Finding]:
@@ -288,6 +293,30 @@ def check_accelerator() -> Iterator[Finding]:
         yield Finding(level=Level.INFO, name="gpu", found="none; everything runs on the CPU")
 
 
+def check_nccl() -> Iterator[Finding]:
+    """Compare NCCL in this environment, the trainer's, with that of SGLang's servers, if both have one."""
+    if not installed("rlpipe"):
+        return
+    try:
+        from rlpipe.config.sglang import SglangConfig
+        from rlpipe.rollout.sglang.environment import local_nccl, nccl_differs, served_nccl
+
+        local, served = local_nccl(), served_nccl(SglangConfig())
+    except (ImportError, ValueError):
+        return  # something is missing, which other lines say, or servers have no environment here
+
+    if not (local and served):
+        return
+    yield ok_if(
+        not nccl_differs(local, served),
+        "nccl",
+        local if local == served else f"trainer {local}, SGLang {served}",
+        "install the same torch in both environments (constraints_gpu.txt and scripts/install_sglang gpu): "
+        "rollout.sglang.weight_transfer=collective is refused until then",
+        otherwise=Level.WARN,
+    )
+
+
 def check_wandb() -> Iterator[Finding]:
     """Report whether W&B records would go online."""
     if not installed("rlpipe"):
@@ -340,7 +369,7 @@ def check_run(settings: list[str]) -> Iterator[Finding]:
 
 CHECKS = (
     *(check_python, check_packages, check_sandbox, check_machine),
-    *(check_accelerator, check_wandb, check_shipped),
+    *(check_accelerator, check_nccl, check_wandb, check_shipped),
 )
 
 

@@ -75,11 +75,27 @@ need_compiler() {
         die "a C compiler and Python's headers are missing: install the packages gcc and python3-dev."
 }
 
+# has_gpu: whether this machine has a GPU; RLPIPE_PINS=cpu or gpu answers instead (an image that is built on a
+# machine without one).
+has_gpu() {
+    case ${RLPIPE_PINS:-} in
+    cpu) return 1 ;;
+    gpu) ;;
+    *) nvidia-smi -L >/dev/null 2>&1 ;;
+    esac
+}
+
+# pins: the file of versions for this machine. With GPUs trainer and servers have the same torch, and so the
+# same NCCL; without, the builds that install quickly.
+pins() {
+    if has_gpu; then echo "$root/constraints_gpu.txt"; else echo "$root/constraints.txt"; fi
+}
+
 # install_into DIR WHAT...: at the pinned versions. Modules are compiled on first import: most never are.
 install_into() {
     environment=$1
     shift
-    patiently "$environment/bin/python" -m pip install --no-input --no-compile -c "$root/constraints.txt" "$@"
+    patiently "$environment/bin/python" -m pip install --no-input --no-compile -c "$(pins)" "$@"
 }
 
 # make_bare_environment DIR: a virtual environment with nothing in it, unless one is there.
@@ -92,10 +108,12 @@ make_bare_environment() {
     quietly "$python" -m venv "$1"
 }
 
-# make_environment DIR EXTRAS: a virtual environment at DIR with rlpipe (editable) and "[extras]".
-# Does nothing when DIR already holds exactly that; an environment that is there is updated, not emptied.
+# make_environment DIR EXTRAS: a virtual environment at DIR with rlpipe (editable) and "[extras]", on a machine
+# with GPUs also [gpu]. Does nothing when DIR already holds exactly that; an environment that is there is
+# updated, not emptied.
 make_environment() {
-    stamp=$(cd "$root" && cat pyproject.toml setup.py constraints.txt | cksum)" $root$2"
+    if has_gpu; then set -- "$1" "${2:+${2%]},gpu]}" && set -- "$1" "${2:-[gpu]}"; fi
+    stamp=$(cd "$root" && cat pyproject.toml setup.py "$(pins)" | cksum)" $root$2"
     if [ "$(cat "$1/rlpipe-stamp" 2>/dev/null)" = "$stamp" ]; then
         say "packages are in $1 already"
         return

@@ -68,6 +68,23 @@ def test_quickstart_installs_checks_and_runs_the_main_job(tmp_path, tools, venv)
     assert f"{ROOT}/runs/swe_rl/" in done.stdout and "report.html" in done.stdout
 
 
+def test_a_machine_with_gpus_gets_the_pins_whose_nccl_is_the_servers(tmp_path, tools, venv):
+    """Found by nvidia-smi; RLPIPE_PINS says it for an image that is built without one."""
+    gpu = tools / "nvidia-smi"
+    gpu.write_text("#!/bin/sh\n")
+    gpu.chmod(0o755)
+    assert script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
+    torch, everything, *_ = calls(tmp_path)
+    assert torch.endswith(f"-c {ROOT}/constraints_gpu.txt torch")
+    assert everything.endswith(f"-c {ROOT}/constraints_gpu.txt -e {ROOT}[gpu]")
+
+    cpu = {"PATH": tools, "RLPIPE_VENV": venv, "RLPIPE_PINS": "cpu"}
+    assert script("quickstart", "--real", cwd=tmp_path, **cpu).returncode == 0
+    assert calls(tmp_path)[1].endswith(f"-c {ROOT}/constraints.txt -e {ROOT}[fetch]")
+    assert script("quickstart", "--real", cwd=tmp_path, **(cpu | {"RLPIPE_PINS": "gpu"})).returncode == 0
+    assert calls(tmp_path)[1].endswith(f"-c {ROOT}/constraints_gpu.txt -e {ROOT}[fetch,gpu]")
+
+
 def test_a_second_quickstart_installs_nothing(tmp_path, tools, venv):
     assert script("quickstart", cwd=tmp_path, PATH=tools, RLPIPE_VENV=venv).returncode == 0
     calls(tmp_path)

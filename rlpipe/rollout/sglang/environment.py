@@ -1,6 +1,7 @@
 """The virtual environment of SGLang: its interpreter, and the versions that this rlpipe supports.
 
-SGLang and verl need different versions of transformers and torch, so they never share an environment.
+SGLang and verl need different versions of transformers, so they never share an environment. On a machine with
+GPUs both have the same torch (constraints_gpu.txt), and so the same NCCL.
 """
 
 from __future__ import annotations
@@ -8,22 +9,26 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.sglang import SglangConfig
+from rlpipe.config.sglang import SglangConfig, WeightTransfer
 
 SGLANG_VERSION = "0.5.23"
 CPU_SUPPORT_VERSION = f"{SGLANG_VERSION}.1"  # of sglang_env/cpu_support
 _HINT = "Run scripts/install_sglang"
-_PROBE = """
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # where torch for CUDA gets it from
+_PROBE = f"""
+NCCL = {_NCCL}
 import json
 from importlib.metadata import PackageNotFoundError, version
-versions = {}
-for name in ("sglang", "rlpipe-sglang-cpu", "torch"):
+versions = dict()
+for name in ("sglang", "rlpipe-sglang-cpu", "torch", *NCCL):
     try:
         versions[name] = version(name)
     except PackageNotFoundError:
@@ -77,7 +82,46 @@ def find_environment(config: SglangConfig, *, on_gpu: bool) -> SglangEnvironment
             f"rollout.sglang.python={str(python)!r} has rlpipe-sglang-cpu {support}, and without a GPU "
             f"version {CPU_SUPPORT_VERSION} is needed. {_HINT} cpu."
         )
+
+    # A broadcast between two versions of NCCL fails at the first update, after the weights were gathered.
+    local, served = local_nccl(), _nccl(versions)
+    if on_gpu and config.weight_transfer is WeightTransfer.COLLECTIVE and nccl_differs(local, served):
+        raise ValueError(
+            f"rollout.sglang.weight_transfer=collective: the trainer has NCCL {local}, and "
+            f"rollout.sglang.python={str(python)!r} has {served}; NCCL refuses a group of two versions. "
+            f"Give both the same torch: pip install by constraints_gpu.txt here, {_HINT[4:]} gpu there. "
+            "Or set weight_transfer=shared or disk."
+        )
     return SglangEnvironment(python=python, on_gpu=on_gpu)
+
+
+def local_nccl() -> str:
+    """Return the version of NCCL in this environment, which is the trainer's; empty where there is none."""
+    found = {}
+    for name in _NCCL:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return _nccl(found)
+
+
+def served_nccl(config: SglangConfig) -> str:
+    """Return the version of NCCL in SGLang's environment; empty where there is none.
+
+    Raises ValueError when there is no such environment.
+    """
+    return _nccl(_probe(_interpreter(config)))
+
+
+def nccl_differs(local: str, served: str) -> bool:
+    """Return whether two versions are known and would refuse each other; torch builds without one do not."""
+    return bool(local and served) and local != served
+
+
+def _nccl(versions: Mapping[str, str | None]) -> str:
+    """Return the version of NCCL among those of packages; empty where there is none."""
+    return next((found for name in _NCCL if (found := versions.get(name))), "")
 
 
 def _interpreter(config: SglangConfig) -> Path:

@@ -3,21 +3,23 @@
 import json
 import random
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from rlpipe.actors.engines import check_engine
 from rlpipe.config.rollout import RolloutConfig
-from rlpipe.config.run import Config
-from rlpipe.config.sglang import SglangConfig
+from rlpipe.config.run import ClusterConfig, ClusterMode, Config
+from rlpipe.config.sglang import SglangConfig, WeightTransfer
 from rlpipe.config.spec import SpecConfig
 from rlpipe.convert.mtp_layer import add_layer
 from rlpipe.drafts.kinds import DRAFTERS
 from rlpipe.models import read_architecture
 from rlpipe.models.checkpoint import check_weights, is_mtp_weight, read_config, read_weights
 from rlpipe.preflight.settings import check_sglang
-from rlpipe.rollout.sglang import server
+from rlpipe.rollout.sglang import environment, server
 from rlpipe.rollout.sglang.arguments import (
     check_server_info,
     check_supported,
@@ -35,9 +37,9 @@ from tests.helpers.tiny_checkpoint import write_random_checkpoint
 pytestmark = pytest.mark.unit
 
 
-def interpreter(path, sglang=SGLANG_VERSION, support=CPU_SUPPORT_VERSION, torch="2.14.1"):
+def interpreter(path, sglang=SGLANG_VERSION, support=CPU_SUPPORT_VERSION, torch="2.14.1", nccl="2.30.7"):
     """An executable that answers like SGLang's Python when asked for versions."""
-    versions = {"sglang": sglang, "rlpipe-sglang-cpu": support, "torch": torch}
+    versions = {"sglang": sglang, "rlpipe-sglang-cpu": support, "torch": torch, "nvidia-nccl-cu13": nccl}
     path.write_text(f"#!/bin/sh\necho '{json.dumps(versions)}'\n")
     path.chmod(0o755)
     return SglangConfig(python=str(path))
@@ -89,6 +91,33 @@ def test_on_a_gpu_a_torch_without_cuda_is_refused(tmp_path):
     config = interpreter(tmp_path / "python", torch="2.13.0+cpu")
     with pytest.raises(ValueError, match=r"torch 2\.13\.0\+cpu, a build without CUDA.*rollout.device=cpu"):
         find_environment(config, on_gpu=True)
+
+
+def test_two_versions_of_nccl_refuse_a_broadcast_between_them_by_name(tmp_path, monkeypatch):
+    """NCCL fails in such a group, at the first update: "Mismatched NCCL version detected"."""
+    monkeypatch.setattr(environment, "local_nccl", lambda: "2.29.7")
+    config = replace(interpreter(tmp_path / "python"), weight_transfer=WeightTransfer.COLLECTIVE)
+    with pytest.raises(ValueError, match=r"=collective: the trainer has NCCL 2\.29\.7, .* 2\.30\.7.*shared"):
+        find_environment(config, on_gpu=True)
+
+    # gloo carries the weights of servers without GPUs, and other transports have no group.
+    assert find_environment(config, on_gpu=False)
+    assert find_environment(replace(config, weight_transfer=WeightTransfer.SHARED), on_gpu=True)
+
+    monkeypatch.setattr(environment, "local_nccl", lambda: "2.30.7")
+    assert find_environment(config, on_gpu=True)
+    assert environment.served_nccl(config) == "2.30.7"
+
+
+def test_auto_is_refused_at_the_launch_where_it_would_become_that_broadcast(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "local_nccl", lambda: "2.29.7")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    sglang = interpreter(tmp_path / "python")
+    settings = RolloutConfig(engine="sglang", device="cuda", dtype="bfloat16", sglang=sglang)
+    config = Config(rollout=settings, cluster=ClusterConfig(mode=ClusterMode.RAY))
+    config.model.path = str(ROOT / "models" / "tiny")
+    with pytest.raises(ValueError, match="=collective: the trainer has NCCL"):
+        check_engine(config)
 
 
 def test_a_taken_port_is_refused_and_zero_finds_a_free_one():
