@@ -14,7 +14,7 @@ from rlpipe.diagnosis.acceptance_split import MIN_WINDOW, early_steps
 from rlpipe.diagnosis.advice import Setup, advise
 from rlpipe.diagnosis.decomposition import RATE
 from rlpipe.diagnosis.explanation import MIN_PROBES, explain_acceptance
-from rlpipe.diagnosis.held_out import HeldOut, held_out_sets
+from rlpipe.diagnosis.held_out import HeldOut, held_out_sets, primary_split
 from rlpipe.diagnosis.problems import REWARD, Finding, change_of, ends_of, late, problems_of
 from rlpipe.metrics.runs import RunData
 from rlpipe.metrics.statistics import Interval
@@ -49,8 +49,8 @@ def summarize(run: RunData) -> Summary:
 
     lines = [("Reward", _reward(run))]
     for held_out in held_out_sets(run):
-        label = "Held-out" if held_out.name == "held-out" else f"Reward, {held_out.name}"
-        lines.append((label, _held_out(held_out)))
+        name = primary_split(run).replace("_", " ") if held_out.name == "held-out" else held_out.name
+        lines.append((f"Held-out, {name}" if name else "Held-out", _held_out(held_out)))
     lines.append(("Throughput", _throughput(run)))
     lines.append(("Settings changed", _changed(run)))
     lines.append(("Bound by", bound.text if bound else ""))

@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rlpipe.diagnosis.held_out import reward_intervals
+from rlpipe.diagnosis.held_out import primary_split, reward_intervals, splits
 from rlpipe.diagnosis.seeds import pool_seeds
 from rlpipe.metrics.runs import RunData
 from rlpipe.report.drawing import (
@@ -69,21 +69,6 @@ def figures(runs: Sequence[RunData]) -> list[Figure]:
 
     drawn = [figure for figure in built if figure.traces]
     return sorted(drawn, key=lambda figure: SECTIONS.index(figure.section))
-
-
-def splits(*runs: RunData) -> list[str]:
-    """Return the held-out sets other than the one reported as val/reward."""
-    names = {n.split("/")[1] for r in runs for n in r.names() if n.startswith("val/") and n.count("/") == 2}
-    rewards = {name: [run.series(f"val/{name}/reward") for run in runs] for name in names}
-    return sorted(name for name in names if rewards[name] != [run.series("val/reward") for run in runs])
-
-
-def primary_split(run: RunData) -> str:
-    """Return the name of the held-out set that val/reward reports; "" when it is the only one, or unnamed."""
-    names = {n.split("/")[1] for n in run.names() if n.startswith("val/") and n.count("/") == 2}
-    others = splits(run)
-    primary = sorted(names.difference(others))
-    return primary[0] if others and primary else ""
 
 
 def _reward(runs: Sequence[RunData]) -> Figure:

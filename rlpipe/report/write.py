@@ -21,14 +21,14 @@ from string import Template
 from typing import Any
 
 from rlpipe.config.drafters import Drafter
-from rlpipe.diagnosis.held_out import PRIMARY, reward_intervals
+from rlpipe.diagnosis.held_out import PRIMARY, primary_split, reward_intervals, splits
 from rlpipe.diagnosis.seeds import name_by_settings, pool_seeds
 from rlpipe.metrics.console import duration
 from rlpipe.metrics.names import Level
 from rlpipe.metrics.runs import RunData, dump, load_run
 from rlpipe.report.details import all_metrics, arms, differences, events, samples, settings, table
 from rlpipe.report.drawing import SECTIONS, Figure
-from rlpipe.report.figures import figures, splits, window
+from rlpipe.report.figures import figures, window
 from rlpipe.report.figures_adapt import held_out
 from rlpipe.report.pays import pays_table
 from rlpipe.report.viewer import shown_trajectories, viewer_html
@@ -219,7 +219,8 @@ def _notices(run: RunData) -> str:
 
 def _summary(run: RunData) -> list[tuple[str, str, str]]:
     """Return (label, big text as HTML, small text) of every card."""
-    rewards = {PRIMARY: "Validation reward"}
+    primary = primary_split(run).replace("_", " ")
+    rewards = {PRIMARY: f"Validation: {primary}" if primary else "Validation reward"}
     for split in splits(run):
         rewards[f"val/{split}/reward"] = f"Validation: {split.replace('_', ' ')}"
 
