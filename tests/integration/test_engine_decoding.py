@@ -348,23 +348,46 @@ def test_the_adaptive_engine_chooses_for_itself_and_returns_exact_logprobs(check
     assert stats.decode_seconds > 0 and stats.plain_seconds > 0 and stats.predicted_seconds > 0
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_greedy_mode_equals_greedy_generate_of_transformers(checkpoint, adaptive):
+@pytest.fixture(scope="module")
+def argmax_decoding(checkpoint):
+    """(prompt, the 40 tokens that greedy `generate` of transformers continues it with) of six prompts."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     model.generation_config.eos_token_id = None
-    policy = RandomGamma(3) if adaptive else None
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     prompts = _prompts(6)
-    with driven_engine(checkpoint, "greedy", policy=policy, max_running=4) as driven:
-        results = driven.generate(
-            *(request(i, p, max_new_tokens=40, temperature=0.0) for i, p in enumerate(prompts))
-        )
-    for prompt, result in zip(prompts, results, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)[
-            0, len(prompt) :
-        ]
-        assert result.output_ids.tolist() == expected.tolist()
+    return [(p, model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist()) for p in prompts]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "adaptive greedy", "tree", "tree beside a row that samples"])
+def test_temperature_0_equals_greedy_generate_of_transformers(checkpoint, argmax_decoding, mode):
+    policy = RandomGamma(3) if mode.startswith("adaptive") else None
+    requests = [
+        request(i, prompt, max_new_tokens=40, temperature=0.0)
+        for i, (prompt, _) in enumerate(argmax_decoding)
+    ]
+    with driven_engine(
+        checkpoint, "tree" if "tree" in mode else "greedy", policy=policy, max_running=4
+    ) as driven:
+        if "beside" in mode:
+            driven.submit(request(99, [7], max_new_tokens=100, temperature=1.0))
+        results = driven.generate(*requests)
+    assert [r.output_ids.tolist() for r in results] == [expected for _, expected in argmax_decoding]
+
+
+def test_a_greedy_tree_accepts_more_drafts_than_a_greedy_chain_of_its_depth(tmp_path):
+    """Its children contain the chain's drafts, and some of the further ones are the argmax."""
+    path = write_random_checkpoint(tmp_path, vocab=12, hidden=16, heads=2, kv_heads=1, scale=0.3)
+    accepted = {}
+    for mode in ("greedy", "tree"):
+        with driven_engine(path, mode, gamma=3, tree=[3, 2, 1]) as driven:
+            results = driven.generate(
+                *(request(i, [1, 2, 3 + i], max_new_tokens=60, temperature=0.0) for i in range(6))
+            )
+        steps = sum(result.spec.verify_steps for result in results)
+        accepted[mode] = sum(sum(result.spec.accepted) for result in results) / steps
+    assert accepted["tree"] > 1.5 * accepted["greedy"] > 0
 
 
 def test_greedy_mode_refuses_to_sample(checkpoint):

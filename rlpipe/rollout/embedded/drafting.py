@@ -28,6 +28,7 @@ from rlpipe.rollout.embedded.span import Span
 from rlpipe.spec.sampling import Stream, sample_cdf
 from rlpipe.spec.tree import Tree
 from rlpipe.spec.verify import (
+    TreeVerdict,
     Verdict,
     rearrange_kv,
     verify_block,
@@ -35,6 +36,7 @@ from rlpipe.spec.verify import (
     verify_greedy,
     verify_target_only,
     verify_tree,
+    verify_tree_greedy,
 )
 
 
@@ -243,7 +245,11 @@ class LookupDrafting(ChainDrafting):
 
 
 class TreeDrafting(_RowDrafting):
-    """Siblings sampled without replacement at every node of a static tree."""
+    """Several children at every node of a static tree.
+
+    Of rows that sample they are sampled without replacement. Of greedy rows, where only the argmax is ever
+    accepted, they are the likeliest tokens, so that all of them differ.
+    """
 
     def __init__(self, model: Model, table: RowTable, tree: Tree) -> None:
         super().__init__(model, table)
@@ -263,6 +269,7 @@ class TreeDrafting(_RowDrafting):
         """Draft a tree for every row; its shape replaces gamma."""
         table, model, tree = self._table, self._model, self._tree
         last, pending, uniforms = self._start(decoding, tree.max_depth)
+        greedy = table.greedy[:decoding]
 
         rows, own = slice(0, decoding), self._span(last, draft=True)
         hidden = table.hidden[rows]  # [A, nodes of the level, H]
@@ -277,33 +284,37 @@ class TreeDrafting(_RowDrafting):
                 hidden = hidden.unflatten(0, (decoding, -1))
 
             logits = model.draft_logits(hidden.flatten(0, 1)).unflatten(0, (decoding, -1))
-            q = table.choices(logits, rows)
-            probs.append(q)
-            noise = uniforms[:, depth, self._draft_streams[: len(level)]]
-            columns = _siblings(q, noise.unflatten(1, (q.shape[1], -1)))
+            children = len(level) // logits.shape[1]
+            if greedy.any():
+                columns = _likeliest(logits, children)
+
+            # A batch without a row that samples needs no distribution.
+            if not greedy.all():
+                probs.append(table.choices(logits, rows))
+                noise = uniforms[:, depth, self._draft_streams[: len(level)]]
+                sampled = _siblings(probs[-1], noise.unflatten(1, (-1, children)))
+                if greedy.any():
+                    sampled = torch.where(self._upload(greedy)[:, None, None], columns, sampled)
+                columns = sampled
             tokens.append(self._tokens(columns).flatten(1))
 
-        # Leaves have no children: their distribution is never read.
-        leaves = q.new_zeros(decoding, len(self._levels[-1]), q.shape[-1])
         positions = last[:, None] + self._depths
         part = Part(0, self._span(last), torch.cat(tokens, 1), torch.zeros_like(pending), positions)
-        q = self._over_vocabulary(torch.cat([*probs, leaves], 1))
-        return Drafted(part, uniforms, q, list(tree.parents[1:]))
+        return Drafted(part, uniforms, self._over_nodes(probs), list(tree.parents[1:]))
+
+    def _over_nodes(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return q [A, N + 1, V] of all nodes by those of the levels that have children, None of no level."""
+        if not probs:
+            return None
+
+        # Leaves have no children: their distribution is never read.
+        leaves = probs[0].new_zeros(len(probs[0]), len(self._levels[-1]), probs[0].shape[-1])
+        return self._over_vocabulary(torch.cat([*probs, leaves], 1))
 
     def judge(self, drafted: Drafted, choices: torch.Tensor) -> Judged:
         """Verify the tree, and move the keys of the accepted path next to the root's."""
-        tree, part, uniforms = self._tree, drafted.part, drafted.uniforms
-        coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
-
-        verdict = verify_tree(
-            tree,
-            part.tokens[:, 1:],
-            drafted.probs,
-            choices,
-            torch.cat(coins, 1),
-            uniforms[:, 0, Stream.RESIDUAL],
-            replacement=False,
-        )
+        tree, part = self._tree, drafted.part
+        verdict = self._verify(drafted, choices)
         batch, accepted = len(part.tokens), verdict.num_accepted
         last = part.positions[:, 0]
         rearrange_kv(self._model.target_cache[:, :, :batch], self._upload(last), verdict.kv_source)
@@ -319,6 +330,24 @@ class TreeDrafting(_RowDrafting):
 
         probs = verdict.accept_prob.gather(1, (path - 1).clamp(min=0))
         return Judged(tokens, accepted, probs, emitted, nodes)
+
+    def _verify(self, drafted: Drafted, choices: torch.Tensor) -> TreeVerdict:
+        tree, tokens, uniforms = self._tree, drafted.part.tokens[:, 1:], drafted.uniforms
+        if self._table.greedy[: len(tokens)].all():
+            return verify_tree_greedy(tree, tokens, choices)
+
+        # Of greedy rows among others, q is a one at the first child. The further ones, where q is 0, count as
+        # certain, and so the rounds accept the argmax wherever it is, whatever the coins.
+        coins = [uniforms[:, d, self._coin_streams[: len(level)]] for d, level in enumerate(self._levels[1:])]
+        return verify_tree(
+            tree,
+            tokens,
+            drafted.probs,
+            choices,
+            torch.cat(coins, 1),
+            uniforms[:, 0, Stream.RESIDUAL],
+            replacement=False,
+        )
 
     def _span(self, last: np.ndarray, *, draft: bool = False) -> Span:
         """Return the span of all nodes from the pending tokens at `last`; draft: as seen by the MTP layer."""
@@ -350,6 +379,16 @@ def _siblings(q: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         without = left.scatter(1, token.unsqueeze(1), 0.0)
         left = torch.where(without.sum(1, keepdim=True) > 0, without, left)
     return torch.stack(drawn, -1).unflatten(0, q.shape[:2])
+
+
+def _likeliest(logits: torch.Tensor, children: int) -> torch.Tensor:
+    """Return the likeliest tokens after each node, best first: logits [A, n, V] -> [A, n, children].
+
+    With fewer tokens than children the last one is repeated.
+    """
+    found = logits.topk(min(children, logits.shape[-1]), -1).indices
+    missing = children - found.shape[-1]
+    return torch.cat((found, found[..., -1:].expand(*found.shape[:-1], missing)), -1)
 
 
 def tree_streams(tree: Tree) -> int:

@@ -164,6 +164,54 @@ def test_drafts_that_are_not_sampled_are_the_argmax_of_q(checkpoint, draft_law, 
             assert drafts == expected
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["greedy only", "beside a row that samples"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "within a table"])
+def test_children_of_a_greedy_row_are_the_likeliest_tokens_of_q(
+    checkpoint, draft_law, table, shared, reduced
+):
+    """All children of a node differ: a second copy of the argmax would never be accepted."""
+    shape, temperatures = Tree.from_branching([3, 2]), [0.0, 0.0, 0.8 if shared else 0.0]
+    with driven_engine(checkpoint, "tree", tree=[3, 2], draft_vocab=table if reduced else "") as driven:
+        recorded = Recorded(driven)
+        for i, (prompt, temperature) in enumerate(zip(PROMPTS, temperatures, strict=True)):
+            driven.submit(request(i, prompt, max_new_tokens=40, temperature=temperature))
+        for _ in range(4):
+            driven.round()
+
+    for ids, tokens, drafted, _, judged in recorded.steps:
+        sampling = PROMPTS[2] if shared else None
+        greedy = [row for row, prefix in enumerate(ids) if prefix[: len(PROMPTS[2])] != sampling]
+        assert len(greedy) == (2 if shared else 3)
+        assert (drafted.probs is None) is not shared
+        assert set(judged.accept_prob[greedy].flatten().tolist()) <= {0.0, 1.0}
+        for row in greedy:
+            for node, path in enumerate(shape.paths().tolist()):
+                children = shape.children(node)
+                q = draft_law(ids[row], [int(tokens[row, n - 1]) for n in path if n >= 0])
+                likeliest = (_in_table(q) if reduced else q).topk(3).indices[: len(children)]
+                assert [int(tokens[row, child - 1]) for child in children] == likeliest.tolist()
+
+
+def test_rows_that_sample_do_not_notice_greedy_rows_beside_them(checkpoint):
+    """Neither emits other tokens than alone."""
+    asked = [(i, p, 0.0 if i == 1 else 0.9) for i, p in enumerate(PROMPTS)]
+    requests = [request(i, p, max_new_tokens=40, temperature=t, record_drafts=True) for i, p, t in asked]
+    with driven_engine(checkpoint, "tree") as driven:
+        together = driven.generate(*requests)
+    for one, expected in zip(requests, together, strict=True):
+        with driven_engine(checkpoint, "tree") as driven:
+            (alone,) = driven.generate(one)
+        assert alone.output_ids.tolist() == expected.output_ids.tolist()
+        assert alone.spec == expected.spec
+        if one.sampling.temperature == 0:
+            assert all(step.draft_probs == [1.0] * 10 for step in [*alone.drafts, *expected.drafts])
+
+
+def test_more_children_than_tokens_repeat_the_least_likely():
+    logits = torch.tensor([[[0.0, 2.0]]])
+    assert drafting._likeliest(logits, 4).tolist() == [[[1, 0, 0, 0]]]
+
+
 def test_siblings_are_drawn_without_replacement():
     """Over a fine lattice of uniforms the second sibling follows q without the first, normalised."""
     q = torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64)
