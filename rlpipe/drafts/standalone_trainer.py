@@ -70,13 +70,15 @@ class DraftTrainer:
             draft_cost=draft_cost,
         )
 
+        # The curriculum of windows counts the draft's updates: during RL one in every draft.interval steps.
+        every = config.draft.interval if config.cotrains_draft else 1
         self._windows: WindowTraining | None = None
         if config.draft.windows:
             self._windows = WindowTraining(
                 config.ppow,
                 config.draft.objective,
                 depths=config.draft.depths,
-                steps=config.run.steps,
+                steps=max(1, config.run.steps // every),
                 seed=config.run.seed,
             )
 

@@ -43,7 +43,9 @@ def co_train(
                 worker.write_save()
                 worker.end_save()
             made = worker.step(groups)
-            metrics.append({n: v.value() for n, v in made.items() if n.startswith(("mtp/", "actor/"))})
+            metrics.append(
+                {n: v.value() for n, v in made.items() if n.startswith(("mtp/", "ppow/", "actor/"))}
+            )
         look()
     finally:
         worker.close()

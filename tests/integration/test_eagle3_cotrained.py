@@ -13,6 +13,7 @@ from rlpipe.config.draft import DraftConfig
 from rlpipe.config.injection import InjectionConfig
 from rlpipe.config.lora import LoraConfig
 from rlpipe.config.pipeline import PipelineConfig
+from rlpipe.config.ppow import PpowConfig
 from rlpipe.config.rollout import RolloutConfig
 from rlpipe.config.run import ClusterConfig, Config, ModelConfig, RunSettings
 from rlpipe.config.spec import SpecConfig
@@ -98,6 +99,25 @@ def alone(start, tmp_path_factory):
     """Two steps of one process without adapters."""
     folder = tmp_path_factory.mktemp("alone")
     return co_train(0, 1, settings(start, folder), STEPS, folder)
+
+
+def test_windows_get_harder_over_the_updates_of_the_draft_not_over_the_steps_of_the_policy(
+    start, tmp_path, alone
+):
+    """PPOW during RL in every second of four steps: two updates, from the first share to the last."""
+    config = settings(start, tmp_path, objective="ppow", interval=2)
+    config = replace(config, ppow=PpowConfig(group_size=2, windows=1, hard_start=0.2, hard_end=0.6))
+    check(config)
+    done = co_train(0, 1, config, [*STEPS, *STEPS], tmp_path)
+
+    shares = [step.get("ppow/hard_share") for step in done["metrics"]]
+    assert shares == [None, pytest.approx(0.2), None, pytest.approx(0.6)]
+    changes = [differing(done["drafts"][i], done["drafts"][i + 1]) for i in range(4)]
+    assert changes[0] == changes[2] == 0 and min(changes[1], changes[3]) > 1e-3
+
+    # The policy learns what it learns beside a draft with another objective.
+    for step, beside in zip(done["metrics"], alone["metrics"], strict=False):
+        assert step["actor/grad_norm"] == beside["actor/grad_norm"] > 0
 
 
 def test_beside_pipeline_stages_it_learns_what_it_learns_beside_one_process(start, tmp_path, alone):
